@@ -1,0 +1,176 @@
+"""What the caller has set around the call, and every layer must find set as well.
+
+Autocast, inference mode, modes, hooks and context variables are bound to a thread and to a ``with`` block. A
+layer may run in a worker thread, which starts with none of them, or again at backward, long after the block
+was left and perhaps inside another one. So all of it is captured once, when the pipeline is called, and entered
+wherever a layer runs for that call.
+
+PyTorch has no public call that lists a thread's modes and hooks; what is private about it is in this file only.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+from torchgpipe.phase import current_phase, enter_phase
+
+__all__ = ["Ambient"]
+
+T = TypeVar("T")
+
+_autograd: Any = torch._C._autograd
+_function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_dispatch_modes: Callable[[], list[Any]] = dispatch._get_current_dispatch_mode_stack
+_len_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_len_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+class Ambient:
+    """The state of the thread that creates it, to be entered in others or later.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_context",
+        "_dispatch_modes",
+        "_function_modes",
+        "_inference",
+        "_phase",
+        "_saved_tensors_hooks",
+        "autocast_caches",
+        "grad_enabled",
+    )
+
+    def __init__(self) -> None:
+        self.grad_enabled = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = _AutocastState()
+        self._saved_tensors_hooks = _top_saved_tensors_hooks()
+        # The default device is a function mode too.
+        self._function_modes: list[Any] = _function_modes()
+        self._dispatch_modes: list[Any] = _dispatch_modes()
+        self._context = contextvars.copy_context()
+        self._phase = current_phase()
+        #: Whether autocast keeps the casted weights of a run for the next one.
+        self.autocast_caches = self._autocast.enabled and self._autocast.cache
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls ``function`` in this state and puts the thread's own state back."""
+        # A context can be entered once at a time only, so every run has a copy, as every task of asyncio has.
+        return self._context.copy().run(self._run, function, *args)
+
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        previous = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.grad_enabled)
+        try:
+            guards = list(self._guards())
+            if not guards:  # At backward nearly always: nothing else was set, then or now.
+                return function(*args)
+            with ExitStack() as stack:
+                for guard in guards:
+                    stack.enter_context(guard)
+                return function(*args)
+        finally:
+            torch._C._set_grad_enabled(previous)
+
+    def _guards(self) -> Iterator[AbstractContextManager[Any]]:
+        """What has to be entered for this thread to be in this state: only what differs, for speed."""
+        if torch.is_inference_mode_enabled() != self._inference:
+            yield torch.inference_mode(self._inference)
+            yield torch.set_grad_enabled(self.grad_enabled)  # which inference mode has changed
+        if self._autocast.enabled or torch._C._is_any_autocast_enabled():
+            yield self._autocast.enter()
+        if _top_saved_tensors_hooks() != self._saved_tensors_hooks:
+            yield _saved_tensors_hooks(self._saved_tensors_hooks)
+        if self._function_modes or _len_function_modes():
+            yield _modes(self._function_modes, _function_modes, overrides._push_mode, overrides._pop_mode)
+        if self._dispatch_modes or _len_dispatch_modes():
+            yield _modes(self._dispatch_modes, _dispatch_modes, dispatch._push_mode, dispatch._pop_mode)
+        if current_phase() != self._phase:
+            yield enter_phase(self._phase)
+
+
+class _AutocastState:
+    """Autocast of every device type: on or off, its dtype, and whether casts are cached."""
+
+    __slots__ = ("cache", "enabled", "types")
+
+    def __init__(self) -> None:
+        self.cache = torch.is_autocast_cache_enabled()
+        self.types = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_types()
+        ]
+        self.enabled = any(enabled for _, enabled, _ in self.types)
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        previous = _AutocastState()
+        self._set()
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            # As torch.autocast does: casts live until the outermost block ends.
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            previous._set()
+
+    def _set(self) -> None:
+        torch.set_autocast_cache_enabled(self.cache)
+        for kind, enabled, dtype in self.types:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+@cache
+def _autocast_types() -> tuple[str, ...]:
+    """The device types of this build that have autocast."""
+    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", torch._C._get_privateuse1_backend_name())
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+
+
+def _top_saved_tensors_hooks() -> Any:
+    return _autograd._top_saved_tensors_default_hooks(False)
+
+
+@contextmanager
+def _saved_tensors_hooks(hooks: tuple[Any, Any] | None) -> Iterator[None]:
+    # Only the topmost pair acts, so that one is all there is to enter. No pair, inside a block that has one,
+    # is a pair that changes nothing.
+    _autograd._push_saved_tensors_default_hooks(*(hooks or (_as_it_is, _as_it_is)))
+    try:
+        yield
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def _modes(
+    wanted: list[Any], current: Callable[[], list[Any]], push: Callable[[Any], None], pop: Callable[[], Any]
+) -> Iterator[None]:
+    """Replaces a thread's stack of modes without the modes' own ``__enter__``, which may reset what they count."""
+    previous = current()
+    _restack(previous, wanted, push, pop)
+    try:
+        yield
+    finally:
+        _restack(wanted, previous, push, pop)
+
+
+def _restack(old: list[Any], new: list[Any], push: Callable[[Any], None], pop: Callable[[], Any]) -> None:
+    for _ in old:
+        pop()
+    for mode in new:
+        push(mode)

@@ -1,0 +1,228 @@
+"""One micro-batch on one partition: all that happens to it there, in this order.
+
+    copy in ──► compute ──► wait ──► tie
+                   └─ twice, if it is checkpointed
+
+A cell does not know who schedules it, and keeps no tensor. What it shares with the other cells of its partition
+during a call is its `Stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.ambient import Ambient
+from torchgpipe.batchnorm import Norm, scratch_statistics
+from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute
+from torchgpipe.copy import Route, copy, wait
+from torchgpipe.dependency import fork, join
+from torchgpipe.microbatch import Batch
+from torchgpipe.partition import Partition
+from torchgpipe.stream import Stream
+from torchgpipe.typing import Leaves
+
+__all__ = ["Cell", "Lane", "Stage", "tie"]
+
+#: The phony that ties the next micro-batch on a partition to the one before it; None before the first.
+Lane = Tensor | None
+
+
+class Stage:
+    """A partition during one call: what its cells have in common.
+
+    Args:
+        j: the index of the partition
+        partition: its layers
+        stream: where it computes
+        arriving: the way its inputs come, None if they are where it is
+        leaving: the way its outputs go, None if they stay where they are
+        ambient: what the caller has set
+        ordered: whether the cells have to be tied to each other, because several threads run them
+        alone: whether no cell of another stage runs at the same time
+    """
+
+    def __init__(
+        self,
+        j: int,
+        partition: Partition,
+        stream: Stream,
+        *,
+        arriving: Route | None,
+        leaving: Route | None,
+        ambient: Ambient,
+        ordered: bool,
+        alone: bool,
+    ) -> None:
+        self.partition = partition
+        self.device = stream.device
+        self.stream = stream
+        self.arriving = arriving
+        self.leaving = leaving
+        self.ambient = ambient
+        self.ordered = ordered
+        self.alone = alone
+
+        names = list(partition._modules)
+        self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
+        self.source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
+        self.starts_in_place = _starts_in_place(partition)
+        # Looked up anew for each call, because layers and parameters can be replaced between calls.
+        parameters: dict[Tensor, None] = {}
+        self.norms = []
+        for module in partition.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    parameters[parameter] = None
+            if isinstance(module, Norm):
+                self.norms.append(module)
+        #: Those that require grad.
+        self.parameters = tuple(parameters)
+
+    def needs_grad(self, leaves: Leaves) -> bool:
+        """Whether there is anything to differentiate in a cell with this input."""
+        if not self.ambient.grad_enabled:
+            return False
+        return bool(self.parameters) or any(leaf is not None and leaf.requires_grad for leaf in leaves)
+
+    def again(self) -> AbstractContextManager[None]:
+        """What a recomputation has to be in: on this stage's stream, and without effect on its layers."""
+        return self._again() if self.norms or self.device.type != "cpu" else nullcontext()
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        with self.stream.use(), scratch_statistics(self.norms):
+            yield
+
+
+def _starts_in_place(layer: nn.Module) -> bool:
+    while isinstance(layer, nn.Sequential) and len(layer) > 0:
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))
+
+
+class Cell:
+    """Micro-batch ``i`` of ``m`` on the partition of ``stage``."""
+
+    __slots__ = ("_i", "_input", "_m", "_output", "_stage")
+
+    def __init__(self, stage: Stage, i: int, m: int) -> None:
+        self._stage = stage
+        self._i = i
+        self._m = m
+
+    def run(self, batch: Batch, checkpoint: bool, inspect: bool, lane: Lane) -> tuple[Batch, Lane]:
+        """From the output of the partition before to the output of this one.
+
+        Args:
+            batch: the output of the partition before, on its device
+            checkpoint: whether to keep the input only, and to compute again at backward
+            inspect: see :class:`~torchgpipe.checkpoint.Recomputation`
+            lane: comes from the cell (i-1, j), if the stage is ordered
+        """
+        stage = self._stage
+        try:
+            if stage.arriving is not None:
+                batch = batch.replace(copy(stage.arriving, batch.leaves))
+            if checkpoint and stage.needs_grad(batch.leaves):
+                return self._run_checkpointed(batch, inspect, lane)
+            return self._run_plain(batch, lane)
+        except BaseException as error:
+            self.failed(error, "forward")
+            raise
+
+    def failed(self, error: BaseException, phase: str) -> None:
+        """Tells in a note where an error has happened."""
+        note = f"micro-batch {self._i} of {self._m}, {self._stage.where}, during {phase}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+    def _run_plain(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
+        stage = self._stage
+        if not stage.ordered:
+            return self._compute(batch), None
+        if lane is not None and (tied := tie(batch, [lane])):
+            batch, lane = tied, None
+        output = self._compute(batch)
+        if lane is not None and (tied := tie(output, [lane])):
+            # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
+            # those of the cell before it, which the same thread has created earlier.
+            output, lane = tied, None
+        if stage.leaving is not None:
+            output = output.replace(wait(stage.leaving, output.leaves))
+        if lane is None and self._i < self._m - 1:
+            output, lane = _branch(output)
+        return output, lane
+
+    def _run_checkpointed(self, batch: Batch, inspect: bool, lane: Lane) -> tuple[Batch, Lane]:
+        stage = self._stage
+        self._input = batch.replace(())
+        recomputation = Recomputation(
+            self._compute_leaves,
+            stage.parameters,
+            where=stage.where,
+            failed=self.failed,
+            ambient=stage.ambient,
+            device=stage.device,
+            alone=stage.alone,
+            again=stage.again,
+            inspect=inspect,
+        )
+        phony = stage.device if stage.ordered else None
+        width = len(batch.leaves)
+        leaves: Leaves = Checkpoint.apply(recomputation, phony, lane, width, *batch.leaves, *stage.parameters)
+        first = _first_in_graph(leaves)
+        node: Any = None if first is None else leaves[first].grad_fn  # type: ignore[union-attr]
+        if stage.leaving is not None:
+            leaves = wait(stage.leaving, leaves)
+        if stage.ordered:
+            tied: Lane = Recompute.apply(node, leaves[0])
+            return self._output.replace(leaves[1:]), tied
+        if first is not None:
+            leaves = _replace_leaf(leaves, first, Recompute.apply(node, leaves[first]))
+        return self._output.replace(leaves), None
+
+    def _compute_leaves(self, leaves: Leaves) -> Leaves:
+        output = self._compute(self._input.replace(leaves))
+        self._output = output.replace(())
+        return output.leaves
+
+    def _compute(self, batch: Batch) -> Batch:
+        stage = self._stage
+        if stage.starts_in_place:
+            # Neither the user's mini-batch nor what a recomputation starts from may change.
+            batch = batch.replace(tuple(None if leaf is None else leaf.clone() for leaf in batch.leaves))
+        output = stage.partition(*batch.value) if batch.positional else stage.partition(batch.value)
+        return Batch.of(output, stage.source)
+
+
+def _first_in_graph(leaves: Leaves) -> int | None:
+    return next((k for k, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad), None)
+
+
+def _replace_leaf(leaves: Leaves, k: int, leaf: Tensor) -> Leaves:
+    return (*leaves[:k], leaf, *leaves[k + 1 :])
+
+
+def tie(batch: Batch, lanes: Sequence[Tensor]) -> Batch | None:
+    """Ends lanes in a batch, so that their other ends are differentiated after it.
+
+    None if nothing in the batch requires grad.
+    """
+    for k, leaf in enumerate(batch.leaves):
+        if leaf is not None and leaf.requires_grad:
+            return batch.replace(_replace_leaf(batch.leaves, k, join(leaf, *lanes)))
+    return None
+
+
+def _branch(batch: Batch) -> tuple[Batch, Lane]:
+    """Begins a lane at a batch; None if nothing in it requires grad."""
+    for k, leaf in enumerate(batch.leaves):
+        if leaf is not None and leaf.requires_grad:
+            leaf, lane = fork(leaf)
+            return batch.replace(_replace_leaf(batch.leaves, k, leaf)), lane
+    return batch, None

@@ -1,0 +1,265 @@
+"""Running a part of the model twice to keep less of it: checkpointing at forward, recomputation at backward.
+
+The two halves of backward are two autograd functions that share a `Recomputation`:
+
+    forward   inputs, parameters ──► Checkpoint ──► outputs
+                                         └─phony──► Recompute ──phony──► the next cell of this device
+    backward  1. Recompute runs the function again, now with a graph.
+              2. Checkpoint differentiates that graph, when the gradient of the outputs has arrived.
+
+`Recompute` takes nothing but a phony from `Checkpoint`, so the engine may run it before the gradient is there;
+and it hands the phony on to the `Checkpoint` of the next micro-batch, so it runs after that one is through:
+no more than one recomputed micro-batch is alive on a device. Where one thread runs all cells, the engine takes
+nodes in the reverse order of their creation anyway. There `Recompute` sits on an output instead of a phony.
+
+The parameters are inputs of `Checkpoint`, which returns their gradients like any autograd function. So a
+parameter gets its whole gradient once, from the engine, and whatever listens or selects there (hooks,
+DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.ambient import Ambient
+from torchgpipe.function import Function, gradients
+from torchgpipe.phase import checkpointing, recomputing
+from torchgpipe.phony import get_phony
+from torchgpipe.random import Draws
+from torchgpipe.typing import Leaf, Leaves
+
+__all__ = ["Checkpoint", "Recomputation", "Recompute"]
+
+
+class Recomputation:
+    """What `Checkpoint` and `Recompute` of one cell share: the function, and all that makes its second run equal the first.
+
+    Args:
+        function: from leaves to leaves
+        parameters: the tensors that require grad and that ``function`` uses beside its leaves
+        where: the part of the model that this is, for errors
+        failed: told of an error at backward, and whether it was in the ``'recomputation'`` or the ``'backward'``
+        ambient: what the caller has set
+        device: where the function runs
+        alone: whether nothing else draws random numbers while the function runs
+        again: entered around the second run
+        inspect: whether to look for tensors that require grad but are not among ``parameters``
+    """
+
+    __slots__ = (
+        "_again",
+        "_alone",
+        "_ambient",
+        "_device",
+        "_draws",
+        "_function",
+        "_graph",
+        "_inspect",
+        "_where",
+        "failed",
+        "parameters",
+    )
+
+    def __init__(
+        self,
+        function: Callable[[Leaves], Leaves],
+        parameters: Sequence[Tensor],
+        *,
+        where: str,
+        failed: Callable[[BaseException, str], None],
+        ambient: Ambient,
+        device: torch.device,
+        alone: bool,
+        again: Callable[[], AbstractContextManager[None]],
+        inspect: bool,
+    ) -> None:
+        self.parameters = parameters
+        self.failed = failed
+        self._function = function
+        self._where = where
+        self._ambient = ambient
+        self._device = device
+        self._alone = alone
+        self._again = again
+        self._inspect = inspect
+        self._graph: tuple[Leaves, Leaves] | None = None
+
+    def first_run(self, leaves: Leaves) -> Leaves:
+        """Runs the function without a graph."""
+        versions = _versions(leaves)
+        draws = Draws(self._device, self._alone)
+        with checkpointing():
+            outputs = self._function(leaves)
+        draws.close()
+        self._draws = draws
+        self._forget_casts()
+        if _versions(leaves) != versions:
+            raise RuntimeError(
+                f"{self._where} changes its input in place, so recomputation would start from another input; "
+                "let it work on a copy (input.clone()), let its first layer have the attribute inplace=True, "
+                "which makes the pipeline copy the input, or use checkpoint='never'"
+            )
+        return outputs
+
+    def second_run(self, saved: Leaves) -> None:
+        """Runs the function again, with a graph, on aliases of what the first run was given."""
+        try:
+            self._graph = self._ambient.run(self._recompute, saved)
+        except BaseException as error:
+            self.failed(error, "recomputation")
+            raise
+
+    def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves]:
+        leaves = tuple(
+            None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved
+        )
+        with recomputing(), self._again(), self._draws.replay():
+            outputs = self._function(leaves)
+        self._forget_casts()
+        if self._inspect:
+            self._refuse_captured(leaves, outputs)
+        return leaves, outputs
+
+    def differentiate(self, saved: Callable[[], Leaves], grads: Leaves) -> list[Tensor | None]:
+        """The gradients of leaves and parameters, in this order.
+
+        The graph of the last second run is used up; if there is none, ``saved`` is what to run on.
+        """
+        if all(grad is None for grad in grads):
+            return []
+        if self._graph is None:
+            self.second_run(saved())
+            assert self._graph is not None
+        (leaves, outputs), self._graph = self._graph, None
+        sources = (*leaves, *self.parameters)
+        wanted = [source for source in sources if source is not None and source.requires_grad]
+        try:
+            result = iter(self._gradients(outputs, grads, wanted))
+        except BaseException as error:
+            self.failed(error, "backward")
+            raise
+        return [next(result) if source is not None and source.requires_grad else None for source in sources]
+
+    def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+        if len(outputs) != len(grads):
+            raise RuntimeError(
+                f"{self._where} returned {len(outputs)} values in recomputation but {len(grads)} before; it must do "
+                "the same both times, or run with checkpoint='never'"
+            )
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads)
+            if output is not None and grad is not None and output.requires_grad
+        ]
+        if not pairs or not wanted:
+            return [None] * len(wanted)
+        with _without_hooks(self.parameters):
+            return gradients([output for output, _ in pairs], [grad for _, grad in pairs], wanted)
+
+    def _forget_casts(self) -> None:
+        # Autocast would hand the casted weights of a run without a graph to one that needs their gradient.
+        if self._ambient.autocast_caches:
+            torch.clear_autocast_cache()
+
+    def _refuse_captured(self, leaves: Leaves, outputs: Leaves) -> None:
+        """Raises if a gradient would get lost: one that belongs to neither the leaves nor the parameters."""
+        known = {id(tensor) for tensor in (*leaves, *self.parameters)}
+        pending: list[Any] = [output.grad_fn for output in outputs if output is not None]
+        seen = set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
+                shape = tuple(node.variable.shape)
+                raise RuntimeError(
+                    f"{self._where} uses a tensor of shape {shape} that requires grad but is neither its input nor "
+                    "a parameter of its layers, so recomputation would lose the gradient; register it as a "
+                    "parameter of the layer, pass it as an input, or use checkpoint='never'"
+                )
+            pending.extend(next_node for next_node, _ in node.next_functions)
+
+
+def _versions(leaves: Leaves) -> list[int]:
+    return [leaf._version for leaf in leaves if leaf is not None and not leaf.is_inference()]
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps hooks of tensors from hearing the gradient of a single micro-batch."""
+    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+class Checkpoint(Function):
+    """Forward: the first run. Backward: differentiates the second run.
+
+    Its arguments are the recomputation; the device of the phony that it returns before the outputs, or None for
+    no phony; the lane, a phony from the micro-batch before, or None; the number of leaves; and then the leaves
+    and the parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recomputation: Recomputation,
+        device: torch.device | None,
+        lane: Tensor | None,
+        width: int,
+        *tensors: Leaf,
+    ) -> Leaves:
+        ctx.set_materialize_grads(False)
+        ctx.recomputation = recomputation
+        ctx.has_phony = device is not None
+        ctx.lane = None if lane is None else lane.device
+        ctx.width = len(tensors)
+        leaves = tensors[:width]
+        outputs = recomputation.first_run(leaves)
+        ctx.save_for_backward(*leaves)
+        # Aliases, because an output that is an input, or a view of one, would bring that one's history.
+        aliases = tuple(None if output is None else output.detach() for output in outputs)
+        return aliases if device is None else (get_phony(device), *aliases)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
+        _refuse_create_graph()
+        result = ctx.recomputation.differentiate(
+            lambda: ctx.saved_tensors, grads[1:] if ctx.has_phony else grads
+        ) or [None] * ctx.width
+        return None, None, None if ctx.lane is None else get_phony(ctx.lane), None, *result
+
+
+class Recompute(Function):
+    """Forward: nothing. Backward: the second run of the checkpoint that ``x`` comes from."""
+
+    @staticmethod
+    def forward(ctx: Any, checkpoint: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.checkpoint = checkpoint
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
+        _refuse_create_graph()
+        ctx.checkpoint.recomputation.second_run(ctx.checkpoint.saved_tensors)
+        return None, grad
+
+
+def _refuse_create_graph() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True cannot go through a checkpointed partition, whose graph is freed as soon as it "
+            "has been differentiated; use checkpoint='never' for gradients of gradients"
+        )

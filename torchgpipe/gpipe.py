@@ -1,0 +1,214 @@
+"""The pipeline as users see it: a module around a Sequential."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import microbatch
+from torchgpipe.microbatch import Batch
+from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
+from torchgpipe.pipeline import Mechanisms, Pipeline
+from torchgpipe.stream import canonical_device, default_devices
+from torchgpipe.typing import Device
+
+__all__ = ["GPipe"]
+
+_MODES = ("always", "except_last", "never")
+
+
+class GPipe(nn.Module):
+    """Trains a :class:`~torch.nn.Sequential` on several devices, by pipeline parallelism and checkpointing.
+
+    The layers are split into partitions, one for each device. A mini-batch is split into micro-batches, which
+    follow each other through the partitions, so that the devices work at the same time. Outputs and gradients
+    are those of the plain model::
+
+        model = GPipe(nn.Sequential(a, b, c, d), balance=[1, 1, 2], chunks=8)
+        loss_fn(model(input), target).backward()
+
+    The method is that of `GPipe <https://arxiv.org/abs/1811.06965>`_, on PyTorch as described by
+    `torchgpipe <https://arxiv.org/abs/2004.09910>`_.
+
+    The layers keep their names: parameters, modules and ``state_dict`` are named as in ``module``, whatever the
+    balance. They may be replaced under these names; the one that is registered at a call is the one that runs.
+    Indexing, iteration and ``len`` go over the layers.
+
+    Args:
+        module: the model; its parameters are moved to their devices
+        balance: the number of layers in each partition
+        devices: the device of each partition; more are ignored, and one may occur several times (default: all
+            accelerators of the machine, or the CPU for every partition where there is none)
+        chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
+        checkpoint: which micro-batches keep only the input of each partition and are computed again at
+            backward: ``'always'`` all, ``'except_last'`` all but the last, which would be computed again at once,
+            or ``'never'`` any
+
+    Attributes:
+        balance (list[int]): the number of layers in each partition
+        devices (list[torch.device]): the device of each partition
+        chunks (int): the number of micro-batches
+        checkpoint (str): the checkpoint mode
+        partitions (list[nn.Sequential]): views on the layers of each partition
+
+    Raises:
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        ValueError: the balance does not fit the module, another argument is out of its range, or layers cannot
+            be partitioned because they share parameters or have a name that the pipeline needs.
+        IndexError: there are fewer devices than partitions.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        verify_module(module)
+        self.balance = verify_balance(balance, len(module))
+        self.chunks = _verify_chunks(chunks)
+        self.checkpoint = _verify_checkpoint(checkpoint)
+        self.devices = _verify_devices(devices, len(self.balance))
+        self._mechanisms = Mechanisms()
+        self._partitions = split(module, self.balance)
+        _verify_names(self, module)
+        place(self._partitions, self.devices)
+        for name, layer in module._modules.items():
+            self.add_module(name, layer)
+        self.train(module.training)
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """Views on the layers of each partition, up to date with those that are registered now."""
+        for partition in self._partitions:
+            partition.follow(self)
+        return self._partitions
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs a mini-batch through the pipeline.
+
+        Args:
+            *inputs: a tensor of shape (batch, ...), or tuples, lists and dicts of such tensors, None, and
+                :class:`NoChunk`; several inputs are the arguments of the first layer. Inputs on another device
+                are copied to ``devices[0]``.
+
+        Returns:
+            what the last layer returns, gathered along dimension 0, on ``devices[-1]``
+
+        Raises:
+            TypeError: an input, or what a layer returns at the end of a partition, is something else.
+            ValueError: the tensors differ in dimension 0.
+            Exception: what a layer raises, with a note that tells the micro-batch and the partition.
+        """
+        if not self._partitions:
+            return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
+        pipeline = Pipeline(self.partitions, self.devices, self._mechanisms)
+        batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
+        pipeline.run(batches, self._checkpoint_stop(len(batches)))
+        return microbatch.gather(batches)
+
+    def _checkpoint_stop(self, m: int) -> int:
+        if not self.training:
+            return 0
+        return {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        layers = list(self.named_children())
+        return nn.Sequential(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    # The pipeline manages the place of parameters and buffers; only their dtype may change.
+
+    def cuda(self, device: Device | None = None) -> GPipe:
+        raise _moving_denied()
+
+    def cpu(self) -> GPipe:
+        raise _moving_denied()
+
+    def xpu(self, device: Device | None = None) -> GPipe:
+        raise _moving_denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Casts parameters and buffers, as ``to(dtype)`` does on any module.
+
+        Raises:
+            TypeError: a device is given, or a tensor, which has one.
+        """
+        if any(isinstance(arg, (Tensor, torch.device, str, int)) for arg in args if not isinstance(arg, bool)):
+            raise _moving_denied()
+        if kwargs.get("device") is not None or kwargs.get("tensor") is not None:
+            raise _moving_denied()
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GPipe:
+        # A module around this one is moved by this method of its children, and nothing else.
+        for device in set(self.devices):
+            probe = torch.empty(0, device=device)
+            if fn(probe).device != probe.device:
+                raise _moving_denied()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Takes the keys of the original as well, ``partitions.<j>.<name>``, whatever balance they were saved under."""
+        start = prefix + "partitions."
+        for key in [key for key in state_dict if key.startswith(start)]:
+            _, _, name = key[len(start) :].partition(".")
+            state_dict[prefix + name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _moving_denied() -> TypeError:
+    return TypeError(
+        "denied to move parameters and buffers, because GPipe should manage device placement; give the devices "
+        "when it is made: GPipe(module, balance, devices=[...])"
+    )
+
+
+def _verify_chunks(chunks: Any) -> int:
+    try:
+        number = int(chunks)
+    except (TypeError, ValueError, OverflowError):
+        number = 0
+    if number <= 0:
+        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
+    return number
+
+
+def _verify_checkpoint(checkpoint: Any) -> str:
+    mode = str(checkpoint)
+    if mode not in _MODES:
+        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {mode!r}")
+    return mode
+
+
+def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.device]:
+    known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
+    if len(known) < n:
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); give more devices, "
+            "or a balance with fewer partitions"
+        )
+    return known[:n]
+
+
+def _verify_names(pipeline: GPipe, module: nn.Sequential) -> None:
+    taken = [name for name in module._modules if hasattr(pipeline, name)]
+    if taken:
+        raise ValueError(
+            f"layers cannot have the names of attributes of GPipe, but there are {taken}; rename them in the "
+            "Sequential, for instance by adding an underscore"
+        )

@@ -1,0 +1,189 @@
+"""From the user's nested inputs to micro-batches and back. The only file that knows how containers nest.
+
+A value that travels through the pipeline is flattened once, into its leaves (tensors and None) and the
+structure they came in. Everything between two layers works on the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchgpipe.typing import Leaf, Leaves
+
+__all__ = ["Batch", "NoChunk", "gather", "scatter"]
+
+
+class NoChunk:
+    """Marks a tensor of the input that every micro-batch gets whole, such as a mask or a table.
+
+    Its gradient is the sum over the micro-batches.
+
+    Args:
+        tensor: a tensor of any shape
+
+    Raises:
+        TypeError: ``tensor`` is not a tensor.
+
+    Example::
+
+        output = model((tokens, NoChunk(attention_mask)))
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk takes a tensor, but got {type(tensor).__name__}")
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"NoChunk({tuple(self.tensor.shape)})"
+
+
+class Batch:
+    """A value between two layers: its leaves and the structure to put them back into.
+
+    Args:
+        leaves: tensors and None
+        spec: the containers around the leaves; None for a bare leaf
+        positional: whether the value is a tuple of positional arguments rather than one argument
+    """
+
+    __slots__ = ("leaves", "positional", "spec")
+
+    def __init__(self, leaves: Leaves, spec: pytree.TreeSpec | None = None, positional: bool = False) -> None:
+        self.leaves = leaves
+        self.spec = spec
+        self.positional = positional
+
+    @classmethod
+    def of(cls, value: Any, source: str) -> Batch:
+        """Takes a value apart.
+
+        Args:
+            value: tensors and None in containers
+            source: who has produced it, for the error
+
+        Raises:
+            TypeError: a leaf is neither a tensor nor None.
+        """
+        if isinstance(value, Tensor):  # by far the most frequent case
+            return cls((value,))
+        leaves, spec = pytree.tree_flatten(value)
+        for leaf in leaves:
+            if not (leaf is None or isinstance(leaf, Tensor)):
+                raise _unsupported(value, source, (Tensor, type(None)))
+        return cls(tuple(leaves), spec)
+
+    @property
+    def value(self) -> Any:
+        return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
+
+    def replace(self, leaves: Leaves) -> Batch:
+        """The same structure around other leaves."""
+        return Batch(leaves, self.spec, self.positional)
+
+
+def _unsupported(value: Any, source: str, allowed: tuple[type, ...]) -> TypeError:
+    strangers = ", ".join(
+        f"{_path(path)} is {type(leaf).__name__}"
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]
+        if not isinstance(leaf, allowed)
+    )
+    return TypeError(
+        f"{source} must consist of tensors and None in tuples, lists and dicts, but {strangers}; "
+        "make it a tensor, or keep it as an attribute of the layer that needs it"
+    )
+
+
+def _path(path: Sequence[Any]) -> str:
+    return pytree.keystr(tuple(path)) or "the value itself"
+
+
+def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[Batch]:
+    """Splits a mini-batch along dimension 0 into at most ``chunks`` micro-batches, as :func:`torch.chunk` does.
+
+    Args:
+        inputs: the positional arguments of the pipeline: tensors of shape (batch, ...), None and
+            :class:`NoChunk` in containers
+        chunks: the wanted number of micro-batches
+        device: where the micro-batches are wanted
+
+    Raises:
+        TypeError: a leaf is something else, or no leaf is a tensor to split.
+        ValueError: the tensors differ in dimension 0, or have none.
+    """
+    positional = len(inputs) != 1
+    value = inputs if positional else inputs[0]
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return [Batch((chunk,)) for chunk in value.to(device).chunk(chunks)]
+
+    leaves, spec = pytree.tree_flatten(value)
+    if not all(leaf is None or isinstance(leaf, (Tensor, NoChunk)) for leaf in leaves):
+        raise _unsupported(value, "input", (Tensor, NoChunk, type(None)))
+    _check_batch_sizes(value, leaves)
+
+    m = next(len(leaf.chunk(chunks)) for leaf in leaves if isinstance(leaf, Tensor))
+    columns = [_column(leaf, m, chunks, device) for leaf in leaves]
+    return [Batch(row, spec, positional) for row in zip(*columns)]
+
+
+def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
+    """One leaf of each of ``m`` micro-batches."""
+    if isinstance(leaf, Tensor):
+        return leaf.to(device).chunk(chunks)
+    return [None if leaf is None else leaf.tensor.to(device)] * m
+
+
+def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
+    split = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not split:
+        raise TypeError("input has no tensor to split into micro-batches; pass at least one that is not in NoChunk")
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in split}
+    if len(sizes) == 1 and None not in sizes:
+        return
+    shapes = ", ".join(
+        f"{_path(path)} is {tuple(leaf.shape)}"
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor)
+    )
+    raise ValueError(
+        f"all tensors of the input must have the same size in dimension 0, the batch, but {shapes}; "
+        "wrap those to be passed whole to every micro-batch in NoChunk"
+    )
+
+
+def gather(batches: list[Batch]) -> Any:
+    """Concatenates the outputs of the micro-batches along dimension 0, leaf by leaf.
+
+    Raises:
+        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first.value
+    for i, batch in enumerate(batches):
+        if batch.spec != first.spec or [x is None for x in batch.leaves] != [x is None for x in first.leaves]:
+            raise ValueError(
+                f"the last layer returned {_describe(first)} for micro-batch 0 but {_describe(batch)} for "
+                f"micro-batch {i}; return the same structure for each"
+            )
+    return Batch(tuple(map(_concatenate, zip(*(batch.leaves for batch in batches)))), first.spec).value
+
+
+def _concatenate(column: tuple[Any, ...]) -> Leaf:
+    if column[0] is None:
+        return None
+    if column[0].dim() == 0:
+        raise ValueError(
+            "the last layer returned a tensor without dimensions, which cannot be joined along dimension 0, the "
+            "batch; keep the batch dimension and reduce outside the pipeline, or return a tensor of shape (1,)"
+        )
+    return torch.cat(column)
+
+
+def _describe(batch: Batch) -> str:
+    return str(pytree.tree_map(lambda leaf: None if leaf is None else "*", batch.value))

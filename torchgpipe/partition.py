@@ -1,0 +1,165 @@
+"""From a Sequential, a balance and devices to partitions in their places: everything that is checked and done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Partition", "place", "split", "verify_balance", "verify_module"]
+
+
+class Partition(nn.Sequential):
+    """Consecutive layers of a pipeline: a view on layers that the pipeline owns.
+
+    Hooks and ``compile()`` work on it as on any module. The layers themselves are registered on the pipeline,
+    under the names of the wrapped model, and are replaced there.
+    """
+
+    def forward(self, *inputs: Any) -> Any:
+        layers = iter(self)
+        # Only the first layer can have several arguments: a layer returns one value.
+        value = next(layers)(*inputs)
+        for layer in layers:
+            value = layer(value)
+        return value
+
+    def follow(self, owner: nn.Module) -> None:
+        """Takes over the layers that the owner has by now under the same names."""
+        for name in self._modules:
+            self._modules[name] = owner._modules[name]
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        if name in self._modules:
+            raise TypeError(
+                f"a partition is a view on the layers of its pipeline; to replace layer '{name}', set it on the "
+                f"pipeline: setattr(model, '{name}', layer)"
+            )
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
+            self.add_module(name, value)
+        super().__setattr__(name, value)
+
+
+def verify_module(module: nn.Module) -> None:
+    """Raises if ``module`` cannot be partitioned at all.
+
+    Raises:
+        TypeError: it is not an :class:`~torch.nn.Sequential`.
+        ValueError: a layer occurs twice.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}")
+    names: dict[int, str] = {}
+    for name, layer in module._modules.items():
+        first = names.setdefault(id(layer), name)
+        if first != name:
+            raise ValueError(
+                f"module with duplicate children is not supported, but '{first}' and '{name}' are the same "
+                "layer; make a copy of it, or put both uses into one layer"
+            )
+
+
+def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+    """The balance as a list, once it fits a module with that many layers.
+
+    Raises:
+        ValueError: it is missing, has another sum than ``layers``, or leaves a partition empty.
+    """
+    if balance is None:
+        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)"))
+    counts = [int(count) for count in balance]
+    if any(count <= 0 for count in counts):
+        raise ValueError(
+            _recommend_balancing(f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})")
+        )
+    if sum(counts) != layers:
+        raise ValueError(
+            _recommend_balancing(
+                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})"
+            )
+        )
+    return counts
+
+
+def _recommend_balancing(message: str) -> str:
+    return f"""{message}
+
+Let the balance be measured, here for 4 partitions:
+
+    from torchgpipe_balancing import balance_by_time
+    balance = balance_by_time(module, sample, partitions=4)
+
+(or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
+
+
+def split(module: nn.Sequential, balance: Sequence[int]) -> list[Partition]:
+    """Views on the consecutive layers of ``module``, ``balance[j]`` of them in partition j."""
+    layers = iter(module._modules.items())
+    partitions = []
+    for count in balance:
+        partition = Partition()
+        for _ in range(count):
+            partition.add_module(*next(layers))
+        partitions.append(partition)
+    return partitions
+
+
+def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+    """Moves every partition to its device; parameters on the meta device come into being there.
+
+    Raises:
+        ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot
+            initialise itself.
+    """
+    _verify_sharing(partitions, devices)
+    on_meta = _meta_owners(partitions)
+    for partition, device, owners in zip(partitions, devices, on_meta):
+        for owner, initialise in owners:
+            owner.to_empty(device=device, recurse=False)
+            initialise()
+        partition.to(device)
+
+
+def _verify_sharing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+    owners: dict[torch.Tensor, tuple[str, torch.device]] = {}
+    shared = []
+    for j, (partition, device) in enumerate(zip(partitions, devices)):
+        for name, parameter in partition.named_parameters():
+            here = f"'{name}' (partition {j} on {device})"
+            first, its_device = owners.setdefault(parameter, (here, device))
+            if its_device != device:
+                shared.append(f"{first} is also {here}")
+    if shared:
+        raise ValueError(
+            f"module with duplicate parameters in distinct children is not supported: {'; '.join(shared)}; a "
+            "parameter lives on one device, so choose a balance or devices that keep its layers together"
+        )
+
+
+def _meta_owners(partitions: Sequence[Partition]) -> list[list[tuple[nn.Module, Callable[[], None]]]]:
+    """By partition, the modules that hold tensors on the meta device, each with what initialises it."""
+    known: set[torch.Tensor] = set()
+    result = []
+    for partition in partitions:
+        owners = []
+        for name, module in partition.named_modules():
+            own = [*module._parameters.values(), *module._buffers.values()]
+            on_meta = [tensor for tensor in own if tensor is not None and tensor.is_meta]
+            if not on_meta:
+                continue
+            initialise = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            if initialise is None or not known.isdisjoint(on_meta):
+                reason = "has no reset_parameters() to initialise itself with" if initialise is None else "is shared"
+                raise ValueError(
+                    f"'{name}' ({type(module).__name__}) is on the meta device and {reason}; materialise the "
+                    "module and load its weights before wrapping it"
+                )
+            known.update(on_meta)
+            owners.append((module, initialise))
+        result.append(owners)
+    return result

@@ -1,0 +1,93 @@
+"""Which of its two runs a layer is in.
+
+A checkpointed cell runs its layers twice: first without a graph (checkpointing), then again at backward
+(recomputation). Layers with side effects, such as counters and running statistics, must be able to tell. The
+answer belongs to the thread that runs the layer, because several devices can be in different phases at once.
+"""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = [
+    "Phase",
+    "checkpointing",
+    "current_phase",
+    "enter_phase",
+    "is_checkpointing",
+    "is_recomputing",
+    "recomputing",
+]
+
+#: (is checkpointing, is recomputing)
+Phase = tuple[bool, bool]
+
+
+class _Current(threading.local):
+    phase: Phase = (False, False)
+
+
+_current = _Current()
+
+
+def is_checkpointing() -> bool:
+    """Whether the current thread is in the first, graphless run of a checkpointed cell.
+
+    Example::
+
+        class Counter(nn.Module):
+            def forward(self, input):
+                if is_checkpointing():
+                    ...  # there will be a second run
+                return input
+    """
+    return _current.phase[0]
+
+
+def is_recomputing() -> bool:
+    """Whether the current thread is in the second run of a checkpointed cell, at backward.
+
+    Use it in layers with side effects that must happen once for each micro-batch::
+
+        class Counter(nn.Module):
+            def forward(self, input):
+                if not is_recomputing():
+                    self.counter += 1
+                return input
+    """
+    return _current.phase[1]
+
+
+def current_phase() -> Phase:
+    """The phase of this thread, to be entered by another one that works for it."""
+    return _current.phase
+
+
+class enter_phase:
+    """Makes ``phase`` the phase of this thread for a ``with`` block."""
+
+    __slots__ = ("_phase", "_previous")
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._previous = _current.phase
+        _current.phase = self._phase
+
+    def __exit__(self, *exc_info: object) -> None:
+        _current.phase = self._previous
+
+
+# A pipeline inside a layer of another one can be in both phases at once: its first run may be part of the
+# outer one's recomputation. So a phase is added to the one the thread is in, not put in its place.
+
+
+def checkpointing() -> enter_phase:
+    """The first run of a checkpointed cell, as a ``with`` block."""
+    return enter_phase((True, _current.phase[1]))
+
+
+def recomputing() -> enter_phase:
+    """The second run of a checkpointed cell, as a ``with`` block."""
+    return enter_phase((_current.phase[0], True))

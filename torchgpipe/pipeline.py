@@ -1,0 +1,121 @@
+"""Running the cells: in the caller's thread where there is one device, in a worker for each where there are several.
+
+Each clock of the schedule is a step: all its cells start, then all of them finish. What keeps the devices busy at
+the same time is that a cell finishes, for the host, when its kernels are launched. Backward needs no schedule of
+its own: the nodes that the cells leave in the autograd graph make the engine take them in the reverse order.
+
+Where one thread creates all nodes, their sequence numbers alone give that order. Where several do, the numbers
+of different threads say nothing about each other, and each partition's cells are tied together by a lane of
+phonies:
+
+    Checkpoint(0,j) ──► Recompute(0,j) ──► Checkpoint(1,j) ──► Recompute(1,j) ──► ... ──► Join on the output
+    cell (0,j) ──► Fork ─────────────────► Join ──► cell (1,j) ──► Fork ──► ...       not checkpointed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchgpipe.ambient import Ambient
+from torchgpipe.cell import Cell, Lane, Stage, tie
+from torchgpipe.copy import Route
+from torchgpipe.microbatch import Batch
+from torchgpipe.partition import Partition
+from torchgpipe.random import share_generator
+from torchgpipe.schedule import clock_cycles
+from torchgpipe.stream import Stream, Streams
+from torchgpipe.worker import start_workers
+
+__all__ = ["Mechanisms", "Pipeline"]
+
+
+@dataclass(frozen=True)
+class Mechanisms:
+    """What drives a pipeline beside its schedule. Each can be exchanged, to test it or to measure what it gains.
+
+    Attributes:
+        streams: where streams come from
+        dependency: whether to fix the order of micro-batches at backward
+    """
+
+    streams: Streams = Streams()
+    dependency: bool = True
+
+
+class Pipeline:
+    """The cells of one call.
+
+    Args:
+        partitions: the layers, on their devices
+        devices: the device of each partition
+        mechanisms: what drives the pipeline
+    """
+
+    def __init__(
+        self, partitions: Sequence[Partition], devices: Sequence[torch.device], mechanisms: Mechanisms
+    ) -> None:
+        self._ambient = Ambient()
+        self._inline = len(set(devices)) == 1
+        self._take_turns = self._inline or share_generator(devices)
+        streams = mechanisms.streams
+        computing = [streams.current(device) for device in devices]
+        routes = [_route(streams, source, target) for source, target in zip(computing, computing[1:])]
+        self._stages = [
+            Stage(
+                j,
+                partition,
+                computing[j],
+                arriving=routes[j - 1] if j > 0 else None,
+                leaving=routes[j] if j < len(routes) else None,
+                ambient=self._ambient,
+                ordered=mechanisms.dependency and not self._inline and self._ambient.grad_enabled,
+                alone=self._take_turns,
+            )
+            for j, partition in enumerate(partitions)
+        ]
+
+    def run(self, batches: list[Batch], checkpoint_stop: int) -> None:
+        """Replaces every micro-batch by the output of the last partition.
+
+        Args:
+            batches: micro-batches on the first device
+            checkpoint_stop: how many of them are checkpointed
+        """
+        if self._inline:
+            with self._stages[0].stream.use():
+                self._run_inline(batches, checkpoint_stop)
+        else:
+            self._run_in_workers(batches, checkpoint_stop)
+
+    def _run_inline(self, batches: list[Batch], checkpoint_stop: int) -> None:
+        m = len(batches)
+        for cells in clock_cycles(m, len(self._stages)):
+            for i, j in cells:
+                cell = Cell(self._stages[j], i, m)
+                batches[i], _ = cell.run(batches[i], i < checkpoint_stop, i == checkpoint_stop - 1, None)
+
+    def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
+        m, n = len(batches), len(self._stages)
+        lanes: list[Lane] = [None] * n
+        with start_workers([stage.stream for stage in self._stages], self._ambient) as workers:
+            for cells in clock_cycles(m, n):
+                # Cells that draw from one generator run one by one, in the order of the schedule.
+                for step in [[cell] for cell in cells] if self._take_turns else [cells]:
+                    for i, j in step:
+                        cell = Cell(self._stages[j], i, m)
+                        workers[j].submit(cell.run, batches[i], i < checkpoint_stop, i == checkpoint_stop - 1, lanes[j])
+                    for i, j in step:
+                        batches[i], lanes[j] = workers[j].result()
+        # Recomputation of the last micro-batch can start on every device when backward starts.
+        open_lanes = [lane for lane in lanes if lane is not None]
+        if open_lanes:
+            batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
+
+
+def _route(streams: Streams, source: Stream, target: Stream) -> Route | None:
+    if not streams.moves(source.device, target.device):
+        return None
+    return Route(source, streams.side(source.device, "leaving"), streams.side(target.device, "arriving"), target)

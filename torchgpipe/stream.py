@@ -1,0 +1,121 @@
+"""One vocabulary for the queues of work of all devices, so that nobody else asks what kind a device is.
+
+An accelerator works through streams: what is launched on one is done in order, later, and beside what is on
+the other streams. Three rules keep that right, and a stream has a word for each of them:
+
+* who reads what another stream computes waits for that stream first (``wait``);
+* a tensor that is freed while a foreign stream still works on it must be reported to the allocator (``record``);
+* kernels go to the stream that is current where they are launched (``use``).
+
+On the CPU work is done when the call returns. Its stream keeps all three rules by doing nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AcceleratorStream", "Stream", "Streams", "canonical_device", "default_devices", "device_module"]
+
+
+class Stream:
+    """The stream of a device that works at once. Base of those that do not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait(self, other: Stream) -> None:
+        """Lets the work that is launched here from now on start after the work that ``other`` has by now."""
+
+    def record(self, tensor: Tensor) -> None:
+        """Tells the allocator that this stream works on ``tensor``, which another stream has allocated."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Makes this stream, and its device, current in this thread for a ``with`` block."""
+        return nullcontext()
+
+
+class AcceleratorStream(Stream):
+    """A stream of CUDA or of a backend that is built like it."""
+
+    def __init__(self, device: torch.device, native: Any) -> None:
+        super().__init__(device)
+        self.native = native
+
+    def wait(self, other: Stream) -> None:
+        # A stream that works at once has nothing left to wait for.
+        if isinstance(other, AcceleratorStream) and other.native != self.native:
+            self.native.wait_stream(other.native)
+
+    def record(self, tensor: Tensor) -> None:
+        if tensor.device.type == self.device.type:
+            tensor.record_stream(self.native)
+
+    def use(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = device_module(self.device).stream(self.native)
+        return context
+
+
+class Streams:
+    """Where streams come from. A pipeline is given one of these, and asks it for all it needs to know."""
+
+    def current(self, device: torch.device) -> Stream:
+        """The stream on which this thread computes on ``device``."""
+        if not _has_streams(device.type):
+            return Stream(device)
+        return AcceleratorStream(device, device_module(device).current_stream(device))
+
+    def side(self, device: torch.device, purpose: str) -> Stream:
+        """The stream of ``device`` that is kept for ``purpose``, beside the computation."""
+        return _side_stream(device, purpose)
+
+    def moves(self, source: torch.device, target: torch.device) -> bool:
+        """Whether a tensor has to be copied to get from ``source`` to ``target``.
+
+        The CPU has one memory, whatever index a device of it carries.
+        """
+        return source != target and not source.type == target.type == "cpu"
+
+
+@cache
+def _side_stream(device: torch.device, purpose: str) -> Stream:
+    # Kept for the life of the process: the allocator holds on to the memory of a stream, and a new stream for
+    # each call would spread it out. The two directions of one device have a stream each, because a copy holds
+    # up the streams of both its ends, and a chain of neighbours would come to wait for each other.
+    if not _has_streams(device.type):
+        return Stream(device)
+    return AcceleratorStream(device, device_module(device).Stream(device))
+
+
+@cache
+def _has_streams(device_type: str) -> bool:
+    return device_type != "cpu" and hasattr(torch.get_device_module(device_type), "Stream")
+
+
+def device_module(device: torch.device) -> Any:
+    """The module of torch that speaks for a kind of device, such as ``torch.cuda``."""
+    return torch.get_device_module(device.type)
+
+
+def canonical_device(device: torch.device | int | str) -> torch.device:
+    """``device`` with the index that PyTorch would take, so that equal devices compare equal.
+
+    The CPU stays as it is written: ``'cpu:0'`` and ``'cpu:1'`` are two devices that share one memory.
+    """
+    device = torch.device(device)
+    if device.index is None and _has_streams(device.type):
+        device = torch.device(device.type, device_module(device).current_device())
+    return device
+
+
+def default_devices(n: int) -> list[torch.device]:
+    """All accelerators of the machine, or the CPU ``n`` times where there is none."""
+    if not torch.accelerator.is_available():
+        return [torch.device("cpu")] * n
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
