@@ -44,6 +44,7 @@ class Ambient:
         "_function_modes",
         "_inference",
         "_phase",
+        "_plain",
         "_saved_tensors_hooks",
         "autocast_caches",
         "grad_enabled",
@@ -59,6 +60,7 @@ class Ambient:
         self._dispatch_modes: list[Any] = _dispatch_modes()
         self._context = contextvars.copy_context()
         self._phase = current_phase()
+        self._plain = _is_plain()
         #: Whether autocast keeps the casted weights of a run for the next one.
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
@@ -71,11 +73,10 @@ class Ambient:
         previous = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.grad_enabled)
         try:
-            guards = list(self._guards())
-            if not guards:  # At backward nearly always: nothing else was set, then or now.
+            if self._plain and _is_plain():  # At backward nearly always, and it is called for every cell.
                 return function(*args)
             with ExitStack() as stack:
-                for guard in guards:
+                for guard in self._guards():
                     stack.enter_context(guard)
                 return function(*args)
         finally:
@@ -96,6 +97,18 @@ class Ambient:
             yield _modes(self._dispatch_modes, _dispatch_modes, dispatch._push_mode, dispatch._pop_mode)
         if current_phase() != self._phase:
             yield enter_phase(self._phase)
+
+
+def _is_plain() -> bool:
+    """Whether nothing is set in this thread, but for grad mode and context variables."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or _top_saved_tensors_hooks()
+        or _len_function_modes()
+        or _len_dispatch_modes()
+        or any(current_phase())
+    )
 
 
 class _AutocastState:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.batchnorm import Norm, scratch_statistics
-from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute
+from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
+from torchgpipe.random import RandomStates
 from torchgpipe.stream import Stream
 from torchgpipe.typing import Leaves
 
@@ -32,7 +33,7 @@ __all__ = ["Cell", "Lane", "Stage", "tie"]
 Lane = Tensor | None
 
 
-class Stage:
+class Stage(Site):
     """A partition during one call: what its cells have in common.
 
     Args:
@@ -42,8 +43,8 @@ class Stage:
         arriving: the way its inputs come, None if they are where it is
         leaving: the way its outputs go, None if they stay where they are
         ambient: what the caller has set
+        random: notes what is drawn on its device
         ordered: whether the cells have to be tied to each other, because several threads run them
-        alone: whether no cell of another stage runs at the same time
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Stage:
         arriving: Route | None,
         leaving: Route | None,
         ambient: Ambient,
+        random: RandomStates,
         ordered: bool,
-        alone: bool,
     ) -> None:
         self.partition = partition
         self.device = stream.device
@@ -64,8 +65,8 @@ class Stage:
         self.arriving = arriving
         self.leaving = leaving
         self.ambient = ambient
+        self.random = random
         self.ordered = ordered
-        self.alone = alone
 
         names = list(partition._modules)
         self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
@@ -90,7 +91,7 @@ class Stage:
         return bool(self.parameters) or any(leaf is not None and leaf.requires_grad for leaf in leaves)
 
     def again(self) -> AbstractContextManager[None]:
-        """What a recomputation has to be in: on this stage's stream, and without effect on its layers."""
+        """A recomputation runs on this stage's stream, and has no effect on its layers."""
         return self._again() if self.norms or self.device.type != "cpu" else nullcontext()
 
     @contextmanager
@@ -105,31 +106,36 @@ def _starts_in_place(layer: nn.Module) -> bool:
     return bool(getattr(layer, "inplace", False))
 
 
-class Cell:
-    """Micro-batch ``i`` of ``m`` on the partition of ``stage``."""
+class Cell(Recomputation):
+    """Micro-batch ``i`` of ``m`` on the partition of ``stage``.
 
-    __slots__ = ("_i", "_input", "_m", "_output", "_stage")
+    Args:
+        checkpoint: whether to keep the input only, and to compute again at backward
+        inspect: see :class:`~torchgpipe.checkpoint.Recomputation`
+    """
 
-    def __init__(self, stage: Stage, i: int, m: int) -> None:
+    __slots__ = ("_checkpoint", "_i", "_input", "_m", "_output", "_stage")
+
+    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, inspect: bool) -> None:
+        super().__init__(stage, inspect)
         self._stage = stage
         self._i = i
         self._m = m
+        self._checkpoint = checkpoint
 
-    def run(self, batch: Batch, checkpoint: bool, inspect: bool, lane: Lane) -> tuple[Batch, Lane]:
+    def run(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         """From the output of the partition before to the output of this one.
 
         Args:
             batch: the output of the partition before, on its device
-            checkpoint: whether to keep the input only, and to compute again at backward
-            inspect: see :class:`~torchgpipe.checkpoint.Recomputation`
             lane: comes from the cell (i-1, j), if the stage is ordered
         """
         stage = self._stage
         try:
             if stage.arriving is not None:
                 batch = batch.replace(copy(stage.arriving, batch.leaves))
-            if checkpoint and stage.needs_grad(batch.leaves):
-                return self._run_checkpointed(batch, inspect, lane)
+            if self._checkpoint and stage.needs_grad(batch.leaves):
+                return self._run_checkpointed(batch, lane)
             return self._run_plain(batch, lane)
         except BaseException as error:
             self.failed(error, "forward")
@@ -143,6 +149,7 @@ class Cell:
 
     def _run_plain(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
+        stage.random.forget()
         if not stage.ordered:
             return self._compute(batch), None
         if lane is not None and (tied := tie(batch, [lane])):
@@ -158,23 +165,11 @@ class Cell:
             output, lane = _branch(output)
         return output, lane
 
-    def _run_checkpointed(self, batch: Batch, inspect: bool, lane: Lane) -> tuple[Batch, Lane]:
+    def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        recomputation = Recomputation(
-            self._compute_leaves,
-            stage.parameters,
-            where=stage.where,
-            failed=self.failed,
-            ambient=stage.ambient,
-            device=stage.device,
-            alone=stage.alone,
-            again=stage.again,
-            inspect=inspect,
-        )
         phony = stage.device if stage.ordered else None
-        width = len(batch.leaves)
-        leaves: Leaves = Checkpoint.apply(recomputation, phony, lane, width, *batch.leaves, *stage.parameters)
+        leaves: Leaves = Checkpoint.apply(self, phony, lane, len(batch.leaves), *batch.leaves, *stage.parameters)
         first = _first_in_graph(leaves)
         node: Any = None if first is None else leaves[first].grad_fn  # type: ignore[union-attr]
         if stage.leaving is not None:
@@ -186,7 +181,7 @@ class Cell:
             leaves = _replace_leaf(leaves, first, Recompute.apply(node, leaves[first]))
         return self._output.replace(leaves), None
 
-    def _compute_leaves(self, leaves: Leaves) -> Leaves:
+    def compute(self, leaves: Leaves) -> Leaves:
         output = self._compute(self._input.replace(leaves))
         self._output = output.replace(())
         return output.leaves

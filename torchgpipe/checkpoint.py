@@ -19,8 +19,8 @@ DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,77 +30,68 @@ from torchgpipe.ambient import Ambient
 from torchgpipe.function import Function, gradients
 from torchgpipe.phase import checkpointing, recomputing
 from torchgpipe.phony import get_phony
-from torchgpipe.random import Draws
+from torchgpipe.random import Drawn, RandomStates, replay
 from torchgpipe.typing import Leaf, Leaves
 
-__all__ = ["Checkpoint", "Recomputation", "Recompute"]
+__all__ = ["Checkpoint", "Recomputation", "Recompute", "Site"]
+
+
+class Site:
+    """What all the recomputations of one place in the model share during a call of the pipeline.
+
+    Attributes:
+        where: names the place, for errors
+        parameters: the tensors that require grad and that the place uses beside its leaves
+        ambient: what the caller has set
+        random: notes what is drawn here
+    """
+
+    where: str
+    parameters: tuple[Tensor, ...]
+    ambient: Ambient
+    random: RandomStates
+
+    def again(self) -> AbstractContextManager[None]:
+        """Entered around every second run."""
+        raise NotImplementedError
 
 
 class Recomputation:
-    """What `Checkpoint` and `Recompute` of one cell share: the function, and all that makes its second run equal the first.
+    """What `Checkpoint` and `Recompute` share: a function that runs twice, the second time like the first.
 
     Args:
-        function: from leaves to leaves
-        parameters: the tensors that require grad and that ``function`` uses beside its leaves
-        where: the part of the model that this is, for errors
-        failed: told of an error at backward, and whether it was in the ``'recomputation'`` or the ``'backward'``
-        ambient: what the caller has set
-        device: where the function runs
-        alone: whether nothing else draws random numbers while the function runs
-        again: entered around the second run
-        inspect: whether to look for tensors that require grad but are not among ``parameters``
+        site: where it runs
+        inspect: whether to look for tensors that require grad, but are neither leaves nor parameters
     """
 
-    __slots__ = (
-        "_again",
-        "_alone",
-        "_ambient",
-        "_device",
-        "_draws",
-        "_function",
-        "_graph",
-        "_inspect",
-        "_where",
-        "failed",
-        "parameters",
-    )
+    __slots__ = ("_drawn", "_graph", "inspect", "site")
 
-    def __init__(
-        self,
-        function: Callable[[Leaves], Leaves],
-        parameters: Sequence[Tensor],
-        *,
-        where: str,
-        failed: Callable[[BaseException, str], None],
-        ambient: Ambient,
-        device: torch.device,
-        alone: bool,
-        again: Callable[[], AbstractContextManager[None]],
-        inspect: bool,
-    ) -> None:
-        self.parameters = parameters
-        self.failed = failed
-        self._function = function
-        self._where = where
-        self._ambient = ambient
-        self._device = device
-        self._alone = alone
-        self._again = again
-        self._inspect = inspect
+    def __init__(self, site: Site, inspect: bool) -> None:
+        self.site = site
+        self.inspect = inspect
         self._graph: tuple[Leaves, Leaves] | None = None
+        self._drawn: Drawn = ()
+
+    def compute(self, leaves: Leaves) -> Leaves:
+        """The function."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException, phase: str) -> None:
+        """Is told of an error at backward; ``phase`` is ``'recomputation'`` or ``'backward'``."""
+        raise NotImplementedError
 
     def first_run(self, leaves: Leaves) -> Leaves:
         """Runs the function without a graph."""
+        random = self.site.random
         versions = _versions(leaves)
-        draws = Draws(self._device, self._alone)
+        before = random.begin()
         with checkpointing():
-            outputs = self._function(leaves)
-        draws.close()
-        self._draws = draws
+            outputs = self.compute(leaves)
+        self._drawn = random.end(before)
         self._forget_casts()
         if _versions(leaves) != versions:
             raise RuntimeError(
-                f"{self._where} changes its input in place, so recomputation would start from another input; "
+                f"{self.site.where} changes its input in place, so recomputation would start from another input; "
                 "let it work on a copy (input.clone()), let its first layer have the attribute inplace=True, "
                 "which makes the pipeline copy the input, or use checkpoint='never'"
             )
@@ -109,34 +100,32 @@ class Recomputation:
     def second_run(self, saved: Leaves) -> None:
         """Runs the function again, with a graph, on aliases of what the first run was given."""
         try:
-            self._graph = self._ambient.run(self._recompute, saved)
+            self._graph = self.site.ambient.run(self._recompute, saved)
         except BaseException as error:
             self.failed(error, "recomputation")
             raise
 
     def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves]:
-        leaves = tuple(
-            None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved
-        )
-        with recomputing(), self._again(), self._draws.replay():
-            outputs = self._function(leaves)
+        leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
+        with recomputing(), self.site.again(), replay(self._drawn):
+            outputs = self.compute(leaves)
         self._forget_casts()
-        if self._inspect:
+        if self.inspect:
             self._refuse_captured(leaves, outputs)
         return leaves, outputs
 
-    def differentiate(self, saved: Callable[[], Leaves], grads: Leaves) -> list[Tensor | None]:
-        """The gradients of leaves and parameters, in this order.
+    def differentiate(self, checkpoint: Any, grads: Leaves) -> list[Tensor | None]:
+        """The gradients of the leaves and the parameters, in this order; empty if there are none.
 
-        The graph of the last second run is used up; if there is none, ``saved`` is what to run on.
+        The graph of the last second run is used up. If there is none, it is run on what ``checkpoint`` has saved.
         """
-        if all(grad is None for grad in grads):
+        if all([grad is None for grad in grads]):
             return []
         if self._graph is None:
-            self.second_run(saved())
+            self.second_run(checkpoint.saved_tensors)
             assert self._graph is not None
         (leaves, outputs), self._graph = self._graph, None
-        sources = (*leaves, *self.parameters)
+        sources = (*leaves, *self.site.parameters)
         wanted = [source for source in sources if source is not None and source.requires_grad]
         try:
             result = iter(self._gradients(outputs, grads, wanted))
@@ -148,27 +137,27 @@ class Recomputation:
     def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
         if len(outputs) != len(grads):
             raise RuntimeError(
-                f"{self._where} returned {len(outputs)} values in recomputation but {len(grads)} before; it must do "
-                "the same both times, or run with checkpoint='never'"
+                f"{self.site.where} returned {len(outputs)} values in recomputation but {len(grads)} before; it "
+                "must do the same both times, or run with checkpoint='never'"
             )
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads)
-            if output is not None and grad is not None and output.requires_grad
-        ]
-        if not pairs or not wanted:
+        roots, root_grads = [], []
+        for output, grad in zip(outputs, grads):
+            if output is not None and grad is not None and output.requires_grad:
+                roots.append(output)
+                root_grads.append(grad)
+        if not roots or not wanted:
             return [None] * len(wanted)
-        with _without_hooks(self.parameters):
-            return gradients([output for output, _ in pairs], [grad for _, grad in pairs], wanted)
+        with _without_hooks(wanted):
+            return gradients(roots, root_grads, wanted)
 
     def _forget_casts(self) -> None:
         # Autocast would hand the casted weights of a run without a graph to one that needs their gradient.
-        if self._ambient.autocast_caches:
+        if self.site.ambient.autocast_caches:
             torch.clear_autocast_cache()
 
     def _refuse_captured(self, leaves: Leaves, outputs: Leaves) -> None:
         """Raises if a gradient would get lost: one that belongs to neither the leaves nor the parameters."""
-        known = {id(tensor) for tensor in (*leaves, *self.parameters)}
+        known = {id(tensor) for tensor in (*leaves, *self.site.parameters)}
         pending: list[Any] = [output.grad_fn for output in outputs if output is not None]
         seen = set()
         while pending:
@@ -179,28 +168,33 @@ class Recomputation:
             if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
                 shape = tuple(node.variable.shape)
                 raise RuntimeError(
-                    f"{self._where} uses a tensor of shape {shape} that requires grad but is neither its input nor "
-                    "a parameter of its layers, so recomputation would lose the gradient; register it as a "
+                    f"{self.site.where} uses a tensor of shape {shape} that requires grad but is neither its input "
+                    "nor a parameter of its layers, so recomputation would lose the gradient; register it as a "
                     "parameter of the layer, pass it as an input, or use checkpoint='never'"
                 )
-            pending.extend(next_node for next_node, _ in node.next_functions)
+            pending.extend([next_node for next_node, _ in node.next_functions])
 
 
 def _versions(leaves: Leaves) -> list[int]:
     return [leaf._version for leaf in leaves if leaf is not None and not leaf.is_inference()]
 
 
+def _without_hooks(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Keeps hooks of parameters from hearing the gradient of a single micro-batch."""
+    hooked = [tensor for tensor in tensors if tensor._backward_hooks]
+    return _put_hooks_aside(hooked) if hooked else nullcontext()
+
+
 @contextmanager
-def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keeps hooks of tensors from hearing the gradient of a single micro-batch."""
-    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    for parameter, _ in hooked:
-        parameter._backward_hooks = None
+def _put_hooks_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
+    hooks = [tensor._backward_hooks for tensor in tensors]
+    for tensor in tensors:
+        tensor._backward_hooks = None
     try:
         yield
     finally:
-        for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks
+        for tensor, its_hooks in zip(tensors, hooks):
+            tensor._backward_hooks = its_hooks
 
 
 class Checkpoint(Function):
@@ -235,9 +229,7 @@ class Checkpoint(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         _refuse_create_graph()
-        result = ctx.recomputation.differentiate(
-            lambda: ctx.saved_tensors, grads[1:] if ctx.has_phony else grads
-        ) or [None] * ctx.width
+        result = ctx.recomputation.differentiate(ctx, grads[1:] if ctx.has_phony else grads) or [None] * ctx.width
         return None, None, None if ctx.lane is None else get_phony(ctx.lane), None, *result
 
 

@@ -24,7 +24,7 @@ from torchgpipe.cell import Cell, Lane, Stage, tie
 from torchgpipe.copy import Route
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
-from torchgpipe.random import share_generator
+from torchgpipe.random import RandomStates, share_generator
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.stream import Stream, Streams
 from torchgpipe.worker import start_workers
@@ -63,6 +63,9 @@ class Pipeline:
         streams = mechanisms.streams
         computing = [streams.current(device) for device in devices]
         routes = [_route(streams, source, target) for source, target in zip(computing, computing[1:])]
+        random = {
+            device: RandomStates(device, beside=not self._take_turns, between=not self._inline) for device in devices
+        }
         self._stages = [
             Stage(
                 j,
@@ -71,8 +74,8 @@ class Pipeline:
                 arriving=routes[j - 1] if j > 0 else None,
                 leaving=routes[j] if j < len(routes) else None,
                 ambient=self._ambient,
+                random=random[devices[j]],
                 ordered=mechanisms.dependency and not self._inline and self._ambient.grad_enabled,
-                alone=self._take_turns,
             )
             for j, partition in enumerate(partitions)
         ]
@@ -94,8 +97,8 @@ class Pipeline:
         m = len(batches)
         for cells in clock_cycles(m, len(self._stages)):
             for i, j in cells:
-                cell = Cell(self._stages[j], i, m)
-                batches[i], _ = cell.run(batches[i], i < checkpoint_stop, i == checkpoint_stop - 1, None)
+                cell = Cell(self._stages[j], i, m, i < checkpoint_stop, i == checkpoint_stop - 1)
+                batches[i], _ = cell.run(batches[i], None)
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
         m, n = len(batches), len(self._stages)
@@ -105,8 +108,8 @@ class Pipeline:
                 # Cells that draw from one generator run one by one, in the order of the schedule.
                 for step in [[cell] for cell in cells] if self._take_turns else [cells]:
                     for i, j in step:
-                        cell = Cell(self._stages[j], i, m)
-                        workers[j].submit(cell.run, batches[i], i < checkpoint_stop, i == checkpoint_stop - 1, lanes[j])
+                        cell = Cell(self._stages[j], i, m, i < checkpoint_stop, i == checkpoint_stop - 1)
+                        workers[j].submit(cell.run, batches[i], lanes[j])
                     for i, j in step:
                         batches[i], lanes[j] = workers[j].result()
         # Recomputation of the last micro-batch can start on every device when backward starts.

@@ -1,19 +1,19 @@
 """Replaying random numbers: the second run of a layer must draw what the first run drew.
 
-A layer draws from the generator of the CPU or of its own device. Before a checkpointed cell runs, the states
-of both are noted; after it, those that did not change are forgotten, and a cell that drew nothing restores
-nothing. That the state is noted per cell makes backward independent of what was drawn in between.
+A layer draws from the generator of the CPU or of its own device. The states of both are noted before and after
+the first run of a checkpointed cell. Those that differ are kept, for the second run to start from, so a cell that
+drew nothing restores nothing, and what is drawn between the two runs does not matter.
 
 The CPU has one generator for all threads. Two cells that draw from it at the same time would each see half
 of the other's numbers, and no state that could be noted would bring back what they drew. So where cells run
 on the CPU they take turns (`share_generator`), and where an accelerator's layer draws from the CPU beside
-other cells, it is refused (`Draws`).
+other cells, it is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,14 +22,110 @@ from torch import Tensor
 
 from torchgpipe.stream import device_module
 
-__all__ = ["Draws", "share_generator"]
+__all__ = ["Drawn", "RandomStates", "replay", "share_generator"]
 
 
-class _Source(NamedTuple):
-    """A generator: how to note its state and how to restore it."""
-
+class _Generator(NamedTuple):
     get: Callable[[], Tensor]
     set: Callable[[Tensor], Any]
+    device: torch.device
+
+
+class _Note(NamedTuple):
+    state: Tensor
+    content: bytes  # to compare: cheaper than `torch.equal`, and no operation that the user's modes would see
+
+
+class _Draw(NamedTuple):
+    generator: _Generator
+    before: _Note
+    after: _Note
+
+
+#: What a run has drawn, by generator.
+Drawn = tuple[_Draw, ...]
+
+
+class RandomStates:
+    """Notes what the cells of one device draw.
+
+    Args:
+        device: the device of the cells
+        beside: whether others may draw from the CPU's generator while a cell runs
+        between: whether others may draw from it between two cells
+    """
+
+    def __init__(self, device: torch.device, *, beside: bool, between: bool) -> None:
+        self._generators = _generators(device)
+        self._beside = beside
+        self._between = between
+        self._last: list[_Note] = []  # where the last run has ended, so that the next need not look again
+
+    def begin(self) -> list[_Note]:
+        """Notes the states before a run."""
+        return self._last or [_note(generator) for generator in self._generators]
+
+    def end(self, before: list[_Note]) -> Drawn:
+        """What was drawn since ``before``.
+
+        Raises:
+            RuntimeError: numbers were drawn from the CPU's generator while others may have drawn from it.
+        """
+        after = [_note(generator) for generator in self._generators]
+        drawn = tuple(
+            [
+                _Draw(generator, old, new)
+                for generator, old, new in zip(self._generators, before, after)
+                if old.content != new.content
+            ]
+        )
+        if not self._between:
+            # Mostly nothing was drawn. Then the new states are let go at once, for the next cell to take their place
+            # in memory: several kilobytes that come and go beside the small objects of a cell cost more than a copy.
+            self._last = after if drawn else before
+        if self._beside and any(draw.generator.device.type == "cpu" for draw in drawn):
+            raise RuntimeError(
+                "a layer drew random numbers from the CPU's generator while layers on other devices ran beside "
+                "it, so that recomputation could not draw the same ones again; draw them on the layer's own "
+                "device (device=input.device), or use checkpoint='never'"
+            )
+        return drawn
+
+    def forget(self) -> None:
+        """Tells that numbers may have been drawn that nobody noted."""
+        self._last = []
+
+
+def _note(generator: _Generator) -> _Note:
+    state = generator.get()
+    return _Note(state, state.numpy().tobytes())
+
+
+def replay(drawn: Drawn) -> AbstractContextManager[None]:
+    """Lets a run draw again what was drawn; afterwards the generators are as if it had drawn nothing.
+
+    Raises:
+        RuntimeError: the run has drawn something else.
+    """
+    return _replay(drawn) if drawn else nullcontext()
+
+
+@contextmanager
+def _replay(drawn: Drawn) -> Iterator[None]:
+    current = [draw.generator.get() for draw in drawn]
+    for draw in drawn:
+        draw.generator.set(draw.before.state)
+    try:
+        yield
+        if any(_note(draw.generator).content != draw.after.content for draw in drawn):
+            raise RuntimeError(
+                "recomputation drew other random numbers than the first run; either the layer does not draw the "
+                "same both times, or another thread drew from the same generator at the time: let one thread at "
+                "a time use it, or use checkpoint='never'"
+            )
+    finally:
+        for draw, state in zip(drawn, current):
+            draw.generator.set(state)
 
 
 def share_generator(devices: Sequence[torch.device]) -> bool:
@@ -38,63 +134,12 @@ def share_generator(devices: Sequence[torch.device]) -> bool:
 
 
 @cache
-def _sources(device: torch.device) -> tuple[_Source, ...]:
-    cpu = _Source(torch.default_generator.get_state, torch.default_generator.set_state)
+def _generators(device: torch.device) -> tuple[_Generator, ...]:
+    cpu = _Generator(torch.default_generator.get_state, torch.default_generator.set_state, torch.device("cpu"))
     if device.type == "cpu":
         return (cpu,)
     module = device_module(device)
-    generators = getattr(module, "default_generators", None)
-    if generators:  # without the checks of the functions below
-        own = _Source(generators[device.index].get_state, generators[device.index].set_state)
-    else:
-        own = _Source(module.get_rng_state, module.set_rng_state)
-    return cpu, own
-
-
-class Draws:
-    """Which generators a cell draws from, and their states before.
-
-    Args:
-        device: the device of the cell
-        alone: whether no other cell runs at the same time that may draw from the CPU's generator
-    """
-
-    __slots__ = ("_alone", "_noted")
-
-    def __init__(self, device: torch.device, alone: bool) -> None:
-        self._alone = alone
-        self._noted = [(source, source.get()) for source in _sources(device)]
-
-    def close(self) -> None:
-        """Ends the first run: keeps the states of those generators that it has drawn from.
-
-        Raises:
-            RuntimeError: numbers were drawn from the CPU's generator while other cells ran beside this one.
-        """
-        self._noted = [(source, state) for source, state in self._noted if not _equal(source.get(), state)]
-        if not self._alone and any(source.set == torch.default_generator.set_state for source, _ in self._noted):
-            raise RuntimeError(
-                "a layer drew random numbers from the CPU's generator while layers on other devices ran beside "
-                "it, so that recomputation could not draw the same ones again; draw them on the layer's own "
-                "device (device=input.device), or use checkpoint='never'"
-            )
-
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Draws the same numbers again; afterwards the generators are as if nothing had been drawn."""
-        current = [(source, source.get()) for source, _ in self._noted]
-        for source, state in self._noted:
-            source.set(state)
-        try:
-            yield
-        finally:
-            for source, state in current:
-                source.set(state)
-
-    def __bool__(self) -> bool:
-        return bool(self._noted)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    # A third of the time of torch.equal, and modes of the user do not see it as an operation of the model.
-    return bytes(a.numpy().data) == bytes(b.numpy().data)
+    own = getattr(module, "default_generators", None)
+    if own:  # without the checks of the functions below
+        return cpu, _Generator(own[device.index].get_state, own[device.index].set_state, device)
+    return cpu, _Generator(module.get_rng_state, module.set_rng_state, device)
