@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -60,7 +61,7 @@ class Ambient:
         self._dispatch_modes: list[Any] = _dispatch_modes()
         self._context = contextvars.copy_context()
         self._phase = current_phase()
-        self._plain = _is_plain()
+        self._plain = _is_plain() and self._autocast == _default_autocast()
         #: Whether autocast keeps the casted weights of a run for the next one.
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
@@ -87,7 +88,7 @@ class Ambient:
         if torch.is_inference_mode_enabled() != self._inference:
             yield torch.inference_mode(self._inference)
             yield torch.set_grad_enabled(self.grad_enabled)  # which inference mode has changed
-        if self._autocast.enabled or torch._C._is_any_autocast_enabled():
+        if self._autocast != _AutocastState():
             yield self._autocast.enter()
         if _top_saved_tensors_hooks() != self._saved_tensors_hooks:
             yield _saved_tensors_hooks(self._saved_tensors_hooks)
@@ -123,6 +124,9 @@ class _AutocastState:
         ]
         self.enabled = any(enabled for _, enabled, _ in self.types)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _AutocastState) and (self.cache, self.types) == (other.cache, other.types)
+
     @contextmanager
     def enter(self) -> Iterator[None]:
         previous = _AutocastState()
@@ -144,6 +148,13 @@ class _AutocastState:
 
 
 @cache
+def _default_autocast() -> _AutocastState:
+    """What a new thread starts with."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_AutocastState).result()
+
+
+@cache
 def _autocast_types() -> tuple[str, ...]:
     """The device types of this build that have autocast."""
     kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", torch._C._get_privateuse1_backend_name())
@@ -158,11 +169,16 @@ def _top_saved_tensors_hooks() -> Any:
 def _saved_tensors_hooks(hooks: tuple[Any, Any] | None) -> Iterator[None]:
     # Only the topmost pair acts, so that one is all there is to enter. No pair, inside a block that has one,
     # is a pair that changes nothing.
+    forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if forbidden is not None:
+        _autograd._saved_tensors_hooks_enable()
     _autograd._push_saved_tensors_default_hooks(*(hooks or (_as_it_is, _as_it_is)))
     try:
         yield
     finally:
         _autograd._pop_saved_tensors_default_hooks()
+        if forbidden is not None:
+            _autograd._saved_tensors_hooks_disable(forbidden)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,14 @@ during a call is its `Stage`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
-from torchgpipe.batchnorm import Norm, scratch_statistics
+from torchgpipe.batchnorm import Norm, scratch_statistics, statistics_lock
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
@@ -73,16 +73,13 @@ class Stage(Site):
         self.source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
         self.starts_in_place = _starts_in_place(partition)
         # Looked up anew for each call, because layers and parameters can be replaced between calls.
-        parameters: dict[Tensor, None] = {}
-        self.norms = []
-        for module in partition.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    parameters[parameter] = None
-            if isinstance(module, Norm):
-                self.norms.append(module)
-        #: Those that require grad.
-        self.parameters = tuple(parameters)
+        self._layers = [(module, module.training, list(module._parameters.items())) for module in partition.modules()]
+        self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
+        self.lock = statistics_lock(self.norms[0]) if self.norms else None
+        # A dict, because a parameter can have several owners.
+        parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
+        self._all_parameters = tuple(parameters)
+        self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
 
     def needs_grad(self, leaves: Leaves) -> bool:
         """Whether there is anything to differentiate in a cell with this input."""
@@ -92,11 +89,24 @@ class Stage(Site):
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
-        return self._again() if self.norms or self.device.type != "cpu" else nullcontext()
+        return self._again() if self.norms else self.stream.use()
+
+    def versions(self) -> list[int]:
+        return [parameter._version for parameter in self._all_parameters]
+
+    def changed(self) -> str | None:
+        for module, training, own in self._layers:
+            if module.training != training:
+                return f"it was in {'training' if training else 'evaluation'} mode"
+            for name, parameter in own:
+                if module._parameters.get(name) is not parameter:
+                    return f"'{name}' of a {type(module).__name__} was another parameter"
+        return None
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        with self.stream.use(), scratch_statistics(self.norms):
+        assert self.lock is not None
+        with self.stream.use(), self.lock, scratch_statistics(self.norms):
             yield
 
 
@@ -111,13 +121,12 @@ class Cell(Recomputation):
 
     Args:
         checkpoint: whether to keep the input only, and to compute again at backward
-        inspect: see :class:`~torchgpipe.checkpoint.Recomputation`
     """
 
     __slots__ = ("_checkpoint", "_i", "_input", "_m", "_output", "_stage")
 
-    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, inspect: bool) -> None:
-        super().__init__(stage, inspect)
+    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool) -> None:
+        super().__init__(stage)
         self._stage = stage
         self._i = i
         self._m = m
@@ -150,8 +159,6 @@ class Cell(Recomputation):
     def _run_plain(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         stage.random.forget()
-        if not stage.ordered:
-            return self._compute(batch), None
         if lane is not None and (tied := tie(batch, [lane])):
             batch, lane = tied, None
         output = self._compute(batch)
@@ -161,7 +168,7 @@ class Cell(Recomputation):
             output, lane = tied, None
         if stage.leaving is not None:
             output = output.replace(wait(stage.leaving, output.leaves))
-        if lane is None and self._i < self._m - 1:
+        if stage.ordered and lane is None and self._i < self._m - 1:
             output, lane = _branch(output)
         return output, lane
 
@@ -191,6 +198,13 @@ class Cell(Recomputation):
         if stage.starts_in_place:
             # Neither the user's mini-batch nor what a recomputation starts from may change.
             batch = batch.replace(tuple(None if leaf is None else leaf.clone() for leaf in batch.leaves))
+        if stage.lock is None:
+            return self._call(batch)
+        with stage.lock:
+            return self._call(batch)
+
+    def _call(self, batch: Batch) -> Batch:
+        stage = self._stage
         output = stage.partition(*batch.value) if batch.positional else stage.partition(batch.value)
         return Batch.of(output, stage.source)
 

@@ -51,6 +51,14 @@ class Site:
     ambient: Ambient
     random: RandomStates
 
+    def versions(self) -> list[int]:
+        """The versions of all parameters, which count changes in place."""
+        raise NotImplementedError
+
+    def changed(self) -> str | None:
+        """What about the place is not as it was at the call, if anything."""
+        raise NotImplementedError
+
     def again(self) -> AbstractContextManager[None]:
         """Entered around every second run."""
         raise NotImplementedError
@@ -61,14 +69,12 @@ class Recomputation:
 
     Args:
         site: where it runs
-        inspect: whether to look for tensors that require grad, but are neither leaves nor parameters
     """
 
-    __slots__ = ("_drawn", "_graph", "inspect", "site")
+    __slots__ = ("_drawn", "_graph", "_versions", "site")
 
-    def __init__(self, site: Site, inspect: bool) -> None:
+    def __init__(self, site: Site) -> None:
         self.site = site
-        self.inspect = inspect
         self._graph: tuple[Leaves, Leaves] | None = None
         self._drawn: Drawn = ()
 
@@ -88,6 +94,7 @@ class Recomputation:
         with checkpointing():
             outputs = self.compute(leaves)
         self._drawn = random.end(before)
+        self._versions = self.site.versions()
         self._forget_casts()
         if _versions(leaves) != versions:
             raise RuntimeError(
@@ -100,6 +107,7 @@ class Recomputation:
     def second_run(self, saved: Leaves) -> None:
         """Runs the function again, with a graph, on aliases of what the first run was given."""
         try:
+            self._refuse_changed()
             self._graph = self.site.ambient.run(self._recompute, saved)
         except BaseException as error:
             self.failed(error, "recomputation")
@@ -110,8 +118,7 @@ class Recomputation:
         with recomputing(), self.site.again(), replay(self._drawn):
             outputs = self.compute(leaves)
         self._forget_casts()
-        if self.inspect:
-            self._refuse_captured(leaves, outputs)
+        self._refuse_captured(leaves, outputs)
         return leaves, outputs
 
     def differentiate(self, checkpoint: Any, grads: Leaves) -> list[Tensor | None]:
@@ -155,24 +162,36 @@ class Recomputation:
         if self.site.ambient.autocast_caches:
             torch.clear_autocast_cache()
 
+    def _refuse_changed(self) -> None:
+        """Raises if a second run would not do what the first did."""
+        change = self.site.changed()
+        if change is None and self.site.versions() != self._versions:
+            change = "a parameter was changed in place since"
+        if change is not None:
+            raise RuntimeError(
+                f"{self.site.where} is not what it was at forward ({change}), so recomputation would give other "
+                "gradients; call backward() before optimizer.step(), train() and eval(), or use checkpoint='never'"
+            )
+
     def _refuse_captured(self, leaves: Leaves, outputs: Leaves) -> None:
         """Raises if a gradient would get lost: one that belongs to neither the leaves nor the parameters."""
         known = {id(tensor) for tensor in (*leaves, *self.site.parameters)}
         pending: list[Any] = [output.grad_fn for output in outputs if output is not None]
-        seen = set()
+        seen = {None}
         while pending:
             node = pending.pop()
-            if node is None or node in seen:
+            if node in seen:
                 continue
             seen.add(node)
-            if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
+            followers = node.next_functions
+            if not followers and type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
                 shape = tuple(node.variable.shape)
                 raise RuntimeError(
                     f"{self.site.where} uses a tensor of shape {shape} that requires grad but is neither its input "
                     "nor a parameter of its layers, so recomputation would lose the gradient; register it as a "
                     "parameter of the layer, pass it as an input, or use checkpoint='never'"
                 )
-            pending.extend([next_node for next_node, _ in node.next_functions])
+            pending.extend([follower for follower, _ in followers])
 
 
 def _versions(leaves: Leaves) -> list[int]:

@@ -28,8 +28,9 @@ class Partition(nn.Sequential):
 
     def follow(self, owner: nn.Module) -> None:
         """Takes over the layers that the owner has by now under the same names."""
+        layers: dict[str, Any] = owner._modules
         for name in self._modules:
-            self._modules[name] = owner._modules[name]
+            self._modules[name] = layers[name]
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         if name in self._modules:

@@ -97,7 +97,7 @@ class Pipeline:
         m = len(batches)
         for cells in clock_cycles(m, len(self._stages)):
             for i, j in cells:
-                cell = Cell(self._stages[j], i, m, i < checkpoint_stop, i == checkpoint_stop - 1)
+                cell = Cell(self._stages[j], i, m, i < checkpoint_stop)
                 batches[i], _ = cell.run(batches[i], None)
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
@@ -108,7 +108,7 @@ class Pipeline:
                 # Cells that draw from one generator run one by one, in the order of the schedule.
                 for step in [[cell] for cell in cells] if self._take_turns else [cells]:
                     for i, j in step:
-                        cell = Cell(self._stages[j], i, m, i < checkpoint_stop, i == checkpoint_stop - 1)
+                        cell = Cell(self._stages[j], i, m, i < checkpoint_stop)
                         workers[j].submit(cell.run, batches[i], lanes[j])
                     for i, j in step:
                         batches[i], lanes[j] = workers[j].result()
