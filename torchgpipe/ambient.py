@@ -47,12 +47,13 @@ class Ambient:
         "_phase",
         "_plain",
         "_saved_tensors_hooks",
+        "_grad_enabled",
         "autocast_caches",
-        "grad_enabled",
+        "builds_graph",
     )
 
     def __init__(self) -> None:
-        self.grad_enabled = torch.is_grad_enabled()
+        self._grad_enabled = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = _AutocastState()
         self._saved_tensors_hooks = _top_saved_tensors_hooks()
@@ -62,6 +63,8 @@ class Ambient:
         self._context = contextvars.copy_context()
         self._phase = current_phase()
         self._plain = _is_plain() and self._autocast == _default_autocast()
+        #: Whether operations leave a graph.
+        self.builds_graph = self._grad_enabled and not self._inference
         #: Whether autocast keeps the casted weights of a run for the next one.
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
@@ -72,7 +75,7 @@ class Ambient:
 
     def _run(self, function: Callable[..., T], *args: Any) -> T:
         previous = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self.grad_enabled)
+        torch._C._set_grad_enabled(self._grad_enabled)
         try:
             if self._plain and _is_plain():  # At backward nearly always, and it is called for every cell.
                 return function(*args)
@@ -87,7 +90,7 @@ class Ambient:
         """What has to be entered for this thread to be in this state: only what differs, for speed."""
         if torch.is_inference_mode_enabled() != self._inference:
             yield torch.inference_mode(self._inference)
-            yield torch.set_grad_enabled(self.grad_enabled)  # which inference mode has changed
+            yield torch.set_grad_enabled(self._grad_enabled)  # which inference mode has changed
         if self._autocast != _AutocastState():
             yield self._autocast.enter()
         if _top_saved_tensors_hooks() != self._saved_tensors_hooks:
@@ -104,11 +107,18 @@ def _is_plain() -> bool:
     """Whether nothing is set in this thread, but for grad mode and context variables."""
     return not (
         torch.is_inference_mode_enabled()
-        or torch._C._is_any_autocast_enabled()
+        or _any_autocast()
         or _top_saved_tensors_hooks()
         or _len_function_modes()
         or _len_dispatch_modes()
         or any(current_phase())
+    )
+
+
+def _any_autocast() -> bool:
+    # Three device types are missing in PyTorch's own count.
+    return torch._C._is_any_autocast_enabled() or any(
+        [torch.is_autocast_enabled(kind) for kind in ("mps", "mtia", "maia")]
     )
 
 

@@ -83,7 +83,7 @@ class Stage(Site):
 
     def needs_grad(self, leaves: Leaves) -> bool:
         """Whether there is anything to differentiate in a cell with this input."""
-        if not self.ambient.grad_enabled:
+        if not self.ambient.builds_graph:
             return False
         return bool(self.parameters) or any(leaf is not None and leaf.requires_grad for leaf in leaves)
 

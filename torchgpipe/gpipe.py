@@ -77,13 +77,13 @@ class GPipe(nn.Module):
         self.chunks = _verify_chunks(chunks)
         self.checkpoint = _verify_checkpoint(checkpoint)
         self.devices = _verify_devices(devices, len(self.balance))
+        self.training = module.training
         self._mechanisms = Mechanisms()
-        self._partitions = split(module, self.balance)
         _verify_names(self, module)
+        self._partitions = split(module, self.balance)
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
-        self.train(module.training)
 
     @property
     def partitions(self) -> list[Partition]:
@@ -206,7 +206,8 @@ def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devi
 
 
 def _verify_names(pipeline: GPipe, module: nn.Sequential) -> None:
-    taken = [name for name in module._modules if hasattr(pipeline, name)]
+    own = {*dir(type(pipeline)), *vars(pipeline), "_partitions"}
+    taken = [name for name in module._modules if name in own]
     if taken:
         raise ValueError(
             f"layers cannot have the names of attributes of GPipe, but there are {taken}; rename them in the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ class Partition(nn.Sequential):
         return value
 
     def follow(self, owner: nn.Module) -> None:
-        """Takes over the layers that the owner has by now under the same names."""
+        """Takes over the layers that the owner has by now under the same names, and its mode."""
+        self.training = owner.training
         layers: dict[str, Any] = owner._modules
         for name in self._modules:
             self._modules[name] = layers[name]
@@ -118,11 +119,12 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
             initialise itself.
     """
     _verify_sharing(partitions, devices)
-    on_meta = _meta_owners(partitions)
-    for partition, device, owners in zip(partitions, devices, on_meta):
-        for owner, initialise in owners:
-            owner.to_empty(device=device, recurse=False)
-            initialise()
+    on_meta = _verify_meta(partitions)
+    for partition, device in zip(partitions, devices):
+        _materialise(partition, device)
+        for module in _children_first(partition):
+            if module in on_meta:
+                on_meta[module]()
         partition.to(device)
 
 
@@ -142,12 +144,11 @@ def _verify_sharing(partitions: Sequence[Partition], devices: Sequence[torch.dev
         )
 
 
-def _meta_owners(partitions: Sequence[Partition]) -> list[list[tuple[nn.Module, Callable[[], None]]]]:
-    """By partition, the modules that hold tensors on the meta device, each with what initialises it."""
+def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
+    """The modules that hold tensors on the meta device, each with what initialises it."""
     known: set[torch.Tensor] = set()
-    result = []
+    result = {}
     for partition in partitions:
-        owners = []
         for name, module in partition.named_modules():
             own = [*module._parameters.values(), *module._buffers.values()]
             on_meta = [tensor for tensor in own if tensor is not None and tensor.is_meta]
@@ -161,6 +162,24 @@ def _meta_owners(partitions: Sequence[Partition]) -> list[list[tuple[nn.Module, 
                     "module and load its weights before wrapping it"
                 )
             known.update(on_meta)
-            owners.append((module, initialise))
-        result.append(owners)
+            result[module] = initialise
     return result
+
+
+def _materialise(partition: Partition, device: torch.device) -> None:
+    """Gives memory to what is on the meta device, and to nothing else."""
+    for module in partition.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """The order in which constructors initialise modules."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module

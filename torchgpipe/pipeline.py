@@ -75,7 +75,7 @@ class Pipeline:
                 leaving=routes[j] if j < len(routes) else None,
                 ambient=self._ambient,
                 random=random[devices[j]],
-                ordered=mechanisms.dependency and not self._inline and self._ambient.grad_enabled,
+                ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
             )
             for j, partition in enumerate(partitions)
         ]

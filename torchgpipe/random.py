@@ -7,7 +7,7 @@ drew nothing restores nothing, and what is drawn between the two runs does not m
 The CPU has one generator for all threads. Two cells that draw from it at the same time would each see half
 of the other's numbers, and no state that could be noted would bring back what they drew. So where cells run
 on the CPU they take turns (`share_generator`), and where an accelerator's layer draws from the CPU beside
-other cells, it is refused.
+other cells, its recomputation is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchgpipe.stream import device_module
 
@@ -40,9 +41,10 @@ class _Draw(NamedTuple):
     generator: _Generator
     before: _Note
     after: _Note
+    unsafe: bool  # whether others may have drawn from the same generator meanwhile
 
 
-#: What a run has drawn, by generator.
+#: What was drawn during a run, by generator.
 Drawn = tuple[_Draw, ...]
 
 
@@ -66,15 +68,11 @@ class RandomStates:
         return self._last or [_note(generator) for generator in self._generators]
 
     def end(self, before: list[_Note]) -> Drawn:
-        """What was drawn since ``before``.
-
-        Raises:
-            RuntimeError: numbers were drawn from the CPU's generator while others may have drawn from it.
-        """
+        """What was drawn since ``before``."""
         after = [_note(generator) for generator in self._generators]
         drawn = tuple(
             [
-                _Draw(generator, old, new)
+                _Draw(generator, old, new, unsafe=self._beside and generator.device.type == "cpu")
                 for generator, old, new in zip(self._generators, before, after)
                 if old.content != new.content
             ]
@@ -83,12 +81,6 @@ class RandomStates:
             # Mostly nothing was drawn. Then the new states are let go at once, for the next cell to take their place
             # in memory: several kilobytes that come and go beside the small objects of a cell cost more than a copy.
             self._last = after if drawn else before
-        if self._beside and any(draw.generator.device.type == "cpu" for draw in drawn):
-            raise RuntimeError(
-                "a layer drew random numbers from the CPU's generator while layers on other devices ran beside "
-                "it, so that recomputation could not draw the same ones again; draw them on the layer's own "
-                "device (device=input.device), or use checkpoint='never'"
-            )
         return drawn
 
     def forget(self) -> None:
@@ -97,6 +89,10 @@ class RandomStates:
 
 
 def _note(generator: _Generator) -> _Note:
+    if torch._C._len_torch_dispatch_stack():  # The user's modes have no business with states.
+        with _disable_current_modes():
+            state = generator.get()
+            return _Note(state, state.numpy().tobytes())
     state = generator.get()
     return _Note(state, state.numpy().tobytes())
 
@@ -105,7 +101,7 @@ def replay(drawn: Drawn) -> AbstractContextManager[None]:
     """Lets a run draw again what was drawn; afterwards the generators are as if it had drawn nothing.
 
     Raises:
-        RuntimeError: the run has drawn something else.
+        RuntimeError: the run has drawn something else, or may have.
     """
     return _replay(drawn) if drawn else nullcontext()
 
@@ -117,15 +113,29 @@ def _replay(drawn: Drawn) -> Iterator[None]:
         draw.generator.set(draw.before.state)
     try:
         yield
-        if any(_note(draw.generator).content != draw.after.content for draw in drawn):
-            raise RuntimeError(
-                "recomputation drew other random numbers than the first run; either the layer does not draw the "
-                "same both times, or another thread drew from the same generator at the time: let one thread at "
-                "a time use it, or use checkpoint='never'"
-            )
+        for draw in drawn:
+            _verify(draw)
     finally:
         for draw, state in zip(drawn, current):
             draw.generator.set(state)
+
+
+def _verify(draw: _Draw) -> None:
+    now = _note(draw.generator).content
+    if now == draw.before.content:
+        return  # The run draws nothing. Somebody else has.
+    if draw.unsafe:
+        raise RuntimeError(
+            "a layer drew random numbers from the CPU's generator while layers on other devices ran beside it, so "
+            "recomputation cannot draw the same ones again; draw them on the layer's own device "
+            "(device=input.device), or use checkpoint='never'"
+        )
+    if now != draw.after.content:
+        raise RuntimeError(
+            "recomputation drew other random numbers than the first run; either the layer does not draw the same "
+            "both times, or another thread drew from the same generator meanwhile: let one thread at a time use "
+            "it, or use checkpoint='never'"
+        )
 
 
 def share_generator(devices: Sequence[torch.device]) -> bool:
