@@ -21,9 +21,12 @@ from torchgpipe.batchnorm import Norm, scratch_statistics, statistics_lock
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import Batch, Skips
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates
+from torchgpipe.skip.portal import Portal
+from torchgpipe.skip.skippable import is_skippable
+from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.stream import Stream
 from torchgpipe.typing import Leaves
 
@@ -39,10 +42,13 @@ class Stage(Site):
     Args:
         j: the index of the partition
         partition: its layers
+        modules: all modules in it
         stream: where it computes
         arriving: the way its inputs come, None if they are where it is
         leaving: the way its outputs go, None if they stay where they are
         ambient: what the caller has set
+        sending: the portals of skips that its layers stash for later partitions
+        receiving: the portals of skips that its layers pop and earlier partitions have stashed
         random: notes what is drawn on its device
         ordered: whether the cells have to be tied to each other, because several threads run them
     """
@@ -51,10 +57,13 @@ class Stage(Site):
         self,
         j: int,
         partition: Partition,
+        modules: Sequence[nn.Module],
         stream: Stream,
         *,
         arriving: Route | None,
         leaving: Route | None,
+        sending: Sequence[Portal],
+        receiving: Sequence[Portal],
         ambient: Ambient,
         random: RandomStates,
         ordered: bool,
@@ -63,7 +72,10 @@ class Stage(Site):
         self.device = stream.device
         self.stream = stream
         self.arriving = arriving
-        self.leaving = leaving
+        self.leaving = [] if leaving is None else [leaving]
+        self.leaving += [portal.route for portal in sending if portal.route is not None]
+        self.sending = sending
+        self.receiving = receiving
         self.ambient = ambient
         self.random = random
         self.ordered = ordered
@@ -73,8 +85,9 @@ class Stage(Site):
         self.source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
         self.starts_in_place = _starts_in_place(partition)
         # Looked up anew for each call, because layers and parameters can be replaced between calls.
-        self._layers = [(module, module.training, list(module._parameters.items())) for module in partition.modules()]
+        self._layers = [(module, module.training, list(module._parameters.items())) for module in modules]
         self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
+        self.has_skips = any(is_skippable(module) for module in modules)
         self.lock = statistics_lock(self.norms[0]) if self.norms else None
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
@@ -141,11 +154,20 @@ class Cell(Recomputation):
         """
         stage = self._stage
         try:
+            skips = batch.skips
             if stage.arriving is not None:
                 batch = batch.replace(copy(stage.arriving, batch.leaves))
+            if skips and stage.receiving:
+                batch = _receive(stage.receiving, batch, skips)
             if self._checkpoint and stage.needs_grad(batch.leaves):
-                return self._run_checkpointed(batch, lane)
-            return self._run_plain(batch, lane)
+                batch, lane = self._run_checkpointed(batch, lane)
+            else:
+                batch, lane = self._run_plain(batch, lane)
+            if stage.sending:
+                skips = {} if skips is None else skips
+                batch = _send(stage.sending, batch, skips)
+            batch.skips = skips
+            return batch, lane
         except BaseException as error:
             self.failed(error, "forward")
             raise
@@ -166,7 +188,7 @@ class Cell(Recomputation):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
             output, lane = tied, None
-        if stage.leaving is not None:
+        if stage.leaving:
             output = output.replace(wait(stage.leaving, output.leaves))
         if stage.ordered and lane is None and self._i < self._m - 1:
             output, lane = _branch(output)
@@ -179,7 +201,7 @@ class Cell(Recomputation):
         leaves: Leaves = Checkpoint.apply(self, phony, lane, len(batch.leaves), *batch.leaves, *stage.parameters)
         first = _first_in_graph(leaves)
         node: Any = None if first is None else leaves[first].grad_fn  # type: ignore[union-attr]
-        if stage.leaving is not None:
+        if stage.leaving:
             leaves = wait(stage.leaving, leaves)
         if stage.ordered:
             tied: Lane = Recompute.apply(node, leaves[0])
@@ -198,15 +220,38 @@ class Cell(Recomputation):
         if stage.starts_in_place:
             # Neither the user's mini-batch nor what a recomputation starts from may change.
             batch = batch.replace(tuple(None if leaf is None else leaf.clone() for leaf in batch.leaves))
+        call = self._call_with_skips if stage.has_skips else self._call
         if stage.lock is None:
-            return self._call(batch)
+            return call(batch)
         with stage.lock:
-            return self._call(batch)
+            return call(batch)
 
     def _call(self, batch: Batch) -> Batch:
         stage = self._stage
         output = stage.partition(*batch.value) if batch.positional else stage.partition(batch.value)
         return Batch.of(output, stage.source)
+
+    def _call_with_skips(self, batch: Batch) -> Batch:
+        stage = self._stage
+        width = len(batch.leaves) - len(stage.receiving)
+        keys = [portal.key for portal in stage.receiving]
+        tracker = SkipTracker(zip(keys, batch.leaves[width:]))
+        with tracker:
+            output = self._call(batch.replace(batch.leaves[:width]))
+        return output.replace(output.leaves + tracker.take([portal.key for portal in stage.sending]))
+
+
+def _receive(portals: Sequence[Portal], batch: Batch, skips: Skips) -> Batch:
+    """Brings the skips that are popped here, and puts them behind the other leaves."""
+    arrived = tuple([portal.receive(skips.pop(portal.key)) for portal in portals])
+    return batch.replace(batch.leaves + arrived)
+
+
+def _send(portals: Sequence[Portal], batch: Batch, skips: Skips) -> Batch:
+    """Takes the skips that were stashed here, which are behind the other leaves, on their way."""
+    width = len(batch.leaves) - len(portals)
+    skips.update(zip([portal.key for portal in portals], batch.leaves[width:]))
+    return batch.replace(batch.leaves[:width])
 
 
 def _first_in_graph(leaves: Leaves) -> int | None:

@@ -19,6 +19,7 @@ can be launched before it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +45,21 @@ class Route(NamedTuple):
         return Route(*self[::-1])
 
 
-def wait(route: Route, leaves: Leaves) -> Leaves:
-    """Lets the copy of ``leaves`` start after what computes them; the end of the cell that sends."""
+def wait(routes: Sequence[Route], leaves: Leaves) -> Leaves:
+    """Lets the copies of ``leaves`` start after what computes them; the end of the cell that sends.
+
+    One node for all that leaves a cell, whichever way it goes.
+    """
     if _needs_graph(leaves):
-        waiting: Leaves = Wait.apply(route, *leaves)
+        waiting: Leaves = Wait.apply(routes, *leaves)
         return waiting
-    route.leaving.wait(route.source)
+    _let_leave(routes)
     return leaves
+
+
+def _let_leave(routes: Sequence[Route]) -> None:
+    for route in routes:
+        route.leaving.wait(route.source)
 
 
 def copy(route: Route, leaves: Leaves) -> Leaves:
@@ -79,18 +88,19 @@ def _copy_tensor(route: Route, tensor: Tensor) -> Tensor:
 
 
 class Wait(Function):
-    """Forward: the leaving stream waits for the source. Backward: the source waits for the leaving stream."""
+    """Forward: the leaving streams wait for the source. Backward: the source waits for the leaving streams."""
 
     @staticmethod
-    def forward(ctx: Any, route: Route, *leaves: Leaf) -> Leaves:
+    def forward(ctx: Any, routes: Sequence[Route], *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.route = route
-        route.leaving.wait(route.source)
+        ctx.routes = routes
+        _let_leave(routes)
         return tuple(None if leaf is None else leaf.detach() for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
-        ctx.route.source.wait(ctx.route.leaving)
+        for route in ctx.routes:
+            route.source.wait(route.leaving)
         return None, *grads
 
 

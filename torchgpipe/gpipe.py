@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import microbatch
+from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
 from torchgpipe.pipeline import Mechanisms, Pipeline
-from torchgpipe.stream import canonical_device, default_devices
+from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
 __all__ = ["GPipe"]
@@ -73,6 +74,7 @@ class GPipe(nn.Module):
     ) -> None:
         super().__init__()
         verify_module(module)
+        verify_skippables(module)
         self.balance = verify_balance(balance, len(module))
         self.chunks = _verify_chunks(chunks)
         self.checkpoint = _verify_checkpoint(checkpoint)

@@ -7,15 +7,17 @@ structure they came in. Everything between two layers works on the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchgpipe.device import bring
+from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.typing import Leaf, Leaves
 
-__all__ = ["Batch", "NoChunk", "gather", "scatter"]
+__all__ = ["Batch", "NoChunk", "Skips", "gather", "scatter"]
 
 
 class NoChunk:
@@ -43,6 +45,10 @@ class NoChunk:
         return f"NoChunk({tuple(self.tensor.shape)})"
 
 
+#: Skips between their stash and their pop.
+Skips: TypeAlias = dict[SkipKey, Leaf]
+
+
 class Batch:
     """A value between two layers: its leaves and the structure to put them back into.
 
@@ -50,14 +56,22 @@ class Batch:
         leaves: tensors and None
         spec: the containers around the leaves; None for a bare leaf
         positional: whether the value is a tuple of positional arguments rather than one argument
+        skips: skip tensors that are on their way to a later layer, if any
     """
 
-    __slots__ = ("leaves", "positional", "spec")
+    __slots__ = ("leaves", "positional", "skips", "spec")
 
-    def __init__(self, leaves: Leaves, spec: pytree.TreeSpec | None = None, positional: bool = False) -> None:
+    def __init__(
+        self,
+        leaves: Leaves,
+        spec: pytree.TreeSpec | None = None,
+        positional: bool = False,
+        skips: Skips | None = None,
+    ) -> None:
         self.leaves = leaves
         self.spec = spec
         self.positional = positional
+        self.skips = skips
 
     @classmethod
     def of(cls, value: Any, source: str) -> Batch:
@@ -83,7 +97,7 @@ class Batch:
         return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
 
     def replace(self, leaves: Leaves) -> Batch:
-        """The same structure around other leaves."""
+        """The same structure around other leaves, without skips."""
         return Batch(leaves, self.spec, self.positional)
 
 
@@ -119,7 +133,7 @@ def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[
     positional = len(inputs) != 1
     value = inputs if positional else inputs[0]
     if isinstance(value, Tensor) and value.dim() > 0:
-        return [Batch((chunk,)) for chunk in value.to(device).chunk(chunks)]
+        return [Batch((chunk,)) for chunk in bring(value, device).chunk(chunks)]
 
     leaves, spec = pytree.tree_flatten(value)
     if not all(leaf is None or isinstance(leaf, (Tensor, NoChunk)) for leaf in leaves):
@@ -134,8 +148,8 @@ def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
     """One leaf of each of ``m`` micro-batches."""
     if isinstance(leaf, Tensor):
-        return leaf.to(device).chunk(chunks)
-    return [None if leaf is None else leaf.tensor.to(device)] * m
+        return bring(leaf, device).chunk(chunks)
+    return [None if leaf is None else bring(leaf.tensor, device)] * m
 
 
 def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.device import same_memory
+
 __all__ = ["Partition", "place", "split", "verify_balance", "verify_module"]
 
 
@@ -125,7 +127,8 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
         for module in _children_first(partition):
             if module in on_meta:
                 on_meta[module]()
-        partition.to(device)
+        if not all(same_memory(tensor.device, device) for tensor in _tensors(partition)):
+            partition.to(device)
 
 
 def _verify_sharing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
@@ -176,6 +179,11 @@ def _materialise(partition: Partition, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _tensors(partition: Partition) -> Iterator[torch.Tensor]:
+    yield from partition.parameters()
+    yield from partition.buffers()
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ called a phony.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -17,8 +18,10 @@ __all__ = ["get_phony"]
 
 @cache
 def _phony(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # An inference tensor could never enter a graph.
-        return torch.empty(0, device=device)
+    # It outlives whatever is set here at its first use: inference mode, modes of the user, a default device. In a new
+    # thread none of that is set.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.empty, 0, device=device).result()
 
 
 def get_phony(device: torch.device) -> Tensor:

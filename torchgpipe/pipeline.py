@@ -15,7 +15,8 @@ phonies:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -26,6 +27,9 @@ from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates, share_generator
 from torchgpipe.schedule import clock_cycles
+from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.skip.portal import Portal
+from torchgpipe.skip.skippable import inspect_skip_layout
 from torchgpipe.stream import Stream, Streams
 from torchgpipe.worker import start_workers
 
@@ -41,7 +45,7 @@ class Mechanisms:
         dependency: whether to fix the order of micro-batches at backward
     """
 
-    streams: Streams = Streams()
+    streams: Streams = field(default_factory=Streams)
     dependency: bool = True
 
 
@@ -55,14 +59,25 @@ class Pipeline:
     """
 
     def __init__(
-        self, partitions: Sequence[Partition], devices: Sequence[torch.device], mechanisms: Mechanisms
+        self,
+        partitions: Sequence[Partition],
+        devices: Sequence[torch.device],
+        mechanisms: Mechanisms,
     ) -> None:
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
         self._take_turns = self._inline or share_generator(devices)
         streams = mechanisms.streams
         computing = [streams.current(device) for device in devices]
-        routes = [_route(streams, source, target) for source, target in zip(computing, computing[1:])]
+        routes = [_route(streams, source, target) for source, target in pairwise(computing)]
+
+        # Looked up at every call, because layers can be replaced between two calls.
+        modules = [list(partition.modules()) for partition in partitions]
+        skips = inspect_skip_layout(modules)
+
+        def portals(ends: list[tuple[SkipKey, int, int]]) -> list[Portal]:
+            return [Portal(key, _route(streams, computing[a], computing[c], "skip ")) for key, a, c in ends]
+
         random = {
             device: RandomStates(device, beside=not self._take_turns, between=not self._inline) for device in devices
         }
@@ -70,9 +85,12 @@ class Pipeline:
             Stage(
                 j,
                 partition,
+                modules[j],
                 computing[j],
                 arriving=routes[j - 1] if j > 0 else None,
                 leaving=routes[j] if j < len(routes) else None,
+                sending=portals(skips.leaving[j]),
+                receiving=portals(skips.arriving[j]),
                 ambient=self._ambient,
                 random=random[devices[j]],
                 ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
@@ -118,7 +136,9 @@ class Pipeline:
             batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
 
 
-def _route(streams: Streams, source: Stream, target: Stream) -> Route | None:
+def _route(streams: Streams, source: Stream, target: Stream, load: str = "") -> Route | None:
     if not streams.moves(source.device, target.device):
         return None
-    return Route(source, streams.side(source.device, "leaving"), streams.side(target.device, "arriving"), target)
+    leaving = streams.side(source.device, f"{load}leaving")
+    arriving = streams.side(target.device, f"{load}arriving")
+    return Route(source, leaving, arriving, target)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchgpipe.stream import device_module
+from torchgpipe.device import device_module
 
 __all__ = ["Drawn", "RandomStates", "replay", "share_generator"]
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AcceleratorStream", "Stream", "Streams", "canonical_device", "default_devices", "device_module"]
+from torchgpipe.device import device_module, same_memory
+
+__all__ = ["AcceleratorStream", "Stream", "Streams"]
 
 
 class Stream:
@@ -74,11 +76,8 @@ class Streams:
         return _side_stream(device, purpose)
 
     def moves(self, source: torch.device, target: torch.device) -> bool:
-        """Whether a tensor has to be copied to get from ``source`` to ``target``.
-
-        The CPU has one memory, whatever index a device of it carries.
-        """
-        return source != target and not source.type == target.type == "cpu"
+        """Whether a tensor has to be copied to get from ``source`` to ``target``."""
+        return not same_memory(source, target)
 
 
 @cache
@@ -94,28 +93,3 @@ def _side_stream(device: torch.device, purpose: str) -> Stream:
 @cache
 def _has_streams(device_type: str) -> bool:
     return device_type != "cpu" and hasattr(torch.get_device_module(device_type), "Stream")
-
-
-def device_module(device: torch.device) -> Any:
-    """The module of torch that speaks for a kind of device, such as ``torch.cuda``."""
-    return torch.get_device_module(device.type)
-
-
-def canonical_device(device: torch.device | int | str) -> torch.device:
-    """``device`` with the index that PyTorch would take, so that equal devices compare equal.
-
-    The CPU stays as it is written: ``'cpu:0'`` and ``'cpu:1'`` are two devices that share one memory.
-    """
-    device = torch.device(device)
-    if device.index is None and _has_streams(device.type):
-        device = torch.device(device.type, device_module(device).current_device())
-    return device
-
-
-def default_devices(n: int) -> list[torch.device]:
-    """All accelerators of the machine, or the CPU ``n`` times where there is none."""
-    if not torch.accelerator.is_available():
-        return [torch.device("cpu")] * n
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
