@@ -1,23 +1,403 @@
-"""Normalisation layers count every micro-batch once, though a checkpointed cell runs twice.
+"""Normalisation layers count every batch once, though a pipeline shows them parts, some of them twice.
 
-In training, a batch norm updates its running statistics in place at every run. In a recomputation it is given
-copies of them to update instead. (Putting the old values back afterwards would not do: the recomputed graph
-may hold the very same tensors.)
+**Parts.** Split into micro-batches, a mini-batch moves the running statistics of a batch norm several times,
+and not to where it would have moved them at once. `DeferredBatchNorm` puts the moments of each micro-batch
+aside, and when the mini-batch is at its end (`mini_batch`), all of them make a single update:
 
-Meanwhile another thread may want to run the same layers forward, and must not find the copies. So the layers of a
-partition with such norms run in one thread at a time (`statistics_lock`).
+    micro-batch 0 ──► normalise ──► moments ──┐
+    micro-batch 1 ──► normalise ──► moments ──┼──► merge ──► running statistics
+    micro-batch 2 ──► normalise ──► moments ──┘
+                      a layer fails ────────────► forget all
+
+Moments belong to a call of the pipeline, not to the layer. So calls in several threads do not mix, and a call
+that has failed leaves nothing behind.
+
+**Twice.** In training, a batch norm updates its running statistics in place at every run. In a recomputation
+it is given copies of them to update instead (`scratch_statistics`). Putting the old values back afterwards would
+not do: the recomputed graph may hold the very same tensors. Meanwhile another thread may want to run the same
+layers forward, and must not find the copies. So they run in one thread at a time (`exclusive`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import reduce
+from types import new_class
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
-__all__ = ["Norm", "scratch_statistics", "statistics_lock"]
+from torchgpipe.phase import is_recomputing
+
+__all__ = ["DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Moments(NamedTuple):
+    """What is to be known of some samples, by channel.
+
+    Attributes:
+        n: how many values each channel has in them
+        mean: their mean, of shape (channels,)
+        var: their unbiased variance, of shape (channels,)
+    """
+
+    n: int
+    mean: Tensor
+    var: Tensor
+
+    def to(self, like: Tensor) -> Moments:
+        """The same, on the device and with the dtype of ``like``."""
+        return Moments(self.n, self.mean.to(like), self.var.to(like))
+
+
+def merge(parts: Iterable[Moments]) -> Moments:
+    """The moments of all the samples that ``parts`` are the moments of.
+
+    Squared are only differences of means, never values or means, whose squares would cancel::
+
+        mean = mean_a + (mean_b - mean_a) n_b / n                  n = n_a + n_b
+        S    = S_a + S_b + (mean_b - mean_a)² n_a n_b / n          S = (n - 1) var
+
+    This is the updating formula of T. F. Chan, G. H. Golub and R. J. LeVeque, `Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances
+    <http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf>`_, 1979. Parts of one size, as
+    micro-batches are but for the last, are merged at once, by the variance of their means.
+    """
+    sizes: dict[int, list[Moments]] = {}
+    for part in parts:
+        sizes.setdefault(part.n, []).append(part)
+    empty = sizes.pop(0, [])
+    return reduce(_merge_two, [_merge_equal(group) for group in sizes.values()]) if sizes else empty[0]
+
+
+def _merge_equal(parts: Sequence[Moments]) -> Moments:
+    if len(parts) == 1:
+        return parts[0]
+    n = parts[0].n * len(parts)
+    between, mean = torch.var_mean(torch.stack([part.mean for part in parts]), 0, correction=0)
+    within = torch.stack([part.var for part in parts]).mean(0)
+    return Moments(n, mean, within * ((n - len(parts)) / (n - 1)) + between * (n / (n - 1)))
+
+
+def _merge_two(a: Moments, b: Moments) -> Moments:
+    n = a.n + b.n
+    delta = b.mean - a.mean
+    within = a.var * ((a.n - 1) / (n - 1)) + b.var * ((b.n - 1) / (n - 1))
+    between = delta.square() * (a.n / n * (b.n / (n - 1)))
+    return Moments(n, a.mean + delta * (b.n / n), within + between)
+
+
+class _Tracked:
+    """A layer and the moments that it has seen, in the order of its runs."""
+
+    def __init__(self, norm: DeferredBatchNorm) -> None:
+        self.parts: list[Moments] = []
+        self._momentum = norm.momentum
+        # Taken now: when it comes to the update, a recomputation in another thread may have put copies there.
+        self._statistics = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
+        self._num_batches = norm.num_batches_tracked
+
+    def commit(self, moments: Moments) -> None:
+        """Updates the running statistics, as a batch norm does that sees all of it in one run."""
+        with _commit_lock:
+            factor = self._momentum or 0.0
+            if self._num_batches is not None:
+                self._num_batches.add_(1)
+                if self._momentum is None:
+                    factor = 1.0 / float(self._num_batches)
+            if moments.n == 0:
+                return
+            for running, seen in zip(self._statistics, (moments.mean, moments.var)):
+                running.copy_(seen * factor + running.to(seen.dtype) * (1 - factor))
+
+
+_commit_lock = threading.Lock()
+
+#: What is seen of the mini-batch that is under way. Workers and recomputations run in copies of this context.
+_tracking: ContextVar[dict[nn.Module, _Tracked] | None] = ContextVar("torchgpipe_mini_batch", default=None)
+
+
+@contextmanager
+def mini_batch(m: int) -> Iterator[None]:
+    """Makes a ``with`` block one mini-batch to the deferred batch norms that run in it.
+
+    At its end they update their running statistics; after an exception they forget what they have seen.
+    :class:`~torchgpipe.GPipe` does so in each forward. In a loop of your own, put it around what is a batch::
+
+        with mini_batch(4):
+            for chunk in input.chunk(4):
+                loss_fn(model(chunk)).backward()
+
+    In a block inside another one, the whole inner block is part of one micro-batch of the outer one.
+
+    Args:
+        m: the number of micro-batches; a layer that runs k times in each of them makes k updates, as it would
+            on the whole mini-batch
+    """
+    outer = _tracking.get()
+    mine: dict[nn.Module, _Tracked] = {}
+    token = _tracking.set(mine)
+    try:
+        yield
+        with torch.no_grad():
+            for norm, tracked in mine.items():
+                runs, rest = divmod(len(tracked.parts), m)
+                # If the runs are not as many in each micro-batch, nobody can tell which belong together.
+                stride = 1 if rest else runs
+                tracked.parts = [merge(tracked.parts[run::stride]) for run in range(stride)]
+                if outer is None:
+                    for moments in tracked.parts:
+                        tracked.commit(moments)
+                elif norm in outer:
+                    outer[norm].parts += tracked.parts
+                else:
+                    outer[norm] = tracked
+    finally:
+        _tracking.reset(token)
+        mine.clear()  # The graph keeps the context, for its recomputations.
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A batch norm whose running statistics are those of whole mini-batches, though it sees micro-batches.
+
+    In training it normalises each micro-batch by the micro-batch's own mean and variance, with the kernel and
+    the gradients of :class:`~torch.nn.BatchNorm2d`. But ``running_mean``, ``running_var`` (unbiased) and
+    ``num_batches_tracked`` become what they would be after one run on the whole mini-batch. In evaluation it
+    is a plain batch norm.
+
+    A mini-batch ends with the forward of the :class:`~torchgpipe.GPipe` that the layer is in, however many
+    micro-batches there were; or with a block of :func:`mini_batch`; or else after ``chunks`` runs.
+    Recomputation does not count.
+
+    Moments of float16 and bfloat16 are taken and merged in float32. What is seen of an unfinished mini-batch
+    is no part of ``state_dict``, whose keys are those of :class:`~torch.nn.BatchNorm2d`. Entries that the
+    original torchgpipe has besides, such as ``sum`` and ``sum_squares``, are dropped in loading.
+
+    Shape:
+        - Input: (batch, channels, ...), with two or more values of each channel in training
+        - Output: as the input
+
+    Args:
+        num_features: the number of channels
+        eps: is added to the variance under the root
+        momentum: the share of the new mini-batch in the running statistics; None for a plain average over all
+            mini-batches
+        affine: whether there are a weight and a bias
+        chunks: after how many runs a mini-batch ends, where nothing else marks its end
+        device: where to make the parameters and buffers
+        dtype: their type
+
+    Attributes:
+        chunks (int): the same
+
+    Raises:
+        ValueError: ``chunks`` is not a positive integer.
+    """
+
+    chunks: int
+    _unfinished: list[Moments]
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int = 1,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, device=device, dtype=dtype)
+        self.chunks = _verify_chunks(chunks)
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+        """Gives a module in which every batch norm is deferred.
+
+        ``module`` is not changed. What has to differ from it, its batch norms and the modules around them, is
+        new; all else is shared. A new module has the very parameters, buffers and hooks of the one that it
+        stands for: each sees what is trained or tracked through the other, and where it is moved.
+
+        A converted layer still is an instance of its class, so a subclass of yours keeps its attributes and
+        its methods. If it has a ``forward`` of its own, the running statistics are deferred where that calls
+        the ``forward`` of the batch norm it derives from.
+
+        Left alone are :class:`~torch.nn.SyncBatchNorm`, :class:`~torch.nn.InstanceNorm2d` and its like, lazy
+        layers that have not run yet, and layers without running statistics. A layer that is already deferred,
+        by the same number of chunks, stays what it is, and so does a module with nothing to convert in it.
+
+        Args:
+            module: a batch norm, or a module with some inside
+            chunks: after how many runs a mini-batch ends, where nothing else marks its end
+
+        Returns:
+            the module with deferred batch norms
+
+        Raises:
+            ValueError: ``chunks`` is not a positive integer.
+        """
+        return cast(M, _convert(module, cls, _verify_chunks(chunks), {}))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises a micro-batch.
+
+        Args:
+            input: of shape (batch, channels, ...)
+
+        Returns:
+            a tensor of the same shape
+
+        Raises:
+            ValueError: the input has the wrong number of dimensions, or in training one value a channel.
+        """
+        mean, var = self.running_mean, self.running_var
+        if not (self.training and self.track_running_stats) or mean is None or var is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if is_recomputing():
+            return self._normalise(input, None, None)
+        n = len(input) * math.prod(input.shape[2:])
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        exact = mean.dtype == dtype
+        mean, var = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(var, dtype=dtype)
+        if exact:
+            # With a momentum of 1 the kernel leaves here the very moments that it has normalised by.
+            output = self._normalise(input, mean, var)
+        else:
+            output = self._normalise(input, None, None)
+            if n > 0:
+                var, mean = torch.var_mean(input.detach().to(dtype), [0, *range(2, input.dim())])
+        self._track(Moments(n, mean, var))
+        return output
+
+    def _normalise(self, input: Tensor, mean: Tensor | None, var: Tensor | None) -> Tensor:
+        return batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _track(self, moments: Moments) -> None:
+        tracking = _tracking.get()
+        if tracking is not None:
+            if self not in tracking:
+                tracking[self] = _Tracked(self)
+            tracking[self].parts.append(moments)
+            return
+        self._unfinished.append(moments)
+        if len(self._unfinished) >= self.chunks:
+            parts, self._unfinished = self._unfinished, []
+            with torch.no_grad():
+                # The layer may have been cast, or moved, between its runs.
+                _Tracked(self).commit(merge([part.to(moments.mean) for part in parts]))
+
+    def reset_running_stats(self) -> None:
+        """Makes the running statistics those of a new layer, and forgets what is seen of a mini-batch."""
+        super().reset_running_stats()
+        self._unfinished = []
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, chunks={self.chunks}"  # type: ignore[no-untyped-call]
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in _NAMES_OF_THE_ORIGINAL:
+            if name not in self._buffers and name not in self._parameters:
+                state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._unfinished = []
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made_of = vars(type(self)).get("_made_of")
+        if made_of is None:
+            return super().__reduce_ex__(protocol)
+        return _new, made_of, self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+_NAMES_OF_THE_ORIGINAL = ("sum", "sum_squares", "counter", "tracked")
+
+
+def _convert(
+    module: nn.Module, deferred: type[DeferredBatchNorm], chunks: int, done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """``module`` or what stands for it; ``done`` knows that of the modules that were converted before."""
+    if module not in done:
+        before: dict[str, nn.Module | None] = module._modules
+        after = dict(before)
+        for name, child in before.items():
+            after[name] = child if child is None else _convert(child, deferred, chunks, done)
+        result = module
+        if _is_to_defer(module, deferred, chunks):
+            result = _twin(module, _deferred_type(type(module), deferred))
+            vars(result).update(_modules=after, chunks=chunks, _unfinished=[])
+        elif any(after[name] is not child for name, child in before.items()):
+            result = _twin(module, type(module))
+            vars(result).update(_modules=after)
+        done[module] = result
+    return done[module]
+
+
+def _is_to_defer(module: nn.Module, deferred: type[DeferredBatchNorm], chunks: int) -> bool:
+    return (
+        isinstance(module, _BatchNorm)
+        and not isinstance(module, (nn.SyncBatchNorm, LazyModuleMixin))
+        and module.track_running_stats
+        and module.running_mean is not None
+        and module.running_var is not None
+        and not (isinstance(module, deferred) and module.chunks == chunks)
+    )
+
+
+def _twin(module: nn.Module, its_type: type[nn.Module]) -> nn.Module:
+    """Another module with the attributes of ``module``: the very dicts of parameters, buffers and hooks."""
+    twin = object.__new__(its_type)
+    vars(twin).update(vars(module))
+    vars(twin).pop("_compiled_call_impl", None)  # It calls the other one.
+    return twin
+
+
+#: By the class that is not deferred yet, and the one that makes it so.
+_types: dict[tuple[Any, Any], type[nn.Module]] = {}
+
+
+def _deferred_type(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) -> type[nn.Module]:
+    """A class that is ``plain``, but inherits from ``deferred`` what it inherits from PyTorch's batch norm.
+
+    In its order of resolution the user's classes and ``BatchNorm2d`` come first, then ``deferred``, then what
+    they have in common. So ``super().forward`` of the user's class is ours.
+    """
+    if issubclass(plain, deferred):
+        return plain
+    key = (*vars(plain).get("_made_of", (plain,))[:1], deferred)
+    if key not in _types:
+        body = {"__module__": plain.__module__, "__doc__": plain.__doc__, "_made_of": key}
+        made = new_class(f"Deferred{key[0].__name__}", key, {}, lambda names: names.update(body))
+        _types.setdefault(key, made)  # Another thread may have been faster.
+    return _types[key]
+
+
+def _new(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) -> nn.Module:
+    """An empty instance, for copies and pickles: no module has the class itself under its name."""
+    return object.__new__(_deferred_type(plain, deferred))
+
+
+def _verify_chunks(chunks: int) -> int:
+    if chunks < 1:
+        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
+    return chunks
+
 
 #: The layers that keep running statistics. Subclasses, also the users' own, are among them.
 Norm = (
@@ -29,16 +409,6 @@ Norm = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-
-#: Kept beside the modules, which are copied and pickled.
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-
-def statistics_lock(norm: nn.Module) -> threading.RLock:
-    """The lock of the layers that have ``norm`` as their first one."""
-    with _locks_lock:
-        return _locks.setdefault(norm, threading.RLock())
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -59,3 +429,31 @@ def scratch_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for buffers, name, statistic in kept:
             buffers[name] = statistic
+
+
+#: Kept beside the modules, which are copied and pickled.
+_locks: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+#: The norms that this thread, or the one that it works for, has for itself.
+_held: ContextVar[frozenset[nn.Module]] = ContextVar("_held", default=frozenset())
+
+
+@contextmanager
+def exclusive(norms: Iterable[nn.Module]) -> Iterator[None]:
+    """Keeps other threads from running ``norms`` for a ``with`` block.
+
+    The workers of a pipeline inside it have its context, and may.
+    """
+    held = _held.get()
+    wanted = {norm for norm in norms if norm not in held}
+    with _locks_lock:
+        locks = [_locks.setdefault(norm, threading.Lock()) for norm in sorted(wanted, key=id)]
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        token = _held.set(held | wanted)
+        try:
+            yield
+        finally:
+            _held.reset(token)

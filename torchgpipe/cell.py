@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
-from torchgpipe.batchnorm import Norm, scratch_statistics, statistics_lock
+from torchgpipe.batchnorm import Norm, exclusive, scratch_statistics
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
@@ -78,7 +78,7 @@ class Stage(Site):
         self.receiving = receiving
         self.ambient = ambient
         self.random = random
-        self.ordered = ordered
+        self.phony = stream.device if ordered else None
 
         names = list(partition._modules)
         self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
@@ -88,17 +88,20 @@ class Stage(Site):
         self._layers = [(module, module.training, list(module._parameters.items())) for module in modules]
         self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
         self.has_skips = any(is_skippable(module) for module in modules)
-        self.lock = statistics_lock(self.norms[0]) if self.norms else None
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
         self._all_parameters = tuple(parameters)
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
 
+        self._trains = ambient.builds_graph and len(self.parameters) > 0
+        #: Whether there is more to do than to call the partition.
+        self.is_plain = not (self.starts_in_place or self.has_skips or self.norms)
+
     def needs_grad(self, leaves: Leaves) -> bool:
         """Whether there is anything to differentiate in a cell with this input."""
-        if not self.ambient.builds_graph:
-            return False
-        return bool(self.parameters) or any(leaf is not None and leaf.requires_grad for leaf in leaves)
+        if self._trains or not self.ambient.builds_graph:
+            return self._trains
+        return _first_in_graph(leaves) is not None
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
@@ -118,8 +121,7 @@ class Stage(Site):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        assert self.lock is not None
-        with self.stream.use(), self.lock, scratch_statistics(self.norms):
+        with self.stream.use(), exclusive(self.norms), scratch_statistics(self.norms):
             yield
 
 
@@ -190,20 +192,19 @@ class Cell(Recomputation):
             output, lane = tied, None
         if stage.leaving:
             output = output.replace(wait(stage.leaving, output.leaves))
-        if stage.ordered and lane is None and self._i < self._m - 1:
+        if stage.phony is not None and lane is None and self._i < self._m - 1:
             output, lane = _branch(output)
         return output, lane
 
     def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        phony = stage.device if stage.ordered else None
-        leaves: Leaves = Checkpoint.apply(self, phony, lane, len(batch.leaves), *batch.leaves, *stage.parameters)
+        leaves: Leaves = Checkpoint.apply(self, lane, *batch.leaves, *stage.parameters)
         first = _first_in_graph(leaves)
         node: Any = None if first is None else leaves[first].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
             leaves = wait(stage.leaving, leaves)
-        if stage.ordered:
+        if stage.phony is not None:
             tied: Lane = Recompute.apply(node, leaves[0])
             return self._output.replace(leaves[1:]), tied
         if first is not None:
@@ -212,18 +213,22 @@ class Cell(Recomputation):
 
     def compute(self, leaves: Leaves) -> Leaves:
         output = self._compute(self._input.replace(leaves))
-        self._output = output.replace(())
-        return output.leaves
+        leaves = output.leaves
+        output.leaves = ()  # The structure is needed again, for what autograd makes of the leaves.
+        self._output = output
+        return leaves
 
     def _compute(self, batch: Batch) -> Batch:
         stage = self._stage
+        if stage.is_plain:
+            return self._call(batch)
         if stage.starts_in_place:
             # Neither the user's mini-batch nor what a recomputation starts from may change.
-            batch = batch.replace(tuple(None if leaf is None else leaf.clone() for leaf in batch.leaves))
+            batch = batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves]))
         call = self._call_with_skips if stage.has_skips else self._call
-        if stage.lock is None:
+        if not stage.norms:
             return call(batch)
-        with stage.lock:
+        with exclusive(stage.norms):
             return call(batch)
 
     def _call(self, batch: Batch) -> Batch:
@@ -255,7 +260,10 @@ def _send(portals: Sequence[Portal], batch: Batch, skips: Skips) -> Batch:
 
 
 def _first_in_graph(leaves: Leaves) -> int | None:
-    return next((k for k, leaf in enumerate(leaves) if leaf is not None and leaf.requires_grad), None)
+    for k, leaf in enumerate(leaves):
+        if leaf is not None and leaf.requires_grad:
+            return k
+    return None
 
 
 def _replace_leaf(leaves: Leaves, k: int, leaf: Tensor) -> Leaves:

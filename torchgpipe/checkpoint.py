@@ -19,8 +19,8 @@ DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.function import Function, gradients
+from torchgpipe.hooks import without_hooks
 from torchgpipe.phase import checkpointing, recomputing
 from torchgpipe.phony import get_phony
 from torchgpipe.random import Drawn, RandomStates, replay
@@ -44,12 +45,14 @@ class Site:
         parameters: the tensors that require grad and that the place uses beside its leaves
         ambient: what the caller has set
         random: notes what is drawn here
+        phony: the device of the phonies that carry the order of the micro-batches, None if nothing has to
     """
 
     where: str
     parameters: tuple[Tensor, ...]
     ambient: Ambient
     random: RandomStates
+    phony: torch.device | None
 
     def versions(self) -> list[int]:
         """The versions of all parameters, which count changes in place."""
@@ -73,10 +76,14 @@ class Recomputation:
 
     __slots__ = ("_drawn", "_graph", "_versions", "site")
 
+    site: Site
+    _drawn: Drawn
+    _graph: tuple[Leaves, Leaves] | None
+    _versions: list[int]
+
     def __init__(self, site: Site) -> None:
         self.site = site
-        self._graph: tuple[Leaves, Leaves] | None = None
-        self._drawn: Drawn = ()
+        self._graph = None
 
     def compute(self, leaves: Leaves) -> Leaves:
         """The function."""
@@ -88,13 +95,12 @@ class Recomputation:
 
     def first_run(self, leaves: Leaves) -> Leaves:
         """Runs the function without a graph."""
-        random = self.site.random
+        site = self.site
         versions = _versions(leaves)
-        before = random.begin()
-        with checkpointing():
-            outputs = self.compute(leaves)
-        self._drawn = random.end(before)
-        self._versions = self.site.versions()
+        before = site.random.begin()
+        outputs = checkpointing(self.compute, leaves)
+        self._drawn = site.random.end(before)
+        self._versions = site.versions()
         self._forget_casts()
         if _versions(leaves) != versions:
             raise RuntimeError(
@@ -115,8 +121,8 @@ class Recomputation:
 
     def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves]:
         leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
-        with recomputing(), self.site.again(), replay(self._drawn):
-            outputs = self.compute(leaves)
+        with self.site.again(), replay(self._drawn):
+            outputs = recomputing(self.compute, leaves)
         self._forget_casts()
         self._refuse_captured(leaves, outputs)
         return leaves, outputs
@@ -154,7 +160,7 @@ class Recomputation:
                 root_grads.append(grad)
         if not roots or not wanted:
             return [None] * len(wanted)
-        with _without_hooks(wanted):
+        with without_hooks(wanted):
             return gradients(roots, root_grads, wanted)
 
     def _forget_casts(self) -> None:
@@ -198,58 +204,34 @@ def _versions(leaves: Leaves) -> list[int]:
     return [leaf._version for leaf in leaves if leaf is not None and not leaf.is_inference()]
 
 
-def _without_hooks(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Keeps hooks of parameters from hearing the gradient of a single micro-batch."""
-    hooked = [tensor for tensor in tensors if tensor._backward_hooks]
-    return _put_hooks_aside(hooked) if hooked else nullcontext()
-
-
-@contextmanager
-def _put_hooks_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
-    hooks = [tensor._backward_hooks for tensor in tensors]
-    for tensor in tensors:
-        tensor._backward_hooks = None
-    try:
-        yield
-    finally:
-        for tensor, its_hooks in zip(tensors, hooks):
-            tensor._backward_hooks = its_hooks
-
-
 class Checkpoint(Function):
     """Forward: the first run. Backward: differentiates the second run.
 
-    Its arguments are the recomputation; the device of the phony that it returns before the outputs, or None for
-    no phony; the lane, a phony from the micro-batch before, or None; the number of leaves; and then the leaves
-    and the parameters.
+    Its arguments are the recomputation; the lane, a phony from the micro-batch before, or None; and then the leaves
+    and the parameters. Where the site has a phony, that comes before the outputs.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        recomputation: Recomputation,
-        device: torch.device | None,
-        lane: Tensor | None,
-        width: int,
-        *tensors: Leaf,
-    ) -> Leaves:
+    def forward(ctx: Any, recomputation: Recomputation, lane: Tensor | None, *tensors: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
-        ctx.has_phony = device is not None
-        ctx.lane = None if lane is None else lane.device
-        ctx.width = len(tensors)
-        leaves = tensors[:width]
+        site = recomputation.site
+        leaves = tensors[: len(tensors) - len(site.parameters)]
         outputs = recomputation.first_run(leaves)
         ctx.save_for_backward(*leaves)
         # Aliases, because an output that is an input, or a view of one, would bring that one's history.
-        aliases = tuple(None if output is None else output.detach() for output in outputs)
-        return aliases if device is None else (get_phony(device), *aliases)
+        aliases = tuple([None if output is None else output.detach() for output in outputs])
+        return aliases if site.phony is None else (get_phony(site.phony), *aliases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         _refuse_create_graph()
-        result = ctx.recomputation.differentiate(ctx, grads[1:] if ctx.has_phony else grads) or [None] * ctx.width
-        return None, None, None if ctx.lane is None else get_phony(ctx.lane), None, *result
+        recomputation: Recomputation = ctx.recomputation
+        phony = recomputation.site.phony
+        result = recomputation.differentiate(ctx, grads if phony is None else grads[1:])
+        _, has_lane, *tensors = ctx.needs_input_grad
+        lane = get_phony(phony) if phony is not None and has_lane else None
+        return None, lane, *(result or [None] * len(tensors))
 
 
 class Recompute(Function):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import microbatch
+from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
@@ -48,6 +49,8 @@ class GPipe(nn.Module):
         checkpoint: which micro-batches keep only the input of each partition and are computed again at
             backward: ``'always'`` all, ``'except_last'`` all but the last, which would be computed again at once,
             or ``'never'`` any
+        deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
+            those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
 
     Attributes:
         balance (list[int]): the number of layers in each partition
@@ -71,6 +74,7 @@ class GPipe(nn.Module):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         verify_module(module)
@@ -82,6 +86,8 @@ class GPipe(nn.Module):
         self.training = module.training
         self._mechanisms = Mechanisms()
         _verify_names(self, module)
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(module, self.balance)
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
@@ -112,10 +118,11 @@ class GPipe(nn.Module):
         """
         if not self._partitions:
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
-        pipeline = Pipeline(self.partitions, self.devices, self._mechanisms)
         batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
-        pipeline.run(batches, self._checkpoint_stop(len(batches)))
-        return microbatch.gather(batches)
+        with mini_batch(len(batches)):
+            pipeline = Pipeline(self.partitions, self.devices, self._mechanisms)
+            pipeline.run(batches, self._checkpoint_stop(len(batches)))
+            return microbatch.gather(batches)
 
     def _checkpoint_stop(self, m: int) -> int:
         if not self.training:

@@ -8,6 +8,8 @@ answer belongs to the thread that runs the layer, because several devices can be
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 __all__ = [
     "Phase",
@@ -18,6 +20,9 @@ __all__ = [
     "is_recomputing",
     "recomputing",
 ]
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 #: (is checkpointing, is recomputing)
 Phase = tuple[bool, bool]
@@ -83,11 +88,21 @@ class enter_phase:
 # outer one's recomputation. So a phase is added to the one the thread is in, not put in its place.
 
 
-def checkpointing() -> enter_phase:
-    """The first run of a checkpointed cell, as a ``with`` block."""
-    return enter_phase((True, _current.phase[1]))
+def checkpointing(function: Callable[[A], R], argument: A) -> R:
+    """Calls ``function`` as the first run of a checkpointed cell."""
+    previous = _current.phase
+    _current.phase = (True, previous[1])
+    try:
+        return function(argument)
+    finally:
+        _current.phase = previous
 
 
-def recomputing() -> enter_phase:
-    """The second run of a checkpointed cell, as a ``with`` block."""
-    return enter_phase((_current.phase[0], True))
+def recomputing(function: Callable[[A], R], argument: A) -> R:
+    """Calls ``function`` as the second run of a checkpointed cell."""
+    previous = _current.phase
+    _current.phase = (previous[0], True)
+    try:
+        return function(argument)
+    finally:
+        _current.phase = previous

@@ -21,7 +21,7 @@ def _phony(device: torch.device) -> Tensor:
     # It outlives whatever is set here at its first use: inference mode, modes of the user, a default device. In a new
     # thread none of that is set.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(torch.empty, 0, device=device).result()
+        return pool.submit(lambda: torch.empty(0, device=device)).result()
 
 
 def get_phony(device: torch.device) -> Tensor:

@@ -33,14 +33,16 @@ class _Generator(NamedTuple):
 
 
 class _Note(NamedTuple):
-    state: Tensor
-    content: bytes  # to compare: cheaper than `torch.equal`, and no operation that the user's modes would see
+    """The states of some generators. To compare, there are their bytes: cheaper than `torch.equal` of the states."""
+
+    states: list[Tensor]
+    contents: list[bytes]
 
 
 class _Draw(NamedTuple):
     generator: _Generator
-    before: _Note
-    after: _Note
+    before: Tensor
+    after: bytes
     unsafe: bool  # whether others may have drawn from the same generator meanwhile
 
 
@@ -61,40 +63,38 @@ class RandomStates:
         self._generators = _generators(device)
         self._beside = beside
         self._between = between
-        self._last: list[_Note] = []  # where the last run has ended, so that the next need not look again
+        self._last: _Note | None = None  # where the last run has ended, so that the next need not look again
 
-    def begin(self) -> list[_Note]:
+    def begin(self) -> _Note:
         """Notes the states before a run."""
-        return self._last or [_note(generator) for generator in self._generators]
+        return self._last or _note(self._generators)
 
-    def end(self, before: list[_Note]) -> Drawn:
+    def end(self, before: _Note) -> Drawn:
         """What was drawn since ``before``."""
-        after = [_note(generator) for generator in self._generators]
-        drawn = tuple(
-            [
-                _Draw(generator, old, new, unsafe=self._beside and generator.device.type == "cpu")
-                for generator, old, new in zip(self._generators, before, after)
-                if old.content != new.content
-            ]
-        )
-        if not self._between:
+        after = _note(self._generators)
+        if after.contents == before.contents:
             # Mostly nothing was drawn. Then the new states are let go at once, for the next cell to take their place
             # in memory: several kilobytes that come and go beside the small objects of a cell cost more than a copy.
-            self._last = after if drawn else before
-        return drawn
+            self._last = None if self._between else before
+            return ()
+        self._last = None if self._between else after
+        return tuple(
+            _Draw(generator, state, new, unsafe=self._beside and generator.device.type == "cpu")
+            for generator, state, old, new in zip(self._generators, before.states, before.contents, after.contents)
+            if old != new
+        )
 
     def forget(self) -> None:
         """Tells that numbers may have been drawn that nobody noted."""
-        self._last = []
+        self._last = None
 
 
-def _note(generator: _Generator) -> _Note:
+def _note(generators: Sequence[_Generator]) -> _Note:
     if torch._C._len_torch_dispatch_stack():  # The user's modes have no business with states.
         with _disable_current_modes():
-            state = generator.get()
-            return _Note(state, state.numpy().tobytes())
-    state = generator.get()
-    return _Note(state, state.numpy().tobytes())
+            return _note(generators)
+    states = [generator.get() for generator in generators]
+    return _Note(states, [state.numpy().tobytes() for state in states])
 
 
 def replay(drawn: Drawn) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ def replay(drawn: Drawn) -> AbstractContextManager[None]:
 def _replay(drawn: Drawn) -> Iterator[None]:
     current = [draw.generator.get() for draw in drawn]
     for draw in drawn:
-        draw.generator.set(draw.before.state)
+        draw.generator.set(draw.before)
     try:
         yield
         for draw in drawn:
@@ -121,8 +121,8 @@ def _replay(drawn: Drawn) -> Iterator[None]:
 
 
 def _verify(draw: _Draw) -> None:
-    now = _note(draw.generator).content
-    if now == draw.before.content:
+    (now,) = _note([draw.generator]).contents
+    if now == draw.before.numpy().tobytes():
         return  # The run draws nothing. Somebody else has.
     if draw.unsafe:
         raise RuntimeError(
@@ -130,7 +130,7 @@ def _verify(draw: _Draw) -> None:
             "recomputation cannot draw the same ones again; draw them on the layer's own device "
             "(device=input.device), or use checkpoint='never'"
         )
-    if now != draw.after.content:
+    if now != draw.after:
         raise RuntimeError(
             "recomputation drew other random numbers than the first run; either the layer does not draw the same "
             "both times, or another thread drew from the same generator meanwhile: let one thread at a time use "

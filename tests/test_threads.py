@@ -1,0 +1,433 @@
+"""Pipelines beside each other, inside each other, and called from several threads.
+
+Threads meet at barriers, whose timeouts only end a test that would hang. Where two threads must not disturb
+each other, Python is made to switch between them as often as it can.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import torchgpipe.pipeline
+from tests.conftest import Devices, Pipe
+from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+
+MODES = ["always", "except_last", "never"]
+TIMEOUT = 60
+
+
+def build(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    return layers.double()
+
+
+def batch(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(6, 2, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Runs functions at the same time, and switches between their threads as often as Python can."""
+    start = threading.Barrier(len(functions), timeout=TIMEOUT)
+
+    def run(function: Callable[[], Any]) -> Any:
+        start.wait()
+        return function()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return [
+                future.result(TIMEOUT) for future in [pool.submit(run, function) for function in functions]
+            ]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+# ------------------------------------------------------------------------------------------------ the workers
+
+
+def test_no_thread_is_left(pipe: Pipe, checkpoint: str) -> None:
+    """Neither between the calls nor after the model is gone; a data loader that forks would mind."""
+    before = threading.enumerate()
+    model = pipe(build(), [2, 2, 1], chunks=3, checkpoint=checkpoint)
+    assert threading.enumerate() == before
+    output = model(batch())
+    assert threading.enumerate() == before
+    output.sum().backward()
+    assert threading.enumerate() == before
+    with torch.no_grad():
+        model(batch())
+    assert threading.enumerate() == before
+
+
+class Where(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[threading.Thread] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.threads.append(threading.current_thread())
+        return input * 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers"),
+    [
+        (["cpu", "cpu", "cpu"], 0),
+        (["cpu:0", "cpu:1", "cpu:2"], 3),
+        (["cpu:0", "cpu:1", "cpu:0"], 2),
+        (["cpu", "cpu:0", "cpu"], 2),
+    ],
+    ids=str,
+)
+def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -> None:
+    """And the caller's own thread where there is one device only."""
+    layers = [Where() for _ in devices]
+    GPipe(nn.Sequential(*layers), [1, 1, 1], devices=devices, chunks=4)(torch.rand(4, 2))
+    of_devices: dict[str, set[threading.Thread]] = {}
+    for device, layer in zip(devices, layers, strict=True):
+        assert len(layer.threads) == 4
+        of_devices.setdefault(device, set()).update(layer.threads)
+    assert all(len(threads) == 1 for threads in of_devices.values())
+    used = set.union(*of_devices.values())
+    if workers == 0:
+        assert used == {threading.current_thread()}
+    else:
+        assert len(used) == workers
+        assert threading.current_thread() not in used
+
+
+def test_cells_of_one_clock_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices that have a generator of their own, which those of the CPU have not."""
+    monkeypatch.setattr(torchgpipe.pipeline, "share_generator", lambda devices: False)
+    meet = threading.Barrier(2, timeout=TIMEOUT)
+
+    class Meets(nn.Module):
+        def __init__(self, j: int) -> None:
+            super().__init__()
+            self.j = j
+
+        def forward(self, input: Tensor) -> Tensor:
+            i = int(input[0, 0].item())
+            if 1 <= i + self.j <= 3:  # clocks 1, 2 and 3 have two cells each
+                meet.wait()
+            return input
+
+    model = GPipe(nn.Sequential(Meets(0), Meets(1)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
+    x = torch.arange(4.0)[:, None]
+    assert torch.equal(model(x), x)
+
+
+# ------------------------------------------------------------------------------------------ beside each other
+
+
+def test_two_pipelines_in_turn(pipe: Pipe, checkpoint: str) -> None:
+    """Their forwards and backwards interleaved, in one thread."""
+    layers = [build(0), build(1)]
+    models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
+    inputs = [batch(0), batch(1)]
+    outputs = [model(x) for model, x in zip(models, inputs, strict=True)]
+    for output in outputs:
+        output.square().sum().backward()
+    for its, x in zip(layers, inputs, strict=True):
+        actual = [x.grad, *[parameter.grad for parameter in its.parameters()]]
+        its.zero_grad()
+        expected = torch.autograd.grad(run_plain(its, x, chunks=3).square().sum(), [x, *its.parameters()])
+        assert all(map(torch.equal, actual, expected))
+
+
+def test_one_pipeline_after_another(pipe: Pipe, checkpoint: str) -> None:
+    """The output of one is the input of the other: one backward goes through both."""
+    layers = [build(0), build(1)]
+    models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
+    x = batch()
+    assert_same(outcome(nn.Sequential(*models), x), plain_outcome(nn.Sequential(*layers), x, chunks=3))
+
+
+def test_two_pipelines_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
+    layers = [build(0), build(1)]
+    models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
+    expected = [plain_outcome(its, batch(k), chunks=3) for k, its in enumerate(layers)]
+
+    def train(k: int) -> list[Outcome]:
+        return [outcome(models[k], batch(k)) for _ in range(5)]
+
+    for results, wanted in zip(in_threads(lambda: train(0), lambda: train(1)), expected, strict=True):
+        for result in results:
+            assert_same(result, wanted)
+
+
+# ---------------------------------------------------------------------------- one pipeline in several threads
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_forward_in_two_threads(pipe: Pipe, off: Callable[[], Any]) -> None:
+    """As a server does."""
+    layers = build()
+    model = pipe(layers, [2, 2, 1], chunks=3).eval()
+    expected = [run_plain(layers, batch(k), chunks=3) for k in range(2)]
+
+    def serve(k: int) -> list[Tensor]:
+        with off():
+            return [model(batch(k)) for _ in range(10)]
+
+    for results, wanted in zip(in_threads(lambda: serve(0), lambda: serve(1)), expected, strict=True):
+        assert all(torch.equal(result, wanted) for result in results)
+
+
+def test_forward_and_backward_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
+    """Each thread asks for gradients of its own; those in `.grad` would be added up."""
+    layers = build()
+    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
+
+    def gradients(run: Callable[[Tensor], Tensor], k: int) -> tuple[Tensor, ...]:
+        x = batch(k)
+        return torch.autograd.grad(run(x).square().sum(), [x, *layers.parameters()])
+
+    expected = [gradients(lambda x: run_plain(layers, x, chunks=3), k) for k in range(2)]
+
+    def train(k: int) -> list[tuple[Tensor, ...]]:
+        return [gradients(model, k) for _ in range(8)]
+
+    for results, wanted in zip(in_threads(lambda: train(0), lambda: train(1)), expected, strict=True):
+        assert all(torch.equal(a, b) for result in results for a, b in zip(result, wanted, strict=True))
+
+
+def test_backward_into_grad_from_two_threads(pipe: Pipe, checkpoint: str) -> None:
+    """All gradients are added up, in any order."""
+    layers = build()
+    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
+    repeats = 8
+    expected = torch.autograd.grad(run_plain(layers, batch(), chunks=3).sum(), list(layers.parameters()))
+
+    def train() -> None:
+        for _ in range(repeats):
+            model(batch()).sum().backward()
+
+    in_threads(train, train)
+    for parameter, grad in zip(layers.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * repeats * grad)
+
+
+def test_hooks_of_parameters_with_two_threads(pipe: Pipe, checkpoint: str) -> None:
+    """They are called once for each backward, also while the other thread is in the middle of another one."""
+    layers = build()
+    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
+    repeats = 8
+    calls: list[Any] = []
+    for parameter in layers.parameters():
+        parameter.register_hook(lambda grad: calls.append(1))  # type: ignore[arg-type]
+
+    def train() -> None:
+        for _ in range(repeats):
+            model(batch()).sum().backward()
+
+    in_threads(train, train)
+    assert len(calls) == 2 * repeats * len(list(layers.parameters()))
+
+
+def test_forward_here_and_backward_there(pipe: Pipe, checkpoint: str) -> None:
+    """The thread that called the model may be gone."""
+    layers = build()
+    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
+    x = batch()
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(model, x).result(TIMEOUT)
+    output.square().sum().backward()
+    expected = torch.autograd.grad(run_plain(layers, x, chunks=3).square().sum(), [x])
+    assert torch.equal(x.grad, expected[0])
+
+
+def test_batch_norm_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
+    """Every micro-batch is counted once, also while another thread is in a recomputation that must not count.
+
+    With momentum=None the running mean is the mean of all means, so that what is counted wrongly shows in it, too.
+    """
+    norms = [nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=None)]
+    layers = nn.Sequential(nn.Identity(), norms[0], nn.Linear(2, 2), norms[1])
+    model = pipe(layers, [2, 2], chunks=3, checkpoint=checkpoint)
+    repeats = 20
+
+    def train() -> None:
+        for _ in range(repeats):
+            model(torch.rand(6, 2)).sum().backward()
+
+    in_threads(train, train)
+    assert [int(norm.num_batches_tracked) for norm in norms] == [2 * repeats * 3] * 2
+    assert all(norm.running_mean.abs().sum() > 0 for norm in norms)
+
+
+def test_batch_norm_that_two_pipelines_share(devices: Devices) -> None:
+    """Two models on the same layers, each with another partition to which the norm belongs."""
+    norm = nn.BatchNorm1d(2)
+    other = nn.BatchNorm1d(2)
+    first = GPipe(nn.Sequential(other, norm), [2], devices=devices(1), chunks=3, checkpoint="always")
+    second = GPipe(nn.Sequential(norm, nn.Tanh()), [1, 1], devices=devices(2), chunks=3, checkpoint="always")
+    repeats = 20
+
+    def train(model: GPipe) -> None:
+        for _ in range(repeats):
+            model(torch.rand(6, 2)).sum().backward()
+
+    in_threads(lambda: train(first), lambda: train(second))
+    assert int(norm.num_batches_tracked) == 2 * repeats * 3
+
+
+def test_random_layers_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
+    """They share the generator of the CPU: the gradient is right for the mask that was, or it is an error."""
+    model = pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=3, checkpoint=checkpoint)
+
+    def train() -> list[str]:
+        outcomes = []
+        for _ in range(10):
+            x = torch.ones(6, 2, requires_grad=True)
+            output = model(x)
+            try:
+                output.sum().backward()
+            except RuntimeError as error:
+                outcomes.append(str(error))
+            else:
+                outcomes.append("right" if torch.equal(x.grad, output) else "wrong")
+        return outcomes
+
+    for outcomes in in_threads(train, train):
+        assert "wrong" not in outcomes
+        if checkpoint == "never":
+            assert set(outcomes) == {"right"}
+        else:
+            assert all("checkpoint='never'" in each for each in outcomes if each != "right")
+
+
+# ------------------------------------------------------------------------------------------ inside each other
+
+
+def nested(
+    outer_devices: list[str], inner_devices: list[str], outer: str, inner: str, *, norm: bool = False
+) -> tuple[nn.Sequential, GPipe]:
+    """Plain layers, and pipelines around the same ones: the second of three is a pipeline itself."""
+    torch.manual_seed(0)
+    first = nn.BatchNorm1d(4) if norm else nn.Tanh()
+    block = nn.Sequential(first, nn.Linear(4, 4), nn.Tanh()).double()
+    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
+    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=inner)
+    around = nn.Sequential(layers[0], inside, layers[2])
+    return layers, GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=outer)
+
+
+@pytest.mark.parametrize("inner", MODES)
+@pytest.mark.parametrize("outer", MODES)
+def test_a_pipeline_in_a_pipeline(devices: Devices, outer: str, inner: str) -> None:
+    """Also when a recomputation contains a first run."""
+    layers, model = nested(devices(2), devices(2), outer, inner)
+    x = batch()
+    actual = outcome(model, x)
+    expected = plain_outcome(layers, x, chunks=3)
+    assert_same(
+        Outcome(actual.output, actual.input_grads, expected.param_grads, actual.buffers),
+        expected,
+    )
+    assert all(map(torch.equal, actual.param_grads.values(), expected.param_grads.values()))
+
+
+@pytest.mark.parametrize("inner_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
+@pytest.mark.parametrize("outer_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
+def test_batch_norm_in_a_pipeline_in_a_pipeline(
+    checkpoint: str, outer_devices: list[str], inner_devices: list[str]
+) -> None:
+    """The same norm belongs to a partition of both. It is counted once, and nobody waits for himself."""
+    layers, model = nested(outer_devices, inner_devices, checkpoint, checkpoint, norm=True)
+    x = batch()
+    actual = outcome(model, x)
+    buffers = {name: buffer.clone() for name, buffer in layers.named_buffers()}
+    for name, buffer in layers.named_buffers():
+        buffer.copy_(1 if name.endswith("var") else 0)
+    expected = plain_outcome(layers, x, chunks=3)
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.buffers.items())
+    assert torch.equal(actual.output, expected.output)
+    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
+    # which order to add up the gradients of the outer micro-batches.
+    for name, grad in expected.param_grads.items():
+        torch.testing.assert_close(actual.param_grads[name], grad, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
+    def model(outer: str, inner: str) -> GPipe:
+        inside = GPipe(
+            nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2)),
+            [2, 1],
+            devices=devices(2),
+            chunks=2,
+            checkpoint=inner,
+        )
+        return GPipe(
+            nn.Sequential(nn.Identity(), inside), [1, 1], devices=devices(2), chunks=3, checkpoint=outer
+        )
+
+    def step(outer: str, inner: str) -> Outcome:
+        torch.manual_seed(7)
+        return outcome(model(outer, inner), torch.rand(6, 2, requires_grad=True))
+
+    torch.manual_seed(3)
+    expected = step("never", "never")
+    for outer in MODES:
+        for inner in MODES:
+            assert_same(step(outer, inner), expected)
+
+
+def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
+    """A layer is recomputed if anything around it is; the innermost run without a graph is a checkpoint."""
+    seen: list[tuple[bool, bool]] = []
+
+    class Notes(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append((is_checkpointing(), is_recomputing()))
+            return input * 1
+
+    inner = GPipe(nn.Sequential(nn.Linear(2, 2), Notes()), [1, 1], devices=devices(2), checkpoint="always")
+    outer = GPipe(nn.Sequential(nn.Linear(2, 2), inner), [1, 1], devices=devices(2), checkpoint="always")
+    output = outer(torch.rand(1, 2))
+    assert seen == [(True, False)]
+    seen.clear()
+    output.sum().backward()
+    # The outer recomputation runs the inner pipeline with its own two runs.
+    assert seen == [(True, True), (False, True)]
+
+
+# ----------------------------------------------------------------------------------------------- data loaders
+
+
+class Numbers(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2,), float(index), dtype=torch.float64)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+def test_a_data_loader_that_forks(pipe: Pipe, checkpoint: str) -> None:
+    """Its processes are made between two calls, when no thread of ours is there, and no warning about one."""
+    layers = build()
+    model = pipe(layers, [2, 2, 1], chunks=2, checkpoint=checkpoint)
+    model(batch()).sum().backward()
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in loader:
+            assert_same(outcome(model, x), plain_outcome(layers, x, chunks=2))
