@@ -9,11 +9,11 @@ during a call is its `Stage`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
@@ -83,19 +83,25 @@ class Stage(Site):
         names = list(partition._modules)
         self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
         self.source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
-        self.starts_in_place = _starts_in_place(partition)
         # Looked up anew for each call, because layers and parameters can be replaced between calls.
         self._layers = [(module, module.training, list(module._parameters.items())) for module in modules]
         self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
-        self.has_skips = any(is_skippable(module) for module in modules)
+        has_skips = any(is_skippable(module) for module in modules)
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
         self._all_parameters = tuple(parameters)
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
 
+        #: From the input of a cell to its output. Skips that arrive are behind the input's leaves, and those that leave
+        #: are behind the output's.
+        self.call: Callable[[Batch], Batch] = partial(_call, partition, self.source)
+        if has_skips:
+            self.call = partial(_call_with_skips, self.call, sending, receiving)
+        if self.norms:
+            self.call = partial(_call_alone, self.call, self.norms)
+        if _starts_in_place(partition):
+            self.call = partial(_call_on_copies, self.call)
         self._trains = ambient.builds_graph and len(self.parameters) > 0
-        #: Whether there is more to do than to call the partition.
-        self.is_plain = not (self.starts_in_place or self.has_skips or self.norms)
 
     def needs_grad(self, leaves: Leaves) -> bool:
         """Whether there is anything to differentiate in a cell with this input."""
@@ -123,6 +129,31 @@ class Stage(Site):
     def _again(self) -> Iterator[None]:
         with self.stream.use(), exclusive(self.norms), scratch_statistics(self.norms):
             yield
+
+
+def _call(partition: Partition, source: str, batch: Batch) -> Batch:
+    output = partition(*batch.value) if batch.positional else partition(batch.value)
+    return Batch.of(output, source)
+
+
+def _call_with_skips(
+    call: Callable[[Batch], Batch], sending: Sequence[Portal], receiving: Sequence[Portal], batch: Batch
+) -> Batch:
+    width = len(batch.leaves) - len(receiving)
+    tracker = SkipTracker(zip([portal.key for portal in receiving], batch.leaves[width:]))
+    with tracker:
+        output = call(batch.replace(batch.leaves[:width]))
+    return output.replace(output.leaves + tracker.take([portal.key for portal in sending]))
+
+
+def _call_alone(call: Callable[[Batch], Batch], norms: Sequence[nn.Module], batch: Batch) -> Batch:
+    with exclusive(norms):
+        return call(batch)
+
+
+def _call_on_copies(call: Callable[[Batch], Batch], batch: Batch) -> Batch:
+    # Neither the user's mini-batch nor what a recomputation starts from may change.
+    return call(batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])))
 
 
 def _starts_in_place(layer: nn.Module) -> bool:
@@ -185,7 +216,7 @@ class Cell(Recomputation):
         stage.random.forget()
         if lane is not None and (tied := tie(batch, [lane])):
             batch, lane = tied, None
-        output = self._compute(batch)
+        output = stage.call(batch)
         if lane is not None and (tied := tie(output, [lane])):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
@@ -212,38 +243,11 @@ class Cell(Recomputation):
         return self._output.replace(leaves), None
 
     def compute(self, leaves: Leaves) -> Leaves:
-        output = self._compute(self._input.replace(leaves))
+        output = self._stage.call(self._input.replace(leaves))
         leaves = output.leaves
         output.leaves = ()  # The structure is needed again, for what autograd makes of the leaves.
         self._output = output
         return leaves
-
-    def _compute(self, batch: Batch) -> Batch:
-        stage = self._stage
-        if stage.is_plain:
-            return self._call(batch)
-        if stage.starts_in_place:
-            # Neither the user's mini-batch nor what a recomputation starts from may change.
-            batch = batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves]))
-        call = self._call_with_skips if stage.has_skips else self._call
-        if not stage.norms:
-            return call(batch)
-        with exclusive(stage.norms):
-            return call(batch)
-
-    def _call(self, batch: Batch) -> Batch:
-        stage = self._stage
-        output = stage.partition(*batch.value) if batch.positional else stage.partition(batch.value)
-        return Batch.of(output, stage.source)
-
-    def _call_with_skips(self, batch: Batch) -> Batch:
-        stage = self._stage
-        width = len(batch.leaves) - len(stage.receiving)
-        keys = [portal.key for portal in stage.receiving]
-        tracker = SkipTracker(zip(keys, batch.leaves[width:]))
-        with tracker:
-            output = self._call(batch.replace(batch.leaves[:width]))
-        return output.replace(output.leaves + tracker.take([portal.key for portal in stage.sending]))
 
 
 def _receive(portals: Sequence[Portal], batch: Batch, skips: Skips) -> Batch:

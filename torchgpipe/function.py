@@ -13,24 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Function", "gradients"]
+__all__ = ["Function", "gradients", "refuse_transforms"]
 
 
 class Function(torch.autograd.Function):
-    """An autograd function whose ``apply`` goes straight to the engine."""
+    """An autograd function whose ``apply`` goes straight to the engine, and does not know function transforms."""
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+    apply: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
+
+def refuse_transforms() -> None:
+    """Raises if a function transform of `torch.func`, such as `vmap` or `grad`, is active."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "transforms of torch.func cannot go through checkpointed partitions or several devices; use "
+            "checkpoint='never' on one device, or transform the plain model"
+        )
 
 
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
 def gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of ``inputs``, as `torch.autograd.grad` gives them; None for an input that was not used.
+    """The gradients of ``inputs`` as `torch.autograd.grad` gives them, None for an input that was not used.
 
     Nothing is accumulated into ``.grad`` and the graph is freed.
     """

@@ -23,6 +23,7 @@ import torch
 from torchgpipe.ambient import Ambient
 from torchgpipe.cell import Cell, Lane, Stage, tie
 from torchgpipe.copy import Route
+from torchgpipe.function import refuse_transforms
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates, share_generator
@@ -105,6 +106,8 @@ class Pipeline:
             batches: micro-batches on the first device
             checkpoint_stop: how many of them are checkpointed
         """
+        if checkpoint_stop > 0 or not self._inline:
+            refuse_transforms()
         if self._inline:
             with self._stages[0].stream.use():
                 self._run_inline(batches, checkpoint_stop)
