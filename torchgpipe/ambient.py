@@ -35,19 +35,18 @@ _len_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Ambient:
-    """The state of the thread that creates it, to be entered in others or later.
-    """
+    """The state of the thread that creates it, to be entered in others or later."""
 
     __slots__ = (
         "_autocast",
         "_context",
         "_dispatch_modes",
         "_function_modes",
+        "_grad_enabled",
         "_inference",
         "_phase",
         "_plain",
         "_saved_tensors_hooks",
-        "_grad_enabled",
         "autocast_caches",
         "builds_graph",
     )

@@ -24,8 +24,8 @@ from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch, Skips
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates
+from torchgpipe.skip.layout import is_skippable
 from torchgpipe.skip.portal import Portal
-from torchgpipe.skip.skippable import is_skippable
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.stream import Stream
 from torchgpipe.typing import Leaves

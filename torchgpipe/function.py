@@ -38,7 +38,9 @@ def refuse_transforms() -> None:
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
-def gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def gradients(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
     """The gradients of ``inputs`` as `torch.autograd.grad` gives them, None for an input that was not used.
 
     Nothing is accumulated into ``.grad`` and the graph is freed.

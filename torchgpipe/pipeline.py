@@ -28,9 +28,9 @@ from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates, share_generator
 from torchgpipe.schedule import clock_cycles
+from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.portal import Portal
-from torchgpipe.skip.skippable import inspect_skip_layout
 from torchgpipe.stream import Stream, Streams
 from torchgpipe.worker import start_workers
 

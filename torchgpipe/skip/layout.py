@@ -1,12 +1,18 @@
-"""Which partition sends which skip to which: plain data, known before anything runs."""
+"""Which partition sends which skip to which: plain data, known before anything runs.
+
+What a class of layers stashes and pops is written on it, by `skippable`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
 
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["SkipLayout"]
+__all__ = ["SkipLayout", "inspect_skip_layout", "is_skippable", "skips_of"]
 
 
 class SkipLayout:
@@ -33,3 +39,28 @@ class SkipLayout:
                 if source != target:
                     self.leaving[source].append((key, source, target))
                     self.arriving[target].append((key, source, target))
+
+
+def is_skippable(module: nn.Module) -> bool:
+    """What ``isinstance(module, Skippable)`` says, for the many modules of a model that are not."""
+    return hasattr(type(module), "stashable_names")
+
+
+def skips_of(modules: Iterable[nn.Module], names: str) -> Iterator[SkipKey]:
+    """What some modules stash or pop; ``names`` is ``'stashable_names'`` or ``'poppable_names'``."""
+    for module in modules:
+        if is_skippable(module):
+            layer: Any = module
+            yield from [layer.skip_key(name) for name in sorted(getattr(layer, names))]
+
+
+def inspect_skip_layout(partitions: Sequence[Iterable[nn.Module]]) -> SkipLayout:
+    """The skips between partitions that were verified to match.
+
+    Args:
+        partitions: all modules of each partition
+    """
+    return SkipLayout(
+        [list(skips_of(modules, "stashable_names")) for modules in partitions],
+        [list(skips_of(modules, "poppable_names")) for modules in partitions],
+    )

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import functools
 from abc import ABC
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.layout import skips_of
 from torchgpipe.skip.namespace import Namespace, SkipKey
 from torchgpipe.skip.tracker import current_skip_tracker
 from torchgpipe.typing import Leaf
 
-__all__ = [
-    "Skippable",
-    "inspect_skip_layout",
-    "is_skippable",
-    "pop",
-    "skippable",
-    "stash",
-    "verify_skippables",
-]
+__all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -219,31 +211,6 @@ def _taking_wrapped_keys(load: Callable[..., None]) -> Callable[..., None]:
     return taking
 
 
-def is_skippable(module: nn.Module) -> bool:
-    """What ``isinstance(module, Skippable)`` says, for the many modules of a model that are not."""
-    return hasattr(type(module), "stashable_names")
-
-
-def _skips(modules: Iterable[nn.Module], names: str) -> Iterator[SkipKey]:
-    """The skips of some modules; ``names`` is ``'stashable_names'`` or ``'poppable_names'``."""
-    for module in modules:
-        if is_skippable(module):
-            layer: Any = module
-            yield from [layer.skip_key(name) for name in sorted(getattr(layer, names))]
-
-
-def inspect_skip_layout(partitions: Sequence[Iterable[nn.Module]]) -> SkipLayout:
-    """The skips between partitions that were verified to match.
-
-    Args:
-        partitions: all modules of each partition
-    """
-    return SkipLayout(
-        [list(_skips(modules, "stashable_names")) for modules in partitions],
-        [list(_skips(modules, "poppable_names")) for modules in partitions],
-    )
-
-
 def verify_skippables(module: nn.Sequential) -> None:
     """Checks that every skip of a model is stashed once and popped once, in this order.
 
@@ -255,11 +222,13 @@ def verify_skippables(module: nn.Sequential) -> None:
     faults: list[str] = []
     stashed: dict[SkipKey, str] = {}
     popped: set[SkipKey] = set()
-    later = {key: name for name, layer in module.named_children() for key in _skips(layer.modules(), "stashable_names")}
+    later = {
+        key: name for name, layer in module.named_children() for key in skips_of(layer.modules(), "stashable_names")
+    }
 
     for index, (name, layer) in enumerate(module.named_children()):
         what = f"layer {index}, {type(layer).__name__}"
-        own = list(_skips(layer.modules(), "stashable_names"))
+        own = list(skips_of(layer.modules(), "stashable_names"))
         for key in own:
             if isinstance(layer, Skippable) and {key.name} <= layer.stashable_names & layer.poppable_names:
                 faults.append(
@@ -272,7 +241,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                     "pair: layer.isolate(Namespace())"
                 )
             stashed.setdefault(key, name)
-        for key in _skips(layer.modules(), "poppable_names"):
+        for key in skips_of(layer.modules(), "poppable_names"):
             if isinstance(layer, Skippable) and {key.name} <= layer.stashable_names & layer.poppable_names:
                 popped.add(key)
             elif key not in stashed:
