@@ -1,0 +1,52 @@
+# Every target sets up .venv first, once: again only when a file that says what to install has changed.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint format types bench docs clean
+
+help:
+	@echo "make demo     train a language model through a pipeline, and compare it with the plain model"
+	@echo "make test     run the tests (make test ARGS='-k copy' runs some)"
+	@echo "make lint     check the style; make format mends it"
+	@echo "make types    check the types"
+	@echo "make bench    measure the time that the pipeline itself takes"
+	@echo "make docs     build the documentation into docs/_build/html"
+	@echo "make clean    remove .venv and everything else that was made here"
+
+$(READY): pyproject.toml setup.py constraints.txt
+	@echo "Setting up $(VENV), which takes some minutes the first time ..."
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# A thread that waits for another sleeps: one that spins slows all down tenfold where the cores are shared.
+demo test: export OMP_WAIT_POLICY = passive
+
+demo: $(READY)
+	$(RUN) examples/language_model.py $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+
+format: $(READY)
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+types: $(READY)
+	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples
+
+bench: $(READY)
+	$(RUN) benchmarks/overhead.py $(ARGS)
+
+docs: $(READY)
+	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
