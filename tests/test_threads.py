@@ -51,9 +51,7 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(len(functions)) as pool:
-            return [
-                future.result(TIMEOUT) for future in [pool.submit(run, function) for function in functions]
-            ]
+            return [future.result(TIMEOUT) for future in [pool.submit(run, function) for function in functions]]
     finally:
         sys.setswitchinterval(interval)
 
@@ -257,7 +255,7 @@ def test_forward_here_and_backward_there(pipe: Pipe, checkpoint: str) -> None:
 def test_batch_norm_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
     """Every micro-batch is counted once, also while another thread is in a recomputation that must not count.
 
-    With momentum=None the running mean is the mean of all means, so that what is counted wrongly shows in it, too.
+    With momentum=None the running mean is the mean of all means, so wrong counts show in it, too.
     """
     norms = [nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=None)]
     layers = nn.Sequential(nn.Identity(), norms[0], nn.Linear(2, 2), norms[1])
@@ -375,9 +373,7 @@ def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
             chunks=2,
             checkpoint=inner,
         )
-        return GPipe(
-            nn.Sequential(nn.Identity(), inside), [1, 1], devices=devices(2), chunks=3, checkpoint=outer
-        )
+        return GPipe(nn.Sequential(nn.Identity(), inside), [1, 1], devices=devices(2), chunks=3, checkpoint=outer)
 
     def step(outer: str, inner: str) -> Outcome:
         torch.manual_seed(7)

@@ -1,0 +1,86 @@
+"""What all tests share: the kinds of devices that a pipeline is tested on, and the conditions of exact comparison.
+
+Pipelines take two ways through the engine: where all partitions are on one device, the caller's thread runs the
+cells; where there are several, each has a worker. A test that takes `devices` or `pipe` runs once for each way.
+A new kind of device is a new line in `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import nn
+
+from torchgpipe import GPipe
+
+# Sums of floating point numbers depend on how many threads share the work.
+torch.set_num_threads(1)
+
+# `--hypothesis-profile=campaign`, or the variable, searches long and at random.
+_COMMON: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    "print_blob": True,
+}
+settings.register_profile("ci", derandomize=True, database=None, max_examples=60, **_COMMON)
+settings.register_profile("campaign", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "5000")), **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+class Devices(Protocol):
+    def __call__(self, n: int) -> list[str]:
+        """Names of ``n`` devices for ``n`` partitions."""
+
+
+class Pipe(Protocol):
+    def __call__(self, module: nn.Sequential, balance: Iterable[int], **options: Any) -> GPipe:
+        """A pipeline of the kind that the test runs on, by default one device for each partition."""
+
+
+VARIANTS: dict[str, Callable[[int], str]] = {
+    "inline": lambda j: "cpu",
+    "workers": lambda j: f"cpu:{j}",
+}
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """The name of the kind of devices."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def devices(variant: str) -> Devices:
+    """Devices for a pipeline: the same one for all partitions, or each its own."""
+    return lambda n: [VARIANTS[variant](j) for j in range(n)]
+
+
+@pytest.fixture(scope="session")
+def pipe(devices: Devices) -> Pipe:
+    """Wraps a module as ``GPipe`` does, on `devices`."""
+
+    def wrap(module: nn.Sequential, balance: Iterable[int], **options: Any) -> GPipe:
+        balance = list(balance)
+        options.setdefault("devices", devices(len(balance)))
+        return GPipe(module, balance, **options)
+
+    return wrap
+
+
+@pytest.fixture(params=["always", "except_last", "never"])
+def checkpoint(request: pytest.FixtureRequest) -> str:
+    """Each of the checkpoint modes."""
+    mode: str = request.param
+    return mode
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Makes every test independent of those before it."""
+    torch.manual_seed(0)

@@ -1,0 +1,196 @@
+"""The plain model, run micro-batch by micro-batch: what a pipeline is compared with.
+
+This is written without any part of the library, so that a fault there cannot hide here. Running the micro-batches
+one after the other, and not the mini-batch at once, makes equality exact: the same kernels see tensors of
+the same shapes, and gradients are summed in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import NoChunk
+
+__all__ = ["Outcome", "assert_same", "loss_of", "outcome", "plain_outcome", "run_plain", "tensors"]
+
+
+Loss: TypeAlias = Callable[[Any], Tensor | None]
+
+
+@dataclass
+class Outcome:
+    """All that a training step leaves behind.
+
+    Attributes:
+        output: as the model returns it
+        input_grads: of each tensor of the input, in order
+        param_grads: by name
+        buffers: by name
+    """
+
+    output: Any
+    input_grads: list[Tensor | None]
+    param_grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def run_plain(
+    module: nn.Sequential,
+    *inputs: Any,
+    chunks: int,
+    each: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Any:
+    """The output of ``module``, one micro-batch after the other, each in a block of its own."""
+    outputs = []
+    for arguments in _split(inputs, chunks):
+        with each():
+            layers = iter(module)
+            value = next(layers)(*arguments)
+            for layer in layers:
+                value = layer(value)
+        outputs.append(value)
+    return outputs[0] if len(outputs) == 1 else _merge(outputs)
+
+
+def plain_outcome(module: nn.Sequential, *inputs: Any, chunks: int, loss: Loss | None = None) -> Outcome:
+    """What a training step of the plain ``module`` leaves behind, run micro-batch by micro-batch."""
+    return outcome(module, *inputs, loss=loss, run=partial(run_plain, module, chunks=chunks))
+
+
+def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Callable[..., Any] | None = None) -> Outcome:
+    """What a training step leaves behind, on copies of the inputs.
+
+    Args:
+        model: its gradients and buffers are reported
+        inputs: its positional arguments
+        loss: from the output to what is differentiated, by default `loss_of`
+        run: what to call with the inputs, by default ``model``
+    """
+    inputs = copy.deepcopy(inputs)
+    model.zero_grad(set_to_none=True)
+    output = (run or model)(*inputs)
+    value = (loss or loss_of)(output)
+    if value is not None and value.requires_grad:
+        value.backward()
+    return Outcome(
+        output=_map(lambda x: x.detach().clone(), output),
+        input_grads=[x.grad for x in tensors(inputs)],
+        param_grads={name: parameter.grad for name, parameter in model.named_parameters()},
+        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+    )
+
+
+def loss_of(output: Any, used: Sequence[bool] = ()) -> Tensor | None:
+    """A sum of all numbers in ``output``, each with another weight; None if there are none.
+
+    Args:
+        output: nested tensors
+        used: for each tensor whether it counts, by default all
+    """
+    terms = []
+    for k, tensor in enumerate(tensors(output)):
+        if (k < len(used) and not used[k]) or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64).reshape(tensor.shape) % 7 - 2
+        terms.append((tensor * weights.to(tensor.dtype)).sum())
+    if not terms:
+        return None
+    total = sum(terms[1:], terms[0])
+    return total.real if total.is_complex() else total
+
+
+def assert_same(actual: Outcome, expected: Outcome) -> None:
+    """Asserts that nothing differs, not in the last bit, and no gradient is there that should not be."""
+    _assert_equal(actual.output, expected.output, "output")
+    for k, (a, b) in enumerate(zip(actual.input_grads, expected.input_grads, strict=True)):
+        _assert_equal(a, b, f"gradient of input {k}")
+    assert list(actual.param_grads) == list(expected.param_grads)
+    for name, gradient in expected.param_grads.items():
+        _assert_equal(actual.param_grads[name], gradient, f"gradient of {name}")
+    assert list(actual.buffers) == list(expected.buffers)
+    for name, buffer in expected.buffers.items():
+        _assert_equal(actual.buffers[name], buffer, name)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, NoChunk):
+        yield value.tensor
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, item) for item in value)
+    return value
+
+
+def _split(inputs: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
+    pieces = [x.chunk(chunks) for x in _chunked(inputs)]
+
+    def piece(value: Any, parts: Iterator[Tensor]) -> Any:
+        if isinstance(value, NoChunk):
+            return value.tensor
+        if isinstance(value, (tuple, list)):
+            return type(value)(piece(item, parts) for item in value)
+        if isinstance(value, dict):
+            return {key: piece(item, parts) for key, item in value.items()}
+        return next(parts) if isinstance(value, Tensor) else value
+
+    # A layer that works in place may do so on the micro-batch, not on the user's mini-batch.
+    return [piece(inputs, iter([part.clone() for part in parts])) for parts in zip(*pieces, strict=True)]
+
+
+def _chunked(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _chunked(item)
+
+
+def _merge(outputs: Sequence[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs))
+    if isinstance(first, dict):
+        return {key: _merge([output[key] for output in outputs]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(_merge(items) for items in _columns(outputs))
+    return first
+
+
+def _columns(outputs: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    return zip(*outputs, strict=True)
+
+
+def _assert_equal(actual: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), f"{what} is {actual}, not a tensor"
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected), what
+        for key in expected:
+            _assert_equal(actual[key], expected[key], f"{what}[{key!r}]")
+    elif isinstance(expected, (tuple, list)):
+        assert type(actual) is type(expected) and len(actual) == len(expected), what
+        for k, (a, b) in enumerate(zip(actual, expected)):
+            _assert_equal(a, b, f"{what}[{k}]")
+    else:
+        assert actual == expected, f"{what} is {actual}, not {expected}"

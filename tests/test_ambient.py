@@ -1,0 +1,585 @@
+"""What the caller sets around the call holds inside every layer, in the first run and in recomputation.
+
+A layer may run in a worker, whose thread starts with nothing set, or again at backward, long after the
+`with` block was left and perhaps inside another one. The layers here note the state of their thread,
+`state()`, and it is compared with what the caller saw inside the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conftest import Pipe
+from tests.plain import assert_same, outcome, plain_outcome, run_plain
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+
+MODES = ["always", "except_last", "never"]
+
+AUTOCAST_TYPES = [
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu")
+    if torch.amp.is_autocast_available(kind)
+]
+
+setting: ContextVar[str] = ContextVar("setting", default="as it was")
+
+# --------------------------------------------------------------------- what can be set, and how to look at it
+
+_heard = threading.local()
+
+
+def _hear(name: str) -> None:
+    if hasattr(_heard, "names"):
+        _heard.names.append(name)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Reports that it has seen `torch.ones`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ones:
+            _hear(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    """Reports that it has seen `exp`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.exp.default:
+            _hear(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+def hooks(name: str) -> AbstractContextManager[Any]:
+    """Saved-tensor hooks that report what they are given to save."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        _hear(name)
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+@contextmanager
+def autocast(kind: str, dtype: torch.dtype, cache: bool, enabled: bool = True) -> Iterator[None]:
+    """`torch.autocast`, which turns itself off with a warning where the device is missing."""
+    if kind == "cpu":
+        with torch.autocast(kind, dtype, enabled, cache):
+            yield
+        return
+    previous = (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cache)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(kind, previous[0])
+        torch.set_autocast_dtype(kind, previous[1])
+        torch.set_autocast_cache_enabled(previous[2])
+
+
+@contextmanager
+def context_variable(value: str) -> Iterator[None]:
+    token = setting.set(value)
+    try:
+        yield
+    finally:
+        setting.reset(token)
+
+
+@contextmanager
+def several(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def state() -> dict[str, Any]:
+    """All that is set in this thread, but for grad mode."""
+    _heard.names = []
+    try:
+        with torch.enable_grad():
+            one = torch.ones(1, requires_grad=True)  # heard by function modes
+            one.exp()  # heard by dispatch modes, and saves its result
+    finally:
+        heard = _heard.names
+        del _heard.names
+    return {
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_TYPES
+        },
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "default device": one.device.type,
+        "context variable": setting.get(),
+        "modes and hooks": heard,
+    }
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    **{
+        f"autocast of {kind}": lambda kind=kind: autocast(kind, torch.float16, True)  # type: ignore[misc]
+        for kind in AUTOCAST_TYPES
+    },
+    "autocast without cache": lambda: autocast("cpu", torch.bfloat16, False),
+    "autocast off, with a dtype": lambda: autocast("cpu", torch.float16, True, enabled=False),
+    "autocast of two types": lambda: several(
+        autocast("cpu", torch.float16, True), autocast(AUTOCAST_TYPES[-1], torch.bfloat16, True)
+    ),
+    "saved-tensor hooks": lambda: hooks("hooks"),
+    "two pairs of saved-tensor hooks": lambda: several(hooks("outer hooks"), hooks("inner hooks")),
+    "default device": lambda: torch.device("meta"),
+    "context variable": lambda: context_variable("set by the caller"),
+    "function mode": lambda: FunctionMode("function mode"),
+    "two function modes": lambda: several(FunctionMode("outer"), FunctionMode("inner")),
+    "dispatch mode": lambda: DispatchMode("dispatch mode"),
+    "two dispatch modes": lambda: several(DispatchMode("outer"), DispatchMode("inner")),
+    "everything": lambda: several(
+        context_variable("set by the caller"),
+        FunctionMode("function mode"),
+        autocast("cpu", torch.float16, False),
+        hooks("hooks"),
+        DispatchMode("dispatch mode"),
+        torch.device("meta"),
+    ),
+}
+
+#: Where backward may be called.
+OTHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference_mode": torch.inference_mode,
+    "inference_mode(False)": lambda: torch.inference_mode(False),
+    "autocast": lambda: autocast("cpu", torch.bfloat16, True),
+    "autocast off": lambda: autocast("cpu", torch.bfloat16, True, enabled=False),
+    "saved-tensor hooks": lambda: hooks("other hooks"),
+    "default device": lambda: torch.device("meta"),
+    "context variable": lambda: context_variable("set at backward"),
+    "function mode": lambda: FunctionMode("other function mode"),
+    "dispatch mode": lambda: DispatchMode("other dispatch mode"),
+}
+
+every_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+class Probe(nn.Module):
+    """Notes the state of its thread in every run, and hands its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_runs: list[dict[str, Any]] = []
+        self.recomputations: list[dict[str, Any]] = []
+        self.grad_modes: list[tuple[str, bool]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        phase = "recomputing" if is_recomputing() else "checkpointing" if is_checkpointing() else "plain"
+        self.grad_modes.append((phase, torch.is_grad_enabled()))
+        (self.recomputations if is_recomputing() else self.first_runs).append(state())
+        return input * 1
+
+
+def probes(model: GPipe) -> list[Probe]:
+    return [layer for layer in model if isinstance(layer, Probe)]
+
+
+@pytest.fixture
+def model(pipe: Pipe) -> GPipe:
+    """Two partitions with a probe each."""
+    layers = nn.Sequential(nn.Linear(2, 2), Probe(), nn.Linear(2, 2), Probe())
+    return pipe(layers, [2, 2], chunks=2, checkpoint="always")
+
+
+# ------------------------------------------------------------------------------- in every layer, at every run
+
+
+@every_setting
+def test_it_holds_in_every_layer(model: GPipe, name: str) -> None:
+    x = torch.rand(4, 2)
+    before = state()
+    with SETTINGS[name]():
+        expected = state()
+        output = model(x)
+        assert state() == expected, "and is left alone"
+    assert state() == before
+
+    output.float().sum().backward()
+    assert state() == before
+
+    for probe in probes(model):
+        assert probe.first_runs == [expected] * 2
+        assert probe.recomputations == [expected] * 2
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@every_setting
+def test_it_holds_in_recomputation_whatever_is_set_at_backward(model: GPipe, name: str, other: str) -> None:
+    x = torch.rand(4, 2)
+    with SETTINGS[name]():
+        expected = state()
+        loss = model(x).float().sum()
+
+    with OTHERS[other]():
+        before, grad_mode = state(), torch.is_grad_enabled()
+        loss.backward()
+        assert state() == before, "backward puts back what it was called in"
+        assert torch.is_grad_enabled() == grad_mode
+
+    for probe in probes(model):
+        assert probe.recomputations == [expected] * 2
+        assert probe.grad_modes == [("checkpointing", False)] * 2 + [("recomputing", True)] * 2
+
+
+@every_setting
+def test_it_holds_when_another_thread_calls_backward(model: GPipe, name: str) -> None:
+    x = torch.rand(4, 2)
+    with SETTINGS[name]():
+        expected = state()
+        loss = model(x).float().sum()
+
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+    for probe in probes(model):
+        assert probe.recomputations == [expected] * 2
+
+
+@every_setting
+def test_it_is_not_the_next_call_that_counts(model: GPipe, name: str) -> None:
+    """Each call has its own state, also when their backwards come later and in another order."""
+    x = torch.rand(4, 2)
+    neutral = state()
+    with SETTINGS[name]():
+        expected = state()
+        first = model(x).float().sum()
+    second = model(x).sum()
+    for probe in probes(model):
+        assert probe.first_runs == [expected] * 2 + [neutral] * 2
+
+    first.backward()
+    second.backward()
+    for probe in probes(model):
+        assert probe.recomputations == [expected] * 2 + [neutral] * 2
+
+
+@every_setting
+def test_it_holds_without_checkpointing(pipe: Pipe, name: str) -> None:
+    x = torch.rand(4, 2)
+    model = pipe(nn.Sequential(nn.Linear(2, 2), Probe(), Probe()), [1, 1, 1], chunks=2, checkpoint="never")
+    with SETTINGS[name]():
+        expected = state()
+        model(x)
+    for probe in probes(model):
+        assert probe.first_runs == [expected] * 2
+        assert probe.grad_modes == [("plain", True)] * 2
+
+
+def test_it_is_put_back_when_recomputation_fails(pipe: Pipe) -> None:
+    class FailsInRecomputation(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            if is_recomputing():
+                raise ValueError("fails")
+            return input * 1
+
+    model = pipe(nn.Sequential(nn.Linear(2, 2), FailsInRecomputation()), [1, 1], chunks=2, checkpoint="always")
+    x = torch.rand(4, 2)
+    with SETTINGS["everything"]():
+        loss = model(x).float().sum()
+    for other in OTHERS.values():
+        with other():
+            before, grad_mode = state(), torch.is_grad_enabled()
+            with pytest.raises(ValueError, match="fails"):
+                loss.backward(retain_graph=True)
+            assert state() == before
+            assert torch.is_grad_enabled() == grad_mode
+            assert not is_recomputing()
+
+
+# ------------------------------------------------------------------------------------------ without gradients
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_no_layer_computes_gradients_when_they_are_off(pipe: Pipe, mode: str, off: Callable[[], Any]) -> None:
+    model = pipe(nn.Sequential(nn.Linear(2, 2), Probe(), Probe()), [1, 1, 1], chunks=2, checkpoint=mode)
+    x = torch.rand(4, 2, requires_grad=True)
+    with off():
+        expected = state()
+        output = model(x)
+        assert output.is_inference() == (off is torch.inference_mode)
+    assert not output.requires_grad
+    for probe in probes(model):
+        assert probe.first_runs == [expected] * 2
+        assert probe.grad_modes == [("plain", False)] * 2
+
+
+@pytest.mark.parametrize("inside", [torch.enable_grad, lambda: torch.inference_mode(False)])
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode])
+def test_gradients_can_be_switched_on_again(model: GPipe, outside: Any, inside: Any) -> None:
+    x = torch.rand(4, 2)
+    with outside(), inside():
+        grads, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        output = model(x)
+    assert output.requires_grad == (grads and not inference)
+    if output.requires_grad:
+        output.sum().backward()
+    for probe in probes(model):
+        assert [enabled for phase, enabled in probe.grad_modes if phase != "checkpointing"] == [grads] * 2
+
+
+# --------------------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_under_autocast_are_those_of_the_plain_model(
+    pipe: Pipe, checkpoint: str, dtype: torch.dtype, cache: bool, backward_inside: bool
+) -> None:
+    """Not a single gradient is lost to a weight whose cast was cached by a run without a graph."""
+    layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    x = torch.rand(6, 3, requires_grad=True)
+
+    def step(run: Callable[[Tensor], Tensor], cache: bool) -> Any:
+        block = torch.autocast("cpu", dtype, cache_enabled=cache)
+
+        def loss(output: Tensor) -> Tensor:
+            assert output.dtype == dtype
+            if not backward_inside:
+                block.__exit__(None, None, None)
+            return output.float().square().sum()
+
+        block.__enter__()
+        try:
+            return outcome(layers, x, run=run, loss=loss)
+        finally:
+            if backward_inside:
+                block.__exit__(None, None, None)
+
+    # With its cache, autocast keeps one cast of a weight for all micro-batches, and so adds up their
+    # gradients in the narrow type. Every recomputation has casts of its own, as there are without the cache.
+    one_cast_for_all = cache and checkpoint == "never"
+    expected = step(lambda x: run_plain(layers, x, chunks=3), one_cast_for_all)
+    assert_same(step(pipe(layers, [2, 1, 2], chunks=3, checkpoint=checkpoint), cache), expected)
+
+
+def test_a_cast_cached_before_the_call_costs_no_gradient(pipe: Pipe, checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = pipe(layers, [1, 1], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 2)
+    with torch.autocast("cpu"):
+        run_plain(layers, x, chunks=2)
+        model(x).float().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layers.parameters())
+
+
+def test_a_recomputation_leaves_the_callers_casts_usable(pipe: Pipe) -> None:
+    """Backward inside the block, and another forward after it in the same block."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = pipe(layers, [1, 1], chunks=2, checkpoint="always")
+    x = torch.rand(4, 2)
+    with torch.autocast("cpu"):
+        model(x).float().sum().backward()
+        layers.zero_grad()
+        layers(x).float().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layers.parameters())
+
+
+# ----------------------------------------------------------------------------------------- saved-tensor hooks
+
+
+def test_save_on_cpu(pipe: Pipe, checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
+    model = pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 2, requires_grad=True)
+
+    def run(x: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    assert_same(outcome(layers, x, run=run), plain_outcome(layers, x, chunks=2))
+
+
+def test_hooks_get_what_the_plain_model_saves(pipe: Pipe) -> None:
+    """Without checkpointing, the hooks see the same tensors as on the plain model."""
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
+    model = pipe(layers, [2, 2], chunks=2, checkpoint="never")
+    x = torch.rand(4, 2)
+
+    def saved(run: Callable[[Tensor], Tensor]) -> list[list[Any]]:
+        packed: list[Any] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor.tolist())
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            run(x)
+        return sorted(packed, key=str)
+
+    assert saved(model) == saved(lambda x: run_plain(layers, x, chunks=2))
+
+
+def test_hooks_of_the_forward_are_entered_where_hooks_are_forbidden(model: GPipe) -> None:
+    """`disable_saved_tensors_hooks` forbids what the caller of backward sets, as on the plain model."""
+    x = torch.rand(4, 2)
+    with hooks("hooks"):
+        loss = model(x).sum()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        loss.backward()
+    assert all("hooks" in now["modes and hooks"] for probe in probes(model) for now in probe.recomputations)
+
+
+# ------------------------------------------------------------------------------------------------------ modes
+
+
+def test_flop_counter_counts_every_layer(pipe: Pipe, checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4))
+    model = pipe(layers, [1, 2], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 2)
+
+    def count(run: Callable[[], Any]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        flops: int = counter.get_total_flops()
+        return flops
+
+    forward = count(lambda: layers(x))
+    assert forward > 0
+    assert count(lambda: model(x)) == forward
+
+    both = count(lambda: layers(x).sum().backward())
+    recomputed = {"always": forward, "except_last": forward // 2, "never": 0}[checkpoint]
+    assert count(lambda: model(x).sum().backward()) == both + recomputed
+
+
+def test_modes_are_not_entered_anew(pipe: Pipe) -> None:
+    """A mode that resets what it knows when it is entered must not lose it: it was entered once."""
+
+    class CountsEntries(TorchDispatchMode):
+        entries = 0
+
+        def __enter__(self) -> Any:
+            self.entries += 1
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, checkpoint="always")
+    mode = CountsEntries()
+    with mode:
+        loss = model(torch.rand(4, 2)).sum()
+    loss.backward()
+    assert mode.entries == 1
+
+
+def test_a_layer_can_set_something_for_itself(pipe: Pipe, checkpoint: str) -> None:
+    class InBfloat16(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                output = super().forward(input)
+            assert output.dtype == torch.bfloat16
+            return output.float()
+
+    class Plain(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            output = super().forward(input)
+            assert output.dtype == torch.float32
+            return output
+
+    layers = nn.Sequential(InBfloat16(2, 2), Plain(2, 2), InBfloat16(2, 2), Plain(2, 2))
+    model = pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 2, requires_grad=True)
+    assert_same(outcome(layers, x, run=model), plain_outcome(layers, x, chunks=2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fake_tensors(mode: str) -> None:
+    """A training step can be tried without memory or time; the model is for real again afterwards."""
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        output = model(torch.rand(4, 2))
+        assert isinstance(output, FakeTensor)
+        assert output.shape == (4, 4)
+        output.sum().backward()
+    layers.zero_grad()
+    x = torch.rand(4, 2)
+    assert_same(outcome(layers, x, run=model), plain_outcome(layers, x, chunks=2))
+
+
+# ----------------------------------------------------------------------------------------------------- phases
+
+
+class Phases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, bool]] = []
+        self.elsewhere: list[tuple[bool, bool]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen.append((is_checkpointing(), is_recomputing()))
+        thread = threading.Thread(target=lambda: self.elsewhere.append((is_checkpointing(), is_recomputing())))
+        thread.start()
+        thread.join()
+        return input * 1
+
+
+def test_phases(pipe: Pipe) -> None:
+    """(is_checkpointing, is_recomputing) in each run, and always neither in any other thread."""
+    phases = Phases()
+    model = pipe(nn.Sequential(nn.Linear(2, 2), phases), [1, 1], chunks=3, checkpoint="except_last")
+
+    output = model(torch.rand(3, 2))
+    assert phases.seen == [(True, False), (True, False), (False, False)]
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
+
+    phases.seen.clear()
+    output.sum().backward()
+    assert phases.seen == [(False, True), (False, True)]
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
+    assert set(phases.elsewhere) == {(False, False)}
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_there_are_no_phases_without_checkpointing(pipe: Pipe, checkpoint: str, off: Callable[[], Any]) -> None:
+    phases = Phases()
+    model = pipe(nn.Sequential(nn.Linear(2, 2), phases), [1, 1], chunks=3, checkpoint=checkpoint)
+    if off is nullcontext:
+        model.eval()
+    with off():
+        model(torch.rand(3, 2))
+    assert phases.seen == [(False, False)] * 3

@@ -1,0 +1,241 @@
+"""Bugs of the past, each with its story: those of the original GPipe for PyTorch, and our own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.conftest import Pipe
+from torchgpipe import GPipe
+
+
+def test_an_autograd_function_that_returns_its_input(pipe: Pipe, checkpoint: str) -> None:
+    """An autograd function of the user's may return the very tensor that it was given.
+
+    Such a tensor belongs to two places in the graph. In the original this could fail with "Returning Variables
+    sharing storage with other Variables that require grad is not supported in Python functions", when the tensor
+    came to a boundary between partitions.
+    """
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Identity.apply(x)
+
+    x = torch.rand(42, requires_grad=True)
+    model = pipe(nn.Sequential(Layer(), Layer()), [1, 1], chunks=2, checkpoint=checkpoint)
+    y = model(x)
+    assert torch.equal(y, x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(42))
+
+
+@pytest.mark.timeout(60)
+def test_an_exception_does_not_hang(pipe: Pipe, checkpoint: str) -> None:
+    """A partition that had failed did not tell that it was done with the next micro-batch.
+
+    So the partition before it waited for ever, if there were three partitions and three micro-batches at least.
+    """
+
+    class Expected(Exception):
+        pass
+
+    class Pass(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    class Fail(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise Expected
+
+    model = pipe(nn.Sequential(Pass(), Pass(), Fail()), [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    with pytest.raises(Expected):
+        model(torch.rand(3, requires_grad=True))
+
+
+def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
+    """Recomputation drew other random numbers than forward, because partitions drew from one generator side by side.
+
+    Then an element whose output was dropped got a gradient. Many dropouts in a row make it show.
+    """
+
+    class Dropouts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(100):
+                x = F.dropout(x, p=0.001)
+            return x
+
+    x = torch.rand(10, 10, requires_grad=True)
+    model = pipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], chunks=10, checkpoint=checkpoint)
+    y = model(x)
+    y.norm().backward()
+    assert not y.all(), "some elements were dropped"
+    assert torch.equal(y.bool(), x.grad.bool())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_dropout_draws_the_same_mask_again_on_gpus(checkpoint: str) -> None:
+    model = GPipe(
+        nn.Sequential(*(nn.Sequential(*(nn.Dropout(0.001) for _ in range(100))) for _ in range(2))),
+        [1, 1],
+        devices=["cuda:0", "cuda:1"],
+        chunks=10,
+        checkpoint=checkpoint,
+    )
+    x = torch.rand(10, 10, device="cuda:0", requires_grad=True)
+    y = model(x)
+    y.norm().backward()
+    assert torch.equal(y.bool().cpu(), x.grad.bool().cpu())
+
+
+class Pair(nn.Module):
+    """Two tensors at a boundary; the gradient of the second one takes long."""
+
+    def __init__(self, slow: Tensor | None = None) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 1)
+        self.second = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = self.first(x), self.second(x)
+        if x.is_cuda and b.requires_grad:
+            b.register_hook(lambda grad: torch.cuda._sleep(50_000_000))
+        return a, a * b, b
+
+
+class Sum(nn.Module):
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return values[0] + values[1] * 2 + values[2] * 3
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).norm().backward()
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+def test_all_tensors_of_a_tuple_are_waited_for(pipe: Pipe, checkpoint: str) -> None:
+    """Backward waited for the copy of the first tensor of a micro-batch only.
+
+    Without checkpointing, the gradients of the others could be summed before they had arrived.
+    """
+    module, x = nn.Sequential(Pair(), Sum()), torch.rand(8, 3, 4, 4)
+    expected = gradients(module, x)
+    actual = gradients(pipe(module, [1, 1], chunks=4, checkpoint=checkpoint), x)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("second", ["cpu", "cuda:1"])
+def test_all_tensors_of_a_tuple_are_waited_for_on_gpus(checkpoint: str, second: str) -> None:
+    if second == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    module, x = nn.Sequential(Pair(), Sum()), torch.rand(8, 3, 32, 32)
+    expected = gradients(module, x)
+    model = GPipe(module, [1, 1], devices=["cuda:0", second], chunks=4, checkpoint=checkpoint)
+    for a, b in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_integers_at_a_boundary_need_no_gradient(pipe: Pipe, checkpoint: str) -> None:
+    """Recomputation made all inputs of a partition require a gradient, which integers cannot."""
+
+    class WithIndices(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x * 2, x.argsort(1), x > 0
+
+    class Gather(nn.Module):
+        def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            x, indices, positive = values
+            return x.gather(1, indices) * positive
+
+    x = torch.randn(4, 3, requires_grad=True)
+    model = pipe(nn.Sequential(WithIndices(), Gather()), [1, 1], chunks=2, checkpoint=checkpoint)
+    model(x).sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    Gather()(WithIndices()(expected)).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_an_output_that_the_loss_does_not_use(pipe: Pipe, checkpoint: str) -> None:
+    """The first output carries the order of backward. A loss of the second one alone left it out."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(2, 2)
+            self.used = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.unused(x), self.used(x)
+
+    module = nn.Sequential(nn.Linear(2, 2), Two())
+    model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint)
+    model(torch.randn(6, 2))[1].sum().backward()
+    assert module[1].unused.weight.grad is None
+    assert module[1].used.weight.grad is not None
+    assert module[0].weight.grad is not None
+
+
+def test_a_loss_of_some_micro_batches_only(pipe: Pipe, checkpoint: str) -> None:
+    """The micro-batches that the loss does not use are still part of the chain that orders backward."""
+    model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=4, checkpoint=checkpoint)
+    x = torch.randn(4, 2, requires_grad=True)
+    model(x)[1:2].sum().backward()
+    assert x.grad is not None
+    assert [bool(row.any()) for row in x.grad] == [False, True, False, False]
+
+
+def test_no_parameter_and_no_input_needs_a_gradient_in_the_first_partition(pipe: Pipe, checkpoint: str) -> None:
+    """A checkpoint whose inputs need no gradient has no place in the graph to hang its recomputation on."""
+    model = pipe(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), [1, 1], chunks=2, checkpoint=checkpoint)
+    model(torch.randn(4, 2)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+@pytest.mark.timeout(120)
+def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> None:
+    """Worker threads that wait for the next mini-batch are there while the loader forks.
+
+    Python warns about that, and a process that was forked so may deadlock. The script has a process of its own,
+    because other tests may have left threads of PyTorch in this one.
+    """
+    script = """
+        import threading
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader
+        from torchgpipe import GPipe
+
+        torch.set_num_threads(1)
+        model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+        loader = DataLoader(list(torch.randn(8, 2)), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        for epoch in range(2):
+            for x in loader:
+                before = threading.active_count()
+                model(x).sum().backward()
+                assert threading.active_count() == before
+        print("done")
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)

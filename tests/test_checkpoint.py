@@ -1,0 +1,296 @@
+"""What a checkpoint leaves in the autograd graph, and when its layers run again.
+
+Other files test the results. Here it is the number and the order of things: a node too many is host time, and
+a recomputation too early is memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.conftest import Pipe
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+
+Cell = tuple[int, int]
+
+
+def nodes(*tensors: Tensor) -> list[Any]:
+    """All nodes of the autograd graph."""
+    found: dict[Any, None] = {}
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            pending.extend(next_node for next_node, _ in node.next_functions)
+    return list(found)
+
+
+def kinds(output: Tensor) -> Counter[str]:
+    return Counter(type(node).__name__ for node in nodes(output))
+
+
+class Record:
+    """What the layers of a model did, in order: (phase, cell)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Cell]] = []
+        self.recomputed: dict[Cell, StorageWeakRef] = {}
+
+    def of(self, phase: str) -> list[Cell]:
+        return [cell for its_phase, cell in self.events if its_phase == phase]
+
+    def alive(self) -> set[Cell]:
+        """The cells whose recomputed tensors are in memory."""
+        return {cell for cell, storage in self.recomputed.items() if not storage.expired()}
+
+
+class _Backward(torch.autograd.Function):
+    """Does nothing, and notes when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, record: Record, cell: Cell) -> Tensor:
+        ctx.record, ctx.cell = record, cell
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.record.events.append(("backward", ctx.cell))
+        return grads[0], None, None
+
+
+class Layer(nn.Module):
+    """Notes its runs. A micro-batch is a row, whose first number is its index."""
+
+    def __init__(self, record: Record, j: int, *, trains: bool = True) -> None:
+        super().__init__()
+        self.record = record
+        self.j = j
+        self.weight = nn.Parameter(torch.ones(2), requires_grad=trains)
+        self.alive_at_recomputation: list[set[Cell]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        cell = int(input[0, 0].item()), self.j
+        phase = "recompute" if is_recomputing() else "checkpoint" if is_checkpointing() else "plain"
+        self.record.events.append((phase, cell))
+        if is_recomputing():
+            self.alive_at_recomputation.append(self.record.alive())
+        result = (input[:, 1:] * self.weight).exp()  # is kept for backward
+        if is_recomputing():
+            self.record.recomputed[cell] = StorageWeakRef(result.untyped_storage())
+        result = _Backward.apply(result, self.record, cell)  # type: ignore[no-untyped-call]
+        return torch.cat([input[:, :1], result], dim=1)
+
+
+def build(n: int) -> tuple[nn.Sequential, Record]:
+    record = Record()
+    return nn.Sequential(*[Layer(record, j) for j in range(n)]), record
+
+
+def rows(m: int, requires_grad: bool = False) -> Tensor:
+    return torch.tensor([[float(i), 0.1, 0.2] for i in range(m)], requires_grad=requires_grad)
+
+
+def stop(checkpoint: str, m: int) -> int:
+    return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+
+
+# -------------------------------------------------------------------------------------------------- the graph
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "input needs grad"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_two_nodes_for_each_checkpointed_cell(pipe: Pipe, checkpoint: str, m: int, n: int, needs_grad: bool) -> None:
+    """One `Checkpoint` and one `Recompute`, and none for the others."""
+    layers, _ = build(n)
+    counts = kinds(pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)(rows(m, needs_grad)))
+    assert counts["CheckpointBackward"] == stop(checkpoint, m) * n
+    assert counts["RecomputeBackward"] == stop(checkpoint, m) * n
+
+
+def test_micro_batches_that_came_decide_which_is_the_last(pipe: Pipe) -> None:
+    layers, record = build(2)
+    output = pipe(layers, [1, 1], chunks=8, checkpoint="except_last")(rows(3))
+    assert kinds(output)["CheckpointBackward"] == 4
+    assert record.of("plain") == [(2, 0), (2, 1)]
+
+
+def test_none_in_evaluation(pipe: Pipe, checkpoint: str) -> None:
+    layers, _ = build(2)
+    model = pipe(layers, [1, 1], chunks=3, checkpoint=checkpoint).eval()
+    counts = kinds(model(rows(3)))
+    assert counts["CheckpointBackward"] == counts["RecomputeBackward"] == 0
+    assert counts["_BackwardBackward"] == 6, "though there is a graph"
+
+
+def test_none_where_nothing_needs_a_gradient(pipe: Pipe, checkpoint: str) -> None:
+    """The first partition is frozen, the second trains, and the third passes gradients through."""
+    record = Record()
+    layers = nn.Sequential(*[Layer(record, j, trains=j == 1) for j in range(3)])
+    output = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)(rows(3))
+    assert kinds(output)["CheckpointBackward"] == 2 * stop(checkpoint, 3)
+    output.sum().backward()
+    assert {j for _, j in record.of("recompute")} == (set() if checkpoint == "never" else {1, 2})
+
+
+def test_one_device_has_no_ties(checkpoint: str) -> None:
+    """One thread creates all nodes, and the engine takes them in the reverse order without being told."""
+    layers, _ = build(3)
+    counts = kinds(GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint)(rows(4)))
+    ours = {"CopyBackward", "WaitBackward", "ForkBackward", "JoinBackward"}
+    assert ours.isdisjoint(counts)
+
+
+def test_no_copies_where_nothing_moves(pipe: Pipe, checkpoint: str) -> None:
+    """All of the CPU's devices share its memory."""
+    layers, _ = build(3)
+    counts = kinds(pipe(layers, [1, 1, 1], chunks=4, checkpoint=checkpoint)(rows(4)))
+    assert {"CopyBackward", "WaitBackward"}.isdisjoint(counts)
+
+
+# -------------------------------------------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_each_cell_runs_once_and_is_recomputed_once(pipe: Pipe, checkpoint: str, m: int, n: int) -> None:
+    layers, record = build(n)
+    model = pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)
+    model(rows(m)).sum().backward()
+    recomputed = {(i, j) for i in range(stop(checkpoint, m)) for j in range(n)}
+    every = {(i, j) for i in range(m) for j in range(n)}
+    for phase, cells in {
+        "checkpoint": recomputed,
+        "plain": every - recomputed,
+        "recompute": recomputed,
+        "backward": every,
+    }.items():
+        assert sorted(record.of(phase)) == sorted(cells), phase
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "input needs grad"])
+def test_backward_takes_the_micro_batches_in_reverse(pipe: Pipe, checkpoint: str, needs_grad: bool) -> None:
+    """On each partition, and so does recomputation."""
+    m, n = 4, 3
+    layers, record = build(n)
+    pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)(rows(m, needs_grad)).sum().backward()
+    for j in range(n):
+        assert [i for i, its_j in record.of("backward") if its_j == j] == [3, 2, 1, 0]
+        recomputed = [i for i, its_j in record.of("recompute") if its_j == j]
+        assert recomputed == list(reversed(range(stop(checkpoint, m))))
+
+
+def test_a_cell_is_differentiated_before_the_next_of_its_partition_is_recomputed(pipe: Pipe) -> None:
+    """So that only one of them is in memory."""
+    m, n = 4, 3
+    layers, record = build(n)
+    pipe(layers, [1] * n, chunks=m, checkpoint="always")(rows(m)).sum().backward()
+    for j in range(n):
+        events = [(phase, i) for phase, (i, its_j) in record.events if its_j == j and phase != "checkpoint"]
+        assert events == [(phase, i) for i in reversed(range(m)) for phase in ("recompute", "backward")]
+
+
+def test_at_most_one_recomputed_micro_batch_is_in_memory(pipe: Pipe, variant: str, checkpoint: str) -> None:
+    """Of a device. All the partitions of one device have one between them."""
+    m, n = 5, 3
+    layers, record = build(n)
+    pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)(rows(m)).sum().backward()
+    for j, layer in enumerate(layers):
+        assert len(layer.alive_at_recomputation) == stop(checkpoint, m)
+        for others in layer.alive_at_recomputation:
+            in_the_way = others if variant == "inline" else {cell for cell in others if cell[1] == j}
+            assert in_the_way == set()
+    assert record.alive() == set()
+
+
+def test_recomputation_comes_before_the_gradient_with_several_devices() -> None:
+    """All devices can recompute their last micro-batch at once, with the first gradient still on its way."""
+    m, n = 2, 3
+    layers, record = build(n)
+    devices = [f"cpu:{j}" for j in range(n)]
+    GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint="always")(rows(m)).sum().backward()
+    events = [event for event in record.events if event[0] in ("recompute", "backward")]
+    first_backward = events.index(("backward", (m - 1, n - 1)))
+    assert {cell for _, cell in events[:first_backward]} == {(m - 1, j) for j in range(n)}
+
+
+def test_recomputation_comes_just_before_its_backward_with_one_device() -> None:
+    """There, nothing is gained by recomputing ahead, and memory would be lost."""
+    m, n = 3, 2
+    layers, record = build(n)
+    GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="always")(rows(m)).sum().backward()
+    events = [event for event in record.events if event[0] in ("recompute", "backward")]
+    assert [cell for _, cell in events[::2]] == [cell for _, cell in events[1::2]]
+    assert {phase for phase, _ in events[::2]} == {"recompute"}
+
+
+def test_repeated_devices(checkpoint: str) -> None:
+    """Two devices in turn: each of them keeps its order."""
+    m, n = 3, 4
+    layers, record = build(n)
+    devices = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+    GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint=checkpoint)(rows(m)).sum().backward()
+    for j in range(n):
+        assert [i for i, its_j in record.of("backward") if its_j == j] == [2, 1, 0]
+
+
+def test_a_second_backward_recomputes_again(pipe: Pipe, checkpoint: str) -> None:
+    layers, record = build(2)
+    loss = pipe(layers, [1, 1], chunks=3, checkpoint=checkpoint)(rows(3)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert len(record.of("recompute")) == 2 * 2 * stop(checkpoint, 3)
+
+
+# ---------------------------------------------------------------------------------- only as much as is needed
+
+
+def test_partitions_without_a_wanted_gradient_are_not_recomputed(pipe: Pipe) -> None:
+    """`torch.autograd.grad` for the last partition's parameter needs nothing of those before it."""
+    layers, record = build(3)
+    loss = pipe(layers, [1, 1, 1], chunks=3, checkpoint="always")(rows(3)).sum()
+    torch.autograd.grad(loss, [layers[2].weight])
+    assert {j for _, j in record.of("recompute")} == {2}
+
+
+class Ignored(nn.Module):
+    """Whose second output nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return input * self.weight, input.sin() * self.weight, torch.arange(len(input))
+
+
+def test_outputs_that_need_no_gradient(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(nn.Sequential(nn.Tanh(), Ignored()), [1, 1], chunks=2, checkpoint=checkpoint)
+    used, unused, numbers = model(torch.rand(4, 2))
+    assert (used.requires_grad, unused.requires_grad, numbers.requires_grad) == (True, True, False)
+    used.sum().backward()
+    assert model[1].weight.grad is not None
+
+
+class Doubles(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input.mul_(2)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
+def test_a_changed_input_is_refused(pipe: Pipe, first: bool) -> None:
+    """The input of a cell is what its recomputation starts from."""
+    layers = nn.Sequential(nn.Linear(2, 2), *([Doubles()] if first else [nn.Identity(), Doubles()]))
+    model = pipe(layers, [1, len(layers) - 1], chunks=2, checkpoint="always")
+    with pytest.raises(RuntimeError, match=r"partition 1 .*checkpoint='never'"):
+        model(torch.rand(4, 2))
+    if not first:
+        model = pipe(nn.Sequential(nn.Tanh(), nn.Linear(2, 2), Doubles()), [1, 2], chunks=2, checkpoint="always")
+        model(torch.rand(4, 2)).sum().backward()

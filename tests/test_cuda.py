@@ -1,0 +1,629 @@
+"""On a GPU, where work is launched now and done later.
+
+One GPU is enough: with the CPU it makes two devices, and it has streams that must wait for each other. A
+missing wait is made visible by kernels that are slow, in memory that was full of NaN before they write to it.
+"""
+
+from __future__ import annotations
+
+import copy as python_copy
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.copy import Route, copy, wait
+from torchgpipe.stream import AcceleratorStream
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+GPU = "cuda:0"
+MODES = ["always", "except_last", "never"]
+DEVICES = [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU], [GPU, "cpu", GPU], ["cpu", GPU, "cpu"]]
+CHUNKS = 3
+WIDTH = 64
+
+every_devices = pytest.mark.parametrize("devices", DEVICES, ids=lambda devices: "-".join(devices))
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def be_slow(cycles: int = 4_000_000) -> None:
+    """Keeps the current stream busy for some milliseconds, which is long beside the launch of a kernel."""
+    torch.cuda._sleep(cycles)
+
+
+@pytest.fixture(autouse=True)
+def dirty_memory() -> Iterator[None]:
+    """Fills the memory that will be handed out next with NaN, and finishes what was launched."""
+    dirt = [torch.full((size,), float("nan"), device=GPU) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 22)]
+    torch.cuda.synchronize()
+    del dirt
+    yield
+    torch.cuda.synchronize()
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if grads[0].is_cuda:
+            be_slow()
+        return grads[0] * 1
+
+
+class Slow(nn.Module):
+    """Its output is written late, and so is the gradient of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_cuda:
+            be_slow()
+        output: Tensor = _SlowBackward.apply(input)  # type: ignore[no-untyped-call]
+        return output
+
+
+def build(n: int) -> tuple[nn.Sequential, list[int]]:
+    """Layers for ``n`` partitions, and the balance."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(n):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), Slow()]
+    return nn.Sequential(*layers).double(), [3] * n
+
+
+def batch(device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(4 * CHUNKS, WIDTH, dtype=torch.float64, generator=generator)
+    return x.to(device).requires_grad_()
+
+
+def partitions_of(layers: nn.Sequential, balance: list[int]) -> list[nn.Sequential]:
+    ends = [sum(balance[:j]) for j in range(len(balance) + 1)]
+    return [layers[start:end] for start, end in pairwise(ends)]
+
+
+def place(layers: nn.Sequential, balance: list[int], devices: list[str]) -> nn.Sequential:
+    for partition, device in zip(partitions_of(layers, balance), devices, strict=True):
+        partition.to(device)
+    return layers
+
+
+def run_plain(layers: nn.Sequential, balance: list[int], devices: list[str], x: Tensor) -> Tensor:
+    """The plain model, whose layers are in their places: one micro-batch and one step after the other."""
+    outputs = []
+    for value in x.chunk(CHUNKS):
+        for partition, device in zip(partitions_of(layers, balance), devices, strict=True):
+            value = partition(value.to(device))
+            torch.cuda.synchronize()
+        outputs.append(value)
+    return torch.cat(outputs)
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, what: str = "") -> None:
+    assert actual is not None
+    assert expected is not None
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-9, atol=1e-9, msg=lambda m: f"{what}: {m}")
+
+
+def assert_same_step(model: GPipe, layers: nn.Sequential, devices: list[str], x: Tensor) -> None:
+    """Compares a training step of ``model`` with one of a copy of the plain ``layers``."""
+    plain = python_copy.deepcopy(layers)
+    plain.zero_grad()
+    model.zero_grad()
+    x2 = x.detach().clone().requires_grad_()
+
+    output = model(x)
+    output.square().sum().backward()
+    torch.cuda.synchronize()
+    expected = run_plain(plain, model.balance, devices, x2)
+    expected.square().sum().backward()
+    torch.cuda.synchronize()
+
+    assert output.device == torch.device(devices[-1])
+    assert_close(output, expected, "output")
+    assert_close(x.grad, x2.grad, "gradient of the input")
+    for (name, parameter), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(parameter.grad, its.grad, f"gradient of {name}")
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("home", ["cpu", GPU])
+@every_mode
+@every_devices
+def test_a_training_step_is_that_of_the_plain_model(devices: list[str], mode: str, home: str) -> None:
+    """Forward and backward, with copies in both directions, wherever the input is."""
+    layers, balance = build(len(devices))
+    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
+    for _ in range(2):
+        assert_same_step(model, layers, devices, batch(home))
+
+
+@every_mode
+@every_devices
+def test_what_the_caller_has_launched_is_waited_for(devices: list[str], mode: str) -> None:
+    """The input is still being computed when the model is called, and the gradient when backward is."""
+    layers, balance = build(len(devices))
+    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
+    x = batch(GPU).detach()
+    expected = run_plain(layers, balance, devices, x + 1).detach()
+
+    late = torch.full_like(x, float("nan"))
+    be_slow()
+    late.copy_(x + 1)
+    late.requires_grad_()
+    output = model(late)
+    assert_close(output, expected)
+
+    grad = torch.full_like(output, float("nan"))
+    if output.is_cuda:
+        be_slow()
+    grad.fill_(2)
+    output.backward(grad)
+    torch.cuda.synchronize()
+    plain = python_copy.deepcopy(layers)
+    plain.zero_grad()
+    run_plain(plain, balance, devices, x + 1).sum().mul(2).backward()
+    torch.cuda.synchronize()
+    assert late.grad is not None
+    for parameter, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(parameter.grad, its.grad)
+
+
+@every_mode
+def test_the_output_can_be_used_at_once(mode: str) -> None:
+    """By the caller's stream, and by the host."""
+    layers, balance = build(2)
+    model = GPipe(layers, balance, devices=["cpu", GPU], chunks=CHUNKS, checkpoint=mode)
+    output = model(batch())
+    on_gpu = output.detach() * 1
+    assert_close(output, run_plain(layers, balance, ["cpu", GPU], batch()))
+    assert_close(on_gpu, output)
+
+    layers, balance = build(2)
+    model = GPipe(layers, balance, devices=[GPU, "cpu"], chunks=CHUNKS, checkpoint=mode)
+    values = model(batch()).tolist()
+    assert_close(torch.tensor(values, dtype=torch.float64), run_plain(layers, balance, [GPU, "cpu"], batch()))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@every_devices
+def test_without_gradients(devices: list[str], off: Callable[[], Any]) -> None:
+    layers, balance = build(len(devices))
+    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS)
+    with off():
+        output = model(batch())
+        expected = run_plain(layers, balance, devices, batch())
+    assert_close(output, expected)
+    assert output.grad_fn is None
+
+
+class Mixed(nn.Module):
+    """Returns tensors of several types, some without gradients."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, None]:
+        if input.is_cuda:
+            be_slow()
+        return input * 2, torch.arange(len(input), device=input.device), None
+
+
+class Merge(nn.Module):
+    def forward(self, inputs: tuple[Tensor, Tensor, None]) -> Tensor:
+        a, b, nothing = inputs
+        assert nothing is None
+        return a * b[:, None]
+
+
+@every_mode
+@pytest.mark.parametrize("devices", [[GPU, "cpu"], ["cpu", GPU]], ids=str)
+def test_tuples_travel(devices: list[str], mode: str) -> None:
+    x = batch()
+    output = GPipe(nn.Sequential(Mixed(), Merge()), [1, 1], devices=devices, chunks=CHUNKS, checkpoint=mode)(x)
+    output.sum().backward()
+    factor = torch.arange(4, dtype=torch.float64).repeat(CHUNKS)[:, None] * 2
+    assert_close(output, x.detach() * factor)
+    assert_close(x.grad, factor.expand_as(x))
+
+
+def test_the_default_is_every_gpu() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1])
+    assert model.devices == [torch.device(GPU)]
+    assert model[0].weight.device == torch.device(GPU)
+    assert GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cuda"]).devices == [torch.device(GPU)]
+
+
+# ------------------------------------------------------------------------------------- copies between streams
+
+
+def stream() -> AcceleratorStream:
+    return AcceleratorStream(torch.device(GPU), torch.cuda.Stream(GPU))
+
+
+@pytest.fixture
+def route() -> Route:
+    """The streams of two devices, on one GPU, where a copy is launched on one stream and not on two."""
+    side = stream()
+    return Route(source=stream(), leaving=side, arriving=side, target=stream())
+
+
+N = 1 << 20
+
+
+def written_late(value: float, **options: Any) -> Tensor:
+    """A tensor that is NaN until the current stream gets to writing it."""
+    tensor = torch.full((N,), float("nan"), device=GPU, **options)
+    be_slow()
+    return tensor.fill_(value)
+
+
+def assert_filled(tensor: Tensor | None, value: float) -> None:
+    torch.cuda.synchronize()
+    assert tensor is not None
+    assert tensor.unique().tolist() == [value]
+
+
+def test_a_copy_waits_for_the_source_and_the_target_for_the_copy(route: Route) -> None:
+    with route.source.use():
+        (x,) = wait([route], (written_late(1),))
+    with route.leaving.use():
+        be_slow()
+    with route.target.use():
+        (moved,) = copy(route, (x,))
+        result = moved + 1
+    assert_filled(result, 2)
+
+
+def test_the_copy_of_a_gradient_waits_in_the_same_way(route: Route) -> None:
+    with route.source.use():
+        leaf = written_late(1).requires_grad_()
+        (x,) = wait([route], (leaf * 2,))
+    with route.target.use():
+        (moved,) = copy(route, (x,))
+        result = moved * 3
+        grad = written_late(5)
+        result.backward(grad)
+    assert_filled(leaf.grad, 30)
+
+
+def test_memory_is_not_used_again_before_it_was_copied(route: Route) -> None:
+    """The sender drops the tensor while its copy has not even begun."""
+    with route.source.use():
+        x = torch.ones(N, device=GPU)
+        (x,) = wait([route], (x,))  # type: ignore[assignment]
+    with route.leaving.use():
+        be_slow()
+    with route.target.use():
+        (moved,) = copy(route, (x,))
+    del x
+    with route.source.use():
+        dirt = [torch.full((N,), float("nan"), device=GPU) for _ in range(4)]
+    assert_filled(moved, 1)
+    del dirt
+
+
+def test_memory_is_not_used_again_before_the_target_has_read_it(route: Route) -> None:
+    """The receiver drops the copy while the kernel that reads it has not even begun."""
+    with route.source.use():
+        (x,) = wait([route], (torch.ones(N, device=GPU),))
+    with route.target.use():
+        (moved,) = copy(route, (x,))
+        be_slow()
+        result = moved + 1  # type: ignore[operator]
+    del moved
+    with route.arriving.use():
+        dirt = [torch.full((N,), float("nan"), device=GPU) for _ in range(4)]
+    assert_filled(result, 2)
+    del dirt
+
+
+# ---------------------------------------------------------------------------------------- what the caller set
+
+
+class Notes(nn.Module):
+    """Notes what is current where it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, Any]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_cuda:
+            now = torch.cuda.current_stream(), torch.cuda.current_device(), torch.is_autocast_enabled("cuda")
+            self.seen.append((is_recomputing(), now))
+        return input * 1
+
+
+@every_mode
+@every_devices
+def test_stream_and_device_are_current_in_layers(devices: list[str], mode: str) -> None:
+    """The stream of the call, also in a recomputation that comes when another stream is current."""
+    layers, _ = build(len(devices))
+    notes = [Notes() for _ in devices]
+    for j, its in enumerate(notes):
+        layers.insert(4 * j + 3, its)
+    model = GPipe(layers, [4] * len(devices), devices=devices, chunks=CHUNKS, checkpoint=mode)
+
+    mine = torch.cuda.Stream(GPU)
+    mine.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(mine):
+        output = model(batch(GPU))
+        loss = output.square().sum()
+        assert torch.cuda.current_stream() == mine
+    loss.backward()
+    torch.cuda.synchronize()
+
+    recomputed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[mode]
+    for its, device in zip(notes, devices, strict=True):
+        if device == GPU:
+            assert [again for again, _ in its.seen] == [False] * CHUNKS + [True] * recomputed
+            assert all(now == (mine, 0, False) for _, now in its.seen)
+
+
+@every_mode
+@every_devices
+def test_a_stream_of_the_callers(devices: list[str], mode: str) -> None:
+    """All of a training step on another stream than the default one."""
+    layers, balance = build(len(devices))
+    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        assert_same_step(model, layers, devices, batch(GPU))
+        assert_same_step(model, layers, devices, batch())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_mode
+@every_devices
+def test_autocast(devices: list[str], mode: str, dtype: torch.dtype) -> None:
+    """Backward outside of the block. Layers on the CPU are not concerned."""
+    dtypes: list[tuple[str, bool, torch.dtype]] = []
+
+    class Linear(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            output = super().forward(input)
+            dtypes.append((output.device.type, is_recomputing(), output.dtype))
+            return output.float()
+
+    layers = nn.Sequential(*[Linear(WIDTH, WIDTH) for _ in devices])
+    model = GPipe(layers, [1] * len(devices), devices=devices, chunks=CHUNKS, checkpoint=mode)
+    x = batch().detach().float()
+    with torch.autocast("cuda", dtype):
+        loss = model(x).square().sum()
+    loss.backward()
+
+    expected = {("cuda", dtype), ("cpu", torch.float32)}
+    assert {(kind, its) for kind, _, its in dtypes} <= expected
+    assert any(again for _, again, _ in dtypes) == (mode != "never")
+
+    grads = [parameter.grad for parameter in layers.parameters()]
+    layers.zero_grad()
+    with torch.autocast("cuda", dtype, cache_enabled=False):
+        run_plain(layers, [1] * len(devices), devices, x).square().sum().backward()
+    for actual, parameter in zip(grads, layers.parameters(), strict=True):
+        assert actual is not None
+        assert parameter.grad is not None
+        torch.testing.assert_close(actual, parameter.grad, rtol=0.05, atol=0.05 * parameter.grad.abs().max().item())
+
+
+# --------------------------------------------------------------------------------------------- random numbers
+
+
+class DrawsOnCpu(nn.Module):
+    """Draws from the generator of the CPU, wherever it is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * torch.rand(input.shape, dtype=input.dtype).to(input.device)
+
+
+@every_mode
+@every_devices
+def test_dropout(devices: list[str], mode: str) -> None:
+    """The masks are those of checkpoint='never' under the same seed, and backward moves no generator."""
+
+    def step(checkpoint: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [
+            layer
+            for _ in devices
+            for layer in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), DrawsOnCpu(), nn.AlphaDropout(0.2))
+        ]
+        model = GPipe(
+            nn.Sequential(*layers).double(),
+            [4] * len(devices),
+            devices=devices,
+            chunks=CHUNKS,
+            checkpoint=checkpoint,
+        )
+        x = batch()
+        torch.manual_seed(7)
+        output = model(x)
+        before = torch.get_rng_state(), torch.cuda.get_rng_state(GPU)
+        output.square().sum().backward()
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(torch.cuda.get_rng_state(GPU), before[1])
+        results = [output.detach(), x.grad, *[parameter.grad for parameter in model.parameters()]]
+        return [result for result in results if result is not None]
+
+    for actual, expected in zip(step(mode), step("never"), strict=True):
+        assert_close(actual, expected)
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes at the peak of a step and after it, above those before it.
+
+    The last of several steps counts: before, libraries get workspaces for every thread.
+    """
+    for _ in range(4):
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(GPU)
+        torch.cuda.reset_peak_memory_stats(GPU)
+        step()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(GPU) - before, torch.cuda.memory_allocated(GPU) - before
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())])
+
+
+ROWS = 1 << 15  # a mini-batch is 32 MiB between two layers
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@every_mode
+@pytest.mark.parametrize("devices", [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU]], ids=str)
+def test_nothing_is_left_on_the_gpu(devices: list[str], mode: str) -> None:
+    """After backward: no more than before it, with the gradients in place."""
+    model = GPipe(deep(), [16 // len(devices)] * len(devices), devices=devices, chunks=4, checkpoint=mode)
+    x = torch.rand(256, 256)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        model(x).sum().backward()
+
+    _, left = memory_of(step)
+    assert left == 0
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_peak_memory_against_the_plain_model() -> None:
+    """Without checkpointing it is that of the plain model; with it, a fraction."""
+    x = torch.rand(ROWS, 256, device=GPU)
+    plain = deep().to(GPU)
+
+    def in_micro_batches() -> None:
+        plain.zero_grad(set_to_none=False)
+        torch.cat([plain(part) for part in x.chunk(8)]).sum().backward()
+
+    expected, _ = memory_of(in_micro_batches)
+    peaks = {}
+    for mode in MODES:
+        model = GPipe(python_copy.deepcopy(plain), [4] * 4, devices=[GPU] * 4, chunks=8, checkpoint=mode)
+
+        def step(model: GPipe = model) -> None:
+            model.zero_grad(set_to_none=False)
+            model(x).sum().backward()
+
+        peaks[mode], _ = memory_of(step)
+    between_layers = x.nbytes
+    # A micro-batch more or less, an eighth, is the order in which things happen to be freed.
+    assert peaks["never"] <= expected + between_layers // 4
+    # Plain: eight activations and the output. Checkpointed: the inputs of three partitions (that of the first
+    # is the caller's), and the output in micro-batches and as a whole, which makes five of nine.
+    assert peaks["always"] <= 0.7 * expected
+    assert peaks["always"] <= peaks["except_last"] <= peaks["never"]
+
+
+# ----------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation"])
+@pytest.mark.parametrize("devices", [[GPU, "cpu"], ["cpu", GPU], [GPU, GPU]], ids=str)
+def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
+    """Its place is told, the model works on, and the memory of the GPU is free."""
+
+    class Fails(nn.Module):
+        armed = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            if self.armed and is_recomputing() == (phase == "recomputation"):
+                raise ValueError("fails")
+            return input
+
+    layers, balance = build(2)
+    fails = Fails()
+    layers.append(fails)
+    balance[-1] += 1
+    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint="always")
+    for _ in range(3):
+        model(batch()).sum().backward()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(GPU)
+
+    fails.armed = True
+    with pytest.raises(ValueError, match="fails") as caught:
+        model(batch()).sum().backward()
+    (note,) = caught.value.__notes__
+    assert f"partition 1 (layers '3'..'6') on {devices[1]}, during {phase}" in note
+    del caught
+    torch.ones((), requires_grad=True).backward()  # lets the engine drop what was ready to run
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated(GPU) <= before
+
+    fails.armed = False
+    assert_same_step(model, layers, devices, batch())
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+@every_mode
+@pytest.mark.parametrize("devices", [[GPU], ["cpu", GPU]], ids=str)
+def test_training_with_a_grad_scaler(devices: list[str], mode: str) -> None:
+    """A loop as users write it: half precision, scaled losses, clipping."""
+
+    def train(run: Callable[[nn.Sequential], Callable[[Tensor], Tensor]]) -> list[float]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in devices])
+        model = run(layers)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        x = batch(GPU).detach().float()
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            for parameter in layers.parameters():  # clip_grad_norm_ wants all of them on one device
+                nn.utils.clip_grad_value_([parameter], 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        return losses
+
+    balance = [1] * len(devices)
+    actual = train(lambda layers: GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode))
+    expected = train(lambda layers: partial(run_plain, place(layers, balance, devices), balance, devices))
+    assert actual == pytest.approx(expected, rel=1e-2)
+    assert actual[-1] < actual[0]
+
+
+@every_mode
+def test_batch_norm_counts_once(mode: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).double()
+    plain = place(python_copy.deepcopy(layers), [1, 2], ["cpu", GPU])
+    model = GPipe(layers, [1, 2], devices=["cpu", GPU], chunks=CHUNKS, checkpoint=mode)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        run_plain(plain, [1, 2], ["cpu", GPU], batch()).sum().backward()
+    for (name, actual), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert_close(actual, expected, name)

@@ -1,0 +1,269 @@
+"""DistributedDataParallel around a pipeline, with its default settings: two processes on the CPU, over gloo.
+
+The processes are started once. Each runs all of `CASES`, on its half of the data, and leaves a report for
+each. The tests read the reports.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torchgpipe import GPipe
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+WORLD = 2
+CHUNKS = 3
+BALANCE = [2, 1, 2]
+MODES = ["always", "except_last", "never"]
+DEVICES = {"inline": ["cpu"] * 3, "workers": ["cpu:0", "cpu:1", "cpu:2"]}
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    return layers.double()
+
+
+def data(size: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.rand(2, size, 2, dtype=torch.float64, generator=generator)
+    return x, y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def gradients(layers: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in layers.named_parameters()}
+
+
+class Trial:
+    """A pipeline in DDP, and beside it the plain model in one process, on the data of both.
+
+    Args:
+        devices: of the pipeline
+        checkpoint: of the pipeline
+        prepare: changes the layers before they are wrapped
+        options: of DDP
+    """
+
+    def __init__(
+        self,
+        devices: list[str],
+        checkpoint: str,
+        prepare: Callable[[nn.Sequential], Any] = lambda layers: None,
+        **options: Any,
+    ) -> None:
+        self.layers, self.plain = build(), build()
+        prepare(self.layers)
+        prepare(self.plain)
+        pipeline = GPipe(self.layers, BALANCE, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
+        self.model = DistributedDataParallel(pipeline, **options)
+        self.reduced: list[int] = []
+        self.model.register_comm_hook(None, self._reduce)
+
+    # Without annotations, which DDP inspects and cannot read as strings.
+    def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
+        self.reduced.append(bucket.index())
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """A backward on this process's half, and one of the plain model on all of it."""
+        mine = slice(dist.get_rank(), None, WORLD)
+        loss_of(self.model(x[mine]), y[mine]).backward()
+        loss_of(self.plain(x), y).backward()
+
+    def check(self) -> None:
+        for name, expected in gradients(self.plain).items():
+            actual = gradients(self.layers)[name]
+            assert (actual is None) == (expected is None), name
+            torch.testing.assert_close(actual, expected, msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+
+
+# ---------------------------------------------------------------------------- what each of the processes does
+
+
+def gradients_are_those_of_the_joined_batch(devices: list[str], checkpoint: str) -> None:
+    trial = Trial(devices, checkpoint)
+    for step in range(3):
+        trial.step(*data(12, step))
+        trial.check()
+        trial.zero_grad()
+
+
+def each_bucket_is_reduced_once(devices: list[str], checkpoint: str) -> None:
+    """With the default bucket, which holds all, and with small ones, laid out anew in the second step."""
+    for options in ({}, {"bucket_cap_mb": 1e-5}):
+        trial = Trial(devices, checkpoint, **options)
+        counts = []
+        for step in range(3):
+            trial.reduced.clear()
+            trial.step(*data(12, step))
+            trial.check()
+            trial.zero_grad()
+            assert sorted(trial.reduced) == list(range(len(trial.reduced)))
+            counts.append(len(trial.reduced))
+        assert counts[-1] > 1 if options else counts == [1, 1, 1], counts
+
+
+def fewer_micro_batches_come(devices: list[str], checkpoint: str) -> None:
+    """The last batch of an epoch: some micro-batches, and one."""
+    trial = Trial(devices, checkpoint)
+    for step, size in enumerate([12, 4, 2, 12]):
+        trial.reduced.clear()
+        trial.step(*data(size, step))
+        trial.check()
+        trial.zero_grad()
+        assert trial.reduced == [0]
+
+
+def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
+    """The first partition, which is not recomputed; one in the middle; and single parameters."""
+    for frozen in ([0], [2], [0, 2], [4]):
+        trial = Trial(
+            devices,
+            checkpoint,
+            lambda layers, frozen=frozen: [layers[k].requires_grad_(False) for k in frozen],  # type: ignore[misc]
+        )
+        for step in range(2):
+            trial.step(*data(12, step))
+            trial.check()
+            trial.zero_grad()
+    trial = Trial(devices, checkpoint, lambda layers: layers[2].weight.requires_grad_(False))
+    trial.step(*data(12))
+    trial.check()
+
+
+def gradients_are_accumulated(devices: list[str], checkpoint: str) -> None:
+    """`no_sync` for all but the last of several backwards: one reduction, and the sum of the gradients."""
+    trial = Trial(devices, checkpoint)
+    for _ in range(2):
+        trial.reduced.clear()
+        for step in range(3):
+            with trial.model.no_sync() if step < 2 else nullcontext():
+                trial.step(*data(12, step))
+            assert trial.reduced == ([] if step < 2 else [0])
+        trial.check()
+        trial.zero_grad()
+
+
+def other_settings(devices: list[str], checkpoint: str) -> None:
+    for options in (
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ):
+        with warnings.catch_warnings():
+            # DDP advises against looking for unused parameters where there are none.
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            trial = Trial(devices, checkpoint, **options)
+            for step in range(3):
+                trial.step(*data(12, step))
+                trial.check()
+                trial.zero_grad()
+
+
+def an_optimizer_keeps_both_processes_equal(devices: list[str], checkpoint: str) -> None:
+    trial = Trial(devices, checkpoint)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (trial.layers, trial.plain)]
+    for step in range(4):
+        trial.step(*data([12, 12, 10, 2][step], step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, expected in trial.plain.state_dict().items():
+        torch.testing.assert_close(trial.layers.state_dict()[name], expected)
+    for parameter in trial.layers.parameters():
+        of_all = [torch.empty_like(parameter) for _ in range(WORLD)]
+        dist.all_gather(of_all, parameter.detach())
+        assert torch.equal(of_all[0], of_all[1])
+
+
+CASES: list[Callable[[list[str], str], None]] = [
+    gradients_are_those_of_the_joined_batch,
+    each_bucket_is_reduced_once,
+    fewer_micro_batches_come,
+    parts_are_frozen,
+    gradients_are_accumulated,
+    other_settings,
+    an_optimizer_keeps_both_processes_equal,
+]
+
+
+def run_all(rank: int, folder: str) -> None:
+    """The life of a process."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Nothing leaves the machine.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
+    for case in CASES:
+        for variant, devices in DEVICES.items():
+            for checkpoint in MODES:
+                try:
+                    case(devices, checkpoint)
+                    report = ""
+                except BaseException:
+                    report = traceback.format_exc()
+                Path(folder, _report(case, variant, checkpoint, rank)).write_text(report)
+                # Where one of the processes fails, the other would wait for it in vain.
+                failed = torch.tensor([float(bool(report))])
+                dist.all_reduce(failed)
+                if failed.item():
+                    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report(case: Callable[..., None], variant: str, checkpoint: str, rank: int) -> str:
+    return f"{case.__name__}-{variant}-{checkpoint}-{rank}"
+
+
+# -------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder where the processes have left their reports."""
+    folder = tmp_path_factory.mktemp("ddp")
+    context = mp.spawn(run_all, (str(folder),), nprocs=WORLD, join=False)
+    try:
+        for _ in range(12):  # If one waits for the other for ever, its report is missing below.
+            if context.join(timeout=10):
+                break
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    yield folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_with_ddp(reports: Path, variant: str, mode: str, case: Callable[..., None]) -> None:
+    for rank in range(WORLD):
+        report = reports / _report(case, variant, mode, rank)
+        assert report.exists(), f"process {rank} did not get there"
+        if report.read_text():
+            pytest.fail(f"process {rank}: {report.read_text()}", pytrace=False)

@@ -1,0 +1,279 @@
+"""Fork, Join and phonies: order in backward, read off the autograd graph.
+
+With a worker for each device, nothing but the graph makes the engine finish micro-batch i+1 on a partition
+before it starts micro-batch i. A node is differentiated after all those that lead to it. So it is the graph
+that is tested: cell (i+1, j) leads to cell (i, j).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe import GPipe
+from torchgpipe.dependency import fork, join
+from torchgpipe.phony import get_phony
+
+CPU = torch.device("cpu")
+
+# ---------------------------------------------------------------------------------------------------- phonies
+
+
+def test_a_phony_is_empty() -> None:
+    phony = get_phony(CPU)
+    assert phony.shape == (0,)
+    assert phony.device == CPU
+    assert not phony.requires_grad
+
+
+def test_all_phonies_of_a_device_share_their_memory() -> None:
+    assert get_phony(CPU) is not get_phony(CPU)
+    assert get_phony(CPU).untyped_storage().data_ptr() == get_phony(CPU).untyped_storage().data_ptr()
+
+
+class _EmptyIsOnMeta(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.to("meta") if func is torch.empty else result
+
+
+@pytest.mark.parametrize(
+    ("index", "context"),  # devices that no other test has used
+    [
+        pytest.param(110, torch.inference_mode, id="inference mode"),
+        pytest.param(111, lambda: torch.device("meta"), id="default device"),
+        pytest.param(112, FakeTensorMode, id="fake tensors"),
+        pytest.param(113, _EmptyIsOnMeta, id="function mode"),
+        pytest.param(114, torch.no_grad, id="no_grad"),
+    ],
+)
+def test_the_first_phony_of_a_device_is_like_any_other(index: int, context: Any) -> None:
+    """It is kept for the life of the process, and must keep nothing of what was set when it was made."""
+    device = torch.device("cpu", index)
+    with context():
+        get_phony(device)
+    phony = get_phony(device)
+    assert type(phony) is Tensor
+    assert not phony.is_inference()
+    assert not phony.is_meta
+    x = torch.ones(2, requires_grad=True)
+    joined = join(x, phony.requires_grad_())
+    joined.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+# ---------------------------------------------------------------------------------------------- fork and join
+
+
+class Log(torch.autograd.Function):
+    """Does nothing, and notes when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, log: list[Any], name: Any, input: Tensor) -> Tensor:
+        ctx.log, ctx.name = log, name
+        return input.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        ctx.log.append(ctx.name)
+        return None, None, grads[0]
+
+
+def test_fork_and_join_change_no_number() -> None:
+    x, y = torch.rand(3, requires_grad=True), torch.rand(2, requires_grad=True)
+    x2, phony = fork(x * 2)
+    y2 = join(y * 3, phony)
+    assert torch.equal(x2, x * 2)
+    assert torch.equal(y2, y * 3)
+    (x2.sum() + y2.sum()).backward()
+    assert x.grad.tolist() == [2, 2, 2]
+    assert y.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+def test_join_is_differentiated_before_fork(tied: bool) -> None:
+    """The engine prefers the node that was made last; a tie is stronger."""
+    log: list[Any] = []
+    a = torch.rand(1, requires_grad=True)
+    b = torch.rand(1, requires_grad=True)
+    a, phony = fork(a)
+    y = join(b, phony) if tied else b
+    y = Log.apply(log, "after the join", y)
+    x = Log.apply(log, "after the fork", a)  # made last
+    (x + y).sum().backward()
+    assert log == ["after the fork", "after the join"]
+    # What lies before the fork has to wait for the join.
+    log.clear()
+    a = Log.apply(log, "before the fork", torch.rand(1, requires_grad=True))
+    a, phony = fork(a)
+    b = Log.apply(log, "before the join", torch.rand(1, requires_grad=True))
+    y = join(b, phony) if tied else b
+    y = Log.apply(log, "after the join", y)
+    (a + y).sum().backward()
+    assert log.index("after the join") < log.index("before the fork")
+
+
+def test_fork_without_a_gradient_of_its_own() -> None:
+    """The phony alone reaches it."""
+    x, y = torch.rand(3, requires_grad=True), torch.rand(2, requires_grad=True)
+    _, phony = fork(x)
+    join(y, phony).sum().backward()
+    assert x.grad is None
+    assert y.grad.tolist() == [1, 1]
+
+
+def test_several_phonies() -> None:
+    log: list[Any] = []
+    leaves = [torch.rand(1, requires_grad=True) for _ in range(3)]
+    forks = [fork(Log.apply(log, k, leaf)) for k, leaf in enumerate(leaves)]
+    y = Log.apply(log, "after the join", join(torch.rand(1, requires_grad=True), *[phony for _, phony in forks]))
+    (y + sum(x for x, _ in forks)).sum().backward()
+    assert log[0] == "after the join"
+    assert sorted(log[1:]) == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------ the graph of a pipeline
+
+
+class Marks(nn.Module):
+    """A layer whose nodes tell their cell (i, j). A micro-batch is a row that begins with i."""
+
+    def __init__(self, j: int, outputs: int) -> None:
+        super().__init__()
+        self.j = j
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Any) -> Any:
+        tensors = input if isinstance(input, tuple) else (input,)
+        i = int(tensors[0][0, 0].item())
+        marked = tuple(_Mark.apply((i, self.j), x, self.weight) for x in tensors)
+        marked = (*marked, *marked[:1] * self.outputs)[: self.outputs]
+        return marked if self.outputs > 1 else marked[0]
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cell: tuple[int, int], x: Tensor, weight: Tensor) -> Tensor:
+        ctx.cell = cell
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
+        return None, grads[0], grads[0].sum()
+
+
+def successors(node: Any) -> Iterator[Any]:
+    return (next_node for next_node, _ in node.next_functions if next_node is not None)
+
+
+def reachable(roots: Any) -> set[Any]:
+    """The nodes that are differentiated after ``roots``, and these themselves."""
+    found: set[Any] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(successors(node))
+    return found
+
+
+def cells(root: Any, m: int, n: int, weights: list[Tensor]) -> dict[tuple[int, int], set[Any]]:
+    """The nodes of each cell.
+
+    Those of a cell that is not checkpointed carry a mark. A `Checkpoint` belongs to the partition whose
+    weight it leads to, and to the micro-batch that has as many checkpoints of its partition before it.
+    """
+    found: dict[tuple[int, int], set[Any]] = {(i, j): set() for i in range(m) for j in range(n)}
+    nodes = reachable([root])
+    accumulate = {torch.autograd.graph.get_gradient_edge(weight).node: j for j, weight in enumerate(weights)}
+    checkpoints: dict[int, list[Any]] = {j: [] for j in range(n)}
+    for node in nodes:
+        if type(node).__name__ == "_MarkBackward":
+            found[node.cell].add(node)
+        if type(node).__name__ == "CheckpointBackward":
+            (j,) = {accumulate[next_node] for next_node in successors(node) if next_node in accumulate}
+            checkpoints[j].append(node)
+    for j, its in checkpoints.items():
+        # In a chain, each leads to those of the micro-batches before it.
+        for node in its:
+            found[len(reachable([node]) & set(its)) - 1, j].add(node)
+    return found
+
+
+@pytest.mark.parametrize("outputs", [1, 2], ids=["one tensor", "two tensors"])
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["input needs grad", "plain input"])
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1", "cpu:2"], ["cpu:0", "cpu:1", "cpu:0"]], ids=str)
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_every_cell_comes_after_the_next_micro_batch(
+    checkpoint: str, m: int, devices: list[str], needs_grad: bool, outputs: int
+) -> None:
+    n = 3
+    layers = nn.Sequential(*[Marks(j, outputs) for j in range(n)])
+    model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint=checkpoint)
+    output = model(torch.tensor([[float(i), 0.5] for i in range(m)], requires_grad=needs_grad))
+    root = (output[0] if outputs > 1 else output).grad_fn
+
+    members = cells(root, m, n, [layer.weight for layer in layers])
+    assert all(members.values())
+    for (i, j), its_nodes in members.items():
+        if i == m - 1:
+            continue
+        before = members[i + 1, j]
+        if not its_nodes <= reachable(before):
+            # Without a gradient of its input, the cell has no node to end a lane in but the join on its
+            # output; that one is differentiated just before it.
+            assert checkpoint != "always"
+            assert j == 0
+            assert not needs_grad
+            joins = {node for node in reachable([root]) if before & set(successors(node))}
+            assert its_nodes <= reachable(joins), f"{(i, j)} does not wait for {(i + 1, j)}"
+
+
+def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> None:
+    """The next micro-batches have to be through with its partition, while its own gradient may come later."""
+    m, n = 3, 3
+    layers = nn.Sequential(*[Marks(j, 1) for j in range(n)])
+    devices = [f"cpu:{j}" for j in range(n)]
+    model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint="always")
+    root = model(torch.tensor([[float(i), 0.5] for i in range(m)])).grad_fn
+
+    members = cells(root, m, n, [layer.weight for layer in layers])
+    for (i, j), its_nodes in members.items():
+        (recompute,) = {
+            node
+            for node in reachable([root])
+            if type(node).__name__ == "RecomputeBackward" and its_nodes & set(successors(node))
+        }
+        waits_for = {cell for cell, nodes in members.items() if recompute in reachable(nodes)}
+        assert {its_i for its_i, its_j in waits_for if its_j == j} == set(range(i + 1, m))
+        assert i not in {its_i for its_i, _ in waits_for}
+
+
+def test_one_device_needs_no_ties(checkpoint: str) -> None:
+    """The engine takes nodes of one thread in reverse order of creation; see `test_checkpoint.py`."""
+    layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
+    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint)
+    output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
+    assert not {"ForkBackward", "JoinBackward"} & {type(node).__name__ for node in reachable([output.grad_fn])}
+
+
+def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
+    """To measure what they are for."""
+    layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
+    model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
+    model._mechanisms = replace(model._mechanisms, dependency=False)
+    output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
+    checkpoints = {node for node in reachable([output.grad_fn]) if type(node).__name__ == "CheckpointBackward"}
+    # Each leads to at most the one before it in its own micro-batch.
+    assert all(len(checkpoints & reachable([node])) <= 2 for node in checkpoints)
+    output.sum().backward()
+    assert layers[0].weight.grad is not None

@@ -1,0 +1,524 @@
+"""A failing layer is the caller's own exception, told where; nothing hangs or leaks, and the model works on.
+
+The layers here fail on demand, in the cells and phases of a `Plan`. A micro-batch is one row, whose first
+number is the index of the micro-batch, so that a layer knows its cell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import torchgpipe.pipeline
+from tests.conftest import Devices, Pipe
+from tests.plain import assert_same, outcome, plain_outcome
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+
+PHASES = ["forward", "recomputation", "backward"]
+
+Cell = tuple[int, int]
+
+
+class Fault(Exception):
+    """Cannot be made without arguments, as many of the users' exceptions."""
+
+    def __init__(self, cell: Cell, phase: str) -> None:
+        super().__init__(f"{cell} fails during {phase}")
+        self.cell = cell
+        self.phase = phase
+
+
+class Plan:
+    """Which cells are to fail and when, which have run, and what they computed."""
+
+    def __init__(self) -> None:
+        self.faults: dict[tuple[Cell, str], BaseException | type[BaseException]] = {}
+        self.runs: list[tuple[Cell, str]] = []
+        self.storages: list[StorageWeakRef] = []
+
+    def add(self, cell: Cell, phase: str, error: BaseException | type[BaseException] = Fault) -> None:
+        self.faults[cell, phase] = error
+
+    def enter(self, cell: Cell, phase: str) -> None:
+        self.runs.append((cell, phase))
+        error = self.faults.get((cell, phase))
+        if error is not None:
+            raise error(cell, phase) if isinstance(error, type) else error
+
+    @property
+    def alive(self) -> int:
+        """How many of the intermediate results are still in memory."""
+        return sum(not storage.expired() for storage in self.storages)
+
+
+class _FailsAtBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, plan: Plan, cell: Cell) -> Tensor:
+        ctx.plan, ctx.cell = plan, cell
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.plan.enter(ctx.cell, "backward")
+        return grads[0], None, None
+
+
+class Layer(nn.Module):
+    """Computes something, and fails where the plan says so."""
+
+    def __init__(self, plan: Plan, j: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.j = j
+        self.weight = nn.Parameter(torch.full((2,), 0.5 + j, dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        cell = int(input[0, 0].item()), self.j
+        result = (input[:, 1:] * self.weight).exp()
+        self.plan.storages.append(StorageWeakRef(result.untyped_storage()))
+        self.plan.enter(cell, "recomputation" if is_recomputing() else "forward")
+        result = _FailsAtBackward.apply(result.sin(), self.plan, cell)  # type: ignore[no-untyped-call]
+        return torch.cat([input[:, :1], result], dim=1)
+
+
+class Line(nn.Module):
+    """A layer that does nothing, so that partitions have two layers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+def build(plan: Plan, n: int) -> nn.Sequential:
+    return nn.Sequential(*[layer for j in range(n) for layer in (Layer(plan, j), Line())])
+
+
+def rows(m: int) -> Tensor:
+    x = torch.linspace(-1, 1, 3 * m, dtype=torch.float64).reshape(m, 3)
+    x[:, 0] = torch.arange(m)
+    return x
+
+
+def note(cell: Cell, m: int, device: str, phase: str) -> str:
+    i, j = cell
+    return f"micro-batch {i} of {m}, partition {j} (layers '{2 * j}'..'{2 * j + 1}') on {device}, during {phase}"
+
+
+def in_schedule_order(cells: Iterable[Cell]) -> list[Cell]:
+    return sorted(cells, key=lambda cell: (sum(cell), cell[1]))
+
+
+def step(model: nn.Module, m: int) -> None:
+    model(rows(m)).sum().backward()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.enumerate()
+    yield
+    assert threading.enumerate() == before
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Plan()
+
+
+def phases_of(checkpoint: str) -> list[str]:
+    """The phases in which an error of micro-batch 0 of several can be told from others."""
+    return ["forward"] if checkpoint == "never" else PHASES
+
+
+every_phase = pytest.mark.parametrize("phase", PHASES)
+
+
+# ------------------------------------------------------------------------------------ what the caller is told
+
+
+@every_phase
+@pytest.mark.parametrize("cell", [(0, 0), (1, 1), (0, 2)], ids=str)
+def test_own_exception_with_its_place(
+    pipe: Pipe, devices: Devices, plan: Plan, checkpoint: str, cell: Cell, phase: str
+) -> None:
+    model = pipe(build(plan, 3), [2, 2, 2], chunks=3, checkpoint=checkpoint)
+    plan.add(cell, phase)
+    if phase == "recomputation" and checkpoint == "never":
+        step(model, 3)
+        assert (cell, phase) not in plan.runs
+        return
+    with pytest.raises(Fault) as caught:
+        step(model, 3)
+    assert (caught.value.cell, caught.value.phase) == (cell, phase)
+
+    # Without checkpointing there is nobody of ours around at backward.
+    known = phase in phases_of(checkpoint)
+    expected = [note(cell, 3, devices(3)[cell[1]], phase)] if known else []
+    assert getattr(caught.value, "__notes__", []) == expected
+    # As users see it:
+    text = "".join(traceback.format_exception(caught.value))
+    assert all(text.rstrip().endswith(line) for line in expected)
+
+
+@every_phase
+def test_the_traceback_leads_into_the_layer(pipe: Pipe, plan: Plan, phase: str) -> None:
+    model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
+    plan.add((1, 1), phase)
+    with pytest.raises(Fault) as caught:
+        step(model, 2)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[0] == "test_the_traceback_leads_into_the_layer"
+    assert frames[-2:] == ["backward" if phase == "backward" else "forward", "enter"]
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
+def test_partition_of_one_layer(pipe: Pipe, devices: Devices, plan: Plan) -> None:
+    model = pipe(nn.Sequential(Line(), Layer(plan, 1)), [1, 1])
+    plan.add((0, 1), "forward")
+    with pytest.raises(Fault) as caught:
+        model(rows(1))
+    where = f"partition 1 (layers '1'..'1') on {devices(2)[1]}"
+    assert caught.value.__notes__ == [f"micro-batch 0 of 1, {where}, during forward"]
+
+
+def test_micro_batches_that_came_are_counted(pipe: Pipe, devices: Devices, plan: Plan) -> None:
+    """M is how many there are, which may be less than chunks."""
+    model = pipe(build(plan, 2), [2, 2], chunks=8)
+    plan.add((1, 1), "forward")
+    with pytest.raises(Fault) as caught:
+        model(rows(3))
+    assert caught.value.__notes__ == [note((1, 1), 3, devices(2)[1], "forward")]
+
+
+class NeedsNothing(BaseException):
+    pass
+
+
+@every_phase
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("message"),
+        KeyError("key"),
+        StopIteration("value"),
+        StopAsyncIteration("value"),
+        AssertionError(),
+        RuntimeError("generator raised StopIteration"),
+        MemoryError(),
+        torch.OutOfMemoryError("device is full"),
+        KeyboardInterrupt(),
+        SystemExit(3),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        ExceptionGroup("group", [ValueError("first"), ValueError("second")]),
+        NeedsNothing(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_any_exception_gets_out(pipe: Pipe, plan: Plan, error: BaseException, phase: str) -> None:
+    """The very same instance, whatever it is."""
+    model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
+    plan.add((0, 1), phase, error)
+    with pytest.raises(type(error)) as caught:
+        step(model, 2)
+    assert caught.value is error
+    plan.faults.clear()
+    step(model, 2)
+
+
+def test_one_instance_raised_again_and_again(pipe: Pipe, devices: Devices, plan: Plan) -> None:
+    """Its notes do not pile up, and the last place is among them."""
+    error = ValueError("the only one")
+    model = pipe(build(plan, 2), [2, 2], chunks=3, checkpoint="always")
+    plan.add((0, 1), "forward", error)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="the only one"):
+            model(rows(3))
+    assert error.__notes__ == [note((0, 1), 3, devices(2)[1], "forward")]
+
+    plan.faults.clear()
+    plan.add((1, 0), "recomputation", error)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="the only one"):
+            step(model, 3)
+    assert error.__notes__[-1] == note((1, 0), 3, devices(2)[0], "recomputation")
+    assert len(error.__notes__) == len(set(error.__notes__))
+
+
+def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
+    """First where it happened, then where that is."""
+    inner = pipe(build(plan, 2), [2, 2], chunks=1)
+    outer = pipe(nn.Sequential(Line(), inner), [1, 1], chunks=2)
+    plan.add((1, 1), "forward")
+    with pytest.raises(Fault) as caught:
+        outer(rows(2))
+    first, second = caught.value.__notes__
+    assert first.startswith("micro-batch 0 of 1, partition 1 (layers '2'..'3')")
+    assert second.startswith("micro-batch 1 of 2, partition 1 (layers '1'..'1')")
+
+
+# ------------------------------------------------------------------------------------------------------ order
+
+
+@given(data=st.data())
+def test_the_first_in_schedule_order_wins(devices: Devices, data: st.DataObject) -> None:
+    m, n = data.draw(st.integers(1, 5), label="m"), data.draw(st.integers(1, 4), label="n")
+    mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
+    cells = st.tuples(st.integers(0, m - 1), st.integers(0, n - 1))
+    failing = data.draw(st.sets(cells, min_size=1, max_size=4))
+    plan = Plan()
+    model = GPipe(build(plan, n), [2] * n, devices=devices(n), chunks=m, checkpoint=mode)
+    for cell in failing:
+        plan.add(cell, "forward")
+
+    with pytest.raises(Fault) as caught:
+        model(rows(m))
+
+    first = in_schedule_order(failing)[0]
+    assert caught.value.cell == first
+    assert caught.value.__notes__ == [note(first, m, devices(n)[first[1]], "forward")]
+    # All before it have run, and nothing of a later clock.
+    started = [cell for cell, _ in plan.runs]
+    before = in_schedule_order((i, j) for i in range(m) for j in range(n))
+    before = before[: before.index(first) + 1]
+    assert set(before) <= set(started)
+    assert max(map(sum, started)) == sum(first)
+    assert len(started) == len(set(started))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """Cells of one clock fail at the same time, on devices that do not have to take turns.
+
+    Both have started before one of them fails; the other fails after that one is through.
+    """
+    monkeypatch.setattr(torchgpipe.pipeline, "share_generator", lambda devices: False)
+    both_started = threading.Barrier(2, timeout=30)
+    fast_is_through = threading.Event()
+
+    class Fails(nn.Module):
+        def __init__(self, j: int) -> None:
+            super().__init__()
+            self.j = j
+
+        def forward(self, input: Tensor) -> Tensor:
+            cell = int(input[0, 0].item()), self.j
+            if sum(cell) == 1:
+                both_started.wait()
+                if self.j == slow:
+                    assert fast_is_through.wait(timeout=30)
+                fast_is_through.set()
+                raise Fault(cell, "forward")
+            return input
+
+    model = GPipe(nn.Sequential(Fails(0), Fails(1)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    for _ in range(2):
+        fast_is_through.clear()
+        with pytest.raises(Fault) as caught:
+            model(rows(2))
+        assert caught.value.cell == (1, 0)
+        assert len(caught.value.__notes__) == 1
+
+
+@given(data=st.data())
+def test_any_faults(devices: Devices, data: st.DataObject) -> None:
+    """Any cells and phases: a planned error, told where; and afterwards all is as if nothing had been."""
+    m, n = data.draw(st.integers(1, 4), label="m"), data.draw(st.integers(1, 3), label="n")
+    mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
+    cells = st.tuples(st.integers(0, m - 1), st.integers(0, n - 1))
+    plan = Plan()
+    layers = build(plan, n)
+    model = GPipe(layers, [2] * n, devices=devices(n), chunks=m, checkpoint=mode)
+    expected = plain_outcome(layers, rows(m), chunks=m)
+    stop = {"always": m, "except_last": m - 1, "never": 0}[mode]
+
+    for _ in range(data.draw(st.integers(1, 3), label="steps")):
+        plan.faults.clear()
+        for cell, phase in data.draw(st.sets(st.tuples(cells, st.sampled_from(PHASES)), max_size=4)):
+            plan.add(cell, phase)
+        happens = {(c, p) for c, p in plan.faults if p != "recomputation" or c[0] < stop}
+        layers.zero_grad()
+        try:
+            step(model, m)
+        except Fault as error:
+            assert (error.cell, error.phase) in happens
+            if error.phase == "forward" or error.cell[0] < stop:
+                i, j = error.cell
+                assert error.__notes__ == [note((i, j), m, devices(n)[j], error.phase)]
+        else:
+            assert not happens
+
+    plan.faults.clear()
+    layers.zero_grad()
+    assert_same(outcome(model, rows(m)), expected)
+
+
+# ------------------------------------------------------------------------------------------------- afterwards
+
+
+@every_phase
+def test_the_model_works_on(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> None:
+    layers = build(plan, 3)
+    model = pipe(layers, [2, 2, 2], chunks=3, checkpoint=checkpoint)
+    expected = plain_outcome(layers, rows(3), chunks=3)
+    for cell in [(0, 0), (1, 2), (2, 1)]:
+        plan.add(cell, phase)
+    if (phase, checkpoint) != ("recomputation", "never"):
+        with pytest.raises(Fault):
+            step(model, 3)
+    plan.faults.clear()
+    assert not is_checkpointing()
+    assert not is_recomputing()
+    assert torch.is_grad_enabled()
+    assert_same(outcome(model, rows(3)), expected)
+
+
+def test_backward_can_be_tried_again(pipe: Pipe, plan: Plan) -> None:
+    """With retain_graph, as on the plain model."""
+    layers = build(plan, 2)
+    model = pipe(layers, [2, 2], chunks=3, checkpoint="always")
+    expected = plain_outcome(layers, rows(3), chunks=3, loss=torch.sum)
+    layers.zero_grad()
+
+    output = model(rows(3))
+    for phase in ("recomputation", "backward"):
+        plan.add((1, 0), phase)
+        with pytest.raises(Fault):
+            output.sum().backward(retain_graph=True)
+        plan.faults.clear()
+    layers.zero_grad()
+    output.sum().backward()
+    for name, parameter in layers.named_parameters():
+        assert torch.equal(parameter.grad, expected.param_grads[name])
+
+
+def test_batch_norm_counts_right_after_a_fault(pipe: Pipe, plan: Plan) -> None:
+    """The scratch statistics of a recomputation that fails are not left in the layer."""
+    layers = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5).double(), Layer(plan, 0))
+    layers[0].weight.data.zero_()  # the index of the micro-batch, which the next layer reads, becomes 0
+    model = pipe(layers, [2], chunks=1, checkpoint="always")
+    statistics = dict(layers.named_buffers())
+    output = model(rows(4))
+    expected = {name: buffer.clone() for name, buffer in statistics.items()}
+
+    plan.add((0, 0), "recomputation")
+    with pytest.raises(Fault):
+        output.sum().backward()
+    now = dict(layers.named_buffers())
+    assert all(now[name] is buffer for name, buffer in statistics.items())
+    assert all(torch.equal(now[name], buffer) for name, buffer in expected.items())
+    assert layers[0].num_batches_tracked == 1
+
+
+@every_phase
+def test_hooks_of_parameters_are_still_there_after_a_fault(pipe: Pipe, plan: Plan, phase: str) -> None:
+    layers = build(plan, 2)
+    model = pipe(layers, [2, 2], chunks=2, checkpoint="always")
+    calls: list[str] = []
+    for name, parameter in layers.named_parameters():
+        parameter.register_hook(lambda grad, name=name: calls.append(name))  # type: ignore[misc]
+    plan.add((0, 1), phase)
+    with pytest.raises(Fault):
+        step(model, 2)
+    plan.faults.clear()
+    calls.clear()
+    step(model, 2)
+    assert sorted(calls) == ["0.weight", "2.weight"]
+
+
+# --------------------------------------------------------------------------------------------------- no leaks
+
+
+@every_phase
+def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> None:
+    """All that was computed is gone when the caller has dropped the exception and the output.
+
+    By reference counts alone: a cycle would live until a collection, with all its tensors.
+    """
+    model = pipe(build(plan, 3), [2, 2, 2], chunks=3, checkpoint=checkpoint)
+    plan.add((1, 1), phase)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            with suppress(Fault):
+                step(model, 3)
+        # After an error, the queue of the autograd engine keeps what was ready, until the next backward.
+        torch.ones((), requires_grad=True).backward()
+        assert plan.storages
+        assert plan.alive == 0
+    finally:
+        gc.enable()
+
+
+def test_a_kept_exception_goes_when_it_is_dropped(pipe: Pipe, plan: Plan) -> None:
+    """Its traceback holds the frames, and those the tensors; but nothing holds the exception."""
+    model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
+    plan.add((1, 1), "forward")
+    gc.collect()
+    gc.disable()
+    try:
+        kept = None
+        try:
+            step(model, 2)
+        except Fault as error:
+            kept = error
+        assert kept is not None
+        del kept
+        assert plan.alive == 0
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation"])
+def test_control_c(pipe: Pipe, plan: Plan, phase: str) -> None:
+    """A signal while a layer computes: the main thread is waiting for it, or is the one that computes."""
+
+    class Interrupted(nn.Module):
+        pressed = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            if not self.pressed and is_recomputing() == (phase == "recomputation"):
+                self.pressed = True
+                os.kill(os.getpid(), signal.SIGINT)
+            return input * 1
+
+    layers = nn.Sequential(Layer(plan, 0), Interrupted(), Layer(plan, 1))
+    model = pipe(layers, [1, 1, 1], chunks=2, checkpoint="always")
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            step(model, 2)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    layers.zero_grad()
+    assert_same(outcome(model, rows(2)), plain_outcome(layers, rows(2), chunks=2))
+
+
+def test_wrong_structure_at_the_end_is_no_hang(pipe: Pipe, plan: Plan) -> None:
+    """Errors of ours, after a layer was through, are treated like those of layers."""
+
+    class Strange(nn.Module):
+        def forward(self, input: Tensor) -> Any:
+            return {"a string": "between partitions"}
+
+    model = pipe(nn.Sequential(Layer(plan, 0), Strange(), Line()), [1, 1, 1], chunks=2)
+    with pytest.raises(TypeError, match="Strange"):
+        model(rows(2))

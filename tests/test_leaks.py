@@ -1,0 +1,309 @@
+"""A tensor is dropped as soon as nothing needs it: no later than on the plain model, run in the same order.
+
+Every layer here notes the memory of its output, and at every run looks which memory is still there. No test
+calls `gc.collect()` before it looks: a cycle would hold its tensors until a collection, and that is a leak.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.conftest import Devices, Pipe
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.schedule import clock_cycles
+
+MODES = ["always", "except_last", "never"]
+
+#: (layer, micro-batch, whether recomputed)
+Label = tuple[int, int, bool]
+
+
+class Watch:
+    """Which outputs of layers there were, and which were still in memory at which moment."""
+
+    def __init__(self) -> None:
+        self.storages: dict[Label, StorageWeakRef] = {}
+        self.seen: dict[Label, set[Label]] = {}
+
+    def alive(self) -> set[Label]:
+        return {label for label, storage in self.storages.items() if not storage.expired()}
+
+    def memory(self) -> set[int]:
+        """The same, but an output that shares the memory of another one does not count."""
+        return {storage.cdata for storage in self.storages.values() if not storage.expired()}
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "exp": lambda x, weight: x.exp(),  # needs its output at backward
+    "sin": lambda x, weight: x.sin(),  # needs its input
+    "scale": lambda x, weight: x * weight,  # needs its input
+    "shift": lambda x, weight: x + weight,  # needs nothing
+    "view": lambda x, weight: x.view_as(x),  # has no memory of its own
+    "itself": lambda x, weight: x,
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, watch: Watch, k: int, operation: str) -> None:
+        super().__init__()
+        self.watch = watch
+        self.k = k
+        self.operation = operation
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        label = self.k, sum(k == self.k and again == is_recomputing() for k, _, again in self.watch.seen)
+        self.watch.seen[*label, is_recomputing()] = self.watch.alive()
+        output = OPERATIONS[self.operation](input, self.weight)
+        self.watch.storages[*label, is_recomputing()] = StorageWeakRef(output.untyped_storage())
+        return output
+
+
+def build(operations: list[str]) -> tuple[nn.Sequential, Watch]:
+    watch = Watch()
+    return nn.Sequential(*[Layer(watch, k, operation) for k, operation in enumerate(operations)]), watch
+
+
+def run_by_the_clock(layers: nn.Sequential, balance: list[int], x: Tensor, chunks: int, stop: int) -> Tensor:
+    """The plain model in the order of the schedule; a checkpoint runs without a graph and keeps its input."""
+    ends = [sum(balance[:j]) for j in range(len(balance) + 1)]
+    partitions = [layers[start:end] for start, end in pairwise(ends)]
+    batches = list(x.chunk(chunks))
+    kept = []
+    for cells in clock_cycles(len(batches), len(balance)):
+        for i, j in cells:
+            if i < stop:
+                kept.append(batches[i])
+                with torch.no_grad():
+                    batches[i] = partitions[j](batches[i])
+            else:
+                batches[i] = partitions[j](batches[i])
+    output = torch.cat(batches) if len(batches) > 1 else batches[0]
+    output.kept = kept  # type: ignore[attr-defined]
+    return output
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+OPERATIONS_OF_ALL_KINDS = ["scale", "exp", "shift", "sin", "itself", "scale", "view", "exp", "sin"]
+BALANCE = [3, 3, 3]
+
+
+@pytest.fixture
+def watched(pipe: Pipe, checkpoint: str) -> tuple[GPipe, Watch]:
+    layers, watch = build(OPERATIONS_OF_ALL_KINDS)
+    return pipe(layers, BALANCE, chunks=3, checkpoint=checkpoint), watch
+
+
+# --------------------------------------------------------------------------------------------- during forward
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_forward_drops_what_the_plain_model_drops(devices: Devices, data: st.DataObject) -> None:
+    """At the start of every layer and at the end there is nothing in memory that the plain model has not."""
+    operations = data.draw(st.lists(st.sampled_from(list(OPERATIONS)), min_size=1, max_size=6))
+    cuts = data.draw(st.sets(st.integers(1, max(1, len(operations) - 1)), max_size=3)) - {len(operations)}
+    balance = [end - start for start, end in pairwise([0, *sorted(cuts), len(operations)])]
+    chunks = data.draw(st.integers(1, 4))
+    mode = data.draw(st.sampled_from([*MODES, "no_grad"]))
+    stop = {"always": chunks, "except_last": chunks - 1}.get(mode, 0)
+    x = torch.rand(chunks, 2)
+
+    with torch.set_grad_enabled(mode != "no_grad"):
+        layers, expected = build(operations)
+        output = run_by_the_clock(layers, balance, x, chunks, stop)
+        left = expected.alive()
+        del output
+
+        layers, actual = build(operations)
+        checkpoint = mode if mode in MODES else "always"
+        model = GPipe(layers, balance, devices=devices(len(balance)), chunks=chunks, checkpoint=checkpoint)
+        output = model(x)
+        assert actual.alive() <= left
+        del output
+
+    assert list(actual.seen) == list(expected.seen)
+    for label, alive in actual.seen.items():
+        assert alive <= expected.seen[label], f"at the start of layer {label[0]} on micro-batch {label[1]}"
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_layer_has_its_input_and_that_of_its_partition(
+    watched: tuple[GPipe, Watch], off: Callable[[], Any]
+) -> None:
+    """Of each micro-batch; as in a Sequential of Sequentials, whose call holds its arguments."""
+    model, watch = watched
+    with off():
+        output = model(torch.rand(3, 2))
+    for (k, i, _), alive in watch.seen.items():
+        j = k // 3
+        of_this_one = {label[0] for label in alive if label[1] == i}
+        # What layers 4 and 6 return shares its memory with their inputs.
+        assert of_this_one - {4, 6} <= {k - 1, 3 * j - 1} | ({3} if k == 5 else {5} if k == 7 else set())
+    del output
+    assert watch.alive() == set()
+
+
+# -------------------------------------------------------------------------------------------- during backward
+
+
+def test_backward_drops_the_input_of_each_cell_that_is_through(pipe: Pipe) -> None:
+    """When (i, j) is recomputed, what was kept for (i+1, j) and those after it is gone."""
+    m = 4
+    layers, watch = build(["exp", "exp", "exp"])
+    model = pipe(layers, [1, 1, 1], chunks=m, checkpoint="always")
+    model(torch.rand(m, 2, requires_grad=True)).sum().backward()
+    assert len(watch.seen) == 2 * 3 * m
+    for (k, n, again), alive in watch.seen.items():
+        if again:
+            i = m - 1 - n  # backward takes the micro-batches in reverse
+            kept = {label[1] for label in alive if label[0] == k - 1 and not label[2]}
+            assert kept <= set(range(i + 1))
+
+
+def test_after_backward_only_the_output_is_left(watched: tuple[GPipe, Watch]) -> None:
+    """While the caller keeps the output and the loss, which hold the graph."""
+    model, watch = watched
+    x = torch.rand(3, 2, requires_grad=True)
+    output = model(x)
+    loss = output.sum()
+    loss.backward()
+    assert watch.alive() == set()  # the output is a concatenation, with a memory of its own
+    assert output.grad_fn is not None
+    assert x.grad is not None
+
+
+def test_after_backward_only_parameters_and_gradients_are_left(watched: tuple[GPipe, Watch]) -> None:
+    """By counting all tensors that there are in Python."""
+    model, _ = watched
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(torch.rand(3, 2)).sum().backward()
+
+    def tensors() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    step()
+    before = tensors()
+    for _ in range(3):
+        step()
+    assert tensors() <= before
+
+
+def test_retain_graph_keeps_no_recomputation(watched: tuple[GPipe, Watch]) -> None:
+    """A second backward recomputes, too; what is kept for it is what was kept for the first."""
+    model, watch = watched
+    loss = model(torch.rand(3, 2)).sum()
+    before = watch.memory()
+    loss.backward(retain_graph=True)
+    assert watch.memory() == before
+    loss.backward()
+    assert watch.alive() == set()
+
+
+def test_gradients_of_some_parameters_keep_no_recomputation(watched: tuple[GPipe, Watch], checkpoint: str) -> None:
+    """Also where the engine does not have to go through all of the graph."""
+    model, watch = watched
+    loss = model(torch.rand(3, 2)).sum()
+    before = watch.memory()
+    for k in (8, 5, 0):
+        torch.autograd.grad(loss, [model[k].weight], retain_graph=True, allow_unused=True)
+        assert watch.memory() == before
+    del loss
+    assert watch.alive() == set()
+
+
+# ------------------------------------------------------------------------------------------- without backward
+
+
+def test_an_output_that_is_dropped_leaves_nothing(watched: tuple[GPipe, Watch], checkpoint: str) -> None:
+    model, watch = watched
+    output = model(torch.rand(3, 2))
+    assert watch.alive() or checkpoint == "always"
+    del output
+    assert watch.alive() == set()
+
+
+def test_evaluation_leaves_nothing(watched: tuple[GPipe, Watch]) -> None:
+    model, watch = watched
+    model.eval()
+    output = model(torch.rand(3, 2))
+    assert output.requires_grad
+    assert watch.alive()
+    del output
+    assert watch.alive() == set()
+
+
+def test_a_dropped_micro_batch_of_the_output(pipe: Pipe, checkpoint: str) -> None:
+    """One micro-batch is not copied into an output; it goes with it all the same."""
+    layers, watch = build(["scale", "sin", "exp"])
+    model = pipe(layers, [1, 1, 1], chunks=1, checkpoint=checkpoint)
+    output = model(torch.rand(3, 2))
+    output.sum().backward()
+    assert watch.alive() == {(2, 0, False)}
+    del output
+    assert watch.alive() == set()
+
+
+def test_the_callers_input_is_not_held(pipe: Pipe, checkpoint: str) -> None:
+    layers, _ = build(["shift", "shift"])
+    model = pipe(layers, [1, 1], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 2)
+    memory = StorageWeakRef(x.untyped_storage())
+    output = model(x)
+    del x
+    assert memory.expired() or checkpoint != "never"  # a checkpoint needs it, and a sum does not
+    output.sum().backward()
+    assert memory.expired()
+
+
+# -------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_the_model_goes_with_its_last_reference(pipe: Pipe, checkpoint: str, train: bool) -> None:
+    layers, _ = build(OPERATIONS_OF_ALL_KINDS)
+    model = pipe(layers, BALANCE, chunks=3, checkpoint=checkpoint).train(train)
+    gone = [weakref.ref(thing) for thing in (model, model.partitions[1], layers[4], layers[4].weight)]
+    model(torch.rand(3, 2)).sum().backward()
+    del model, layers
+    assert [reference() for reference in gone] == [None] * 4
+
+
+def test_there_are_no_cycles(watched: tuple[GPipe, Watch]) -> None:
+    """What a collection finds after a training step has nothing to do with us."""
+    model, _ = watched
+    model(torch.rand(3, 2)).sum().backward()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        model(torch.rand(3, 2)).sum().backward()
+        gc.collect()
+        ours = [thing for thing in gc.garbage if issubclass(type(thing), Tensor) or _is_ours(thing)]
+        assert ours == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+def _is_ours(thing: Any) -> bool:
+    return str(getattr(type(thing), "__module__", "")).startswith("torchgpipe")

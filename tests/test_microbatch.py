@@ -1,0 +1,222 @@
+"""Taking nested values apart, splitting them into micro-batches, and putting them together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.plain import tensors
+from torchgpipe import NoChunk
+from torchgpipe.microbatch import Batch, gather, scatter
+
+CPU = torch.device("cpu")
+
+
+def values(batches: list[Batch]) -> list[Any]:
+    return [batch.value for batch in batches]
+
+
+def numbers(batch: int) -> Tensor:
+    return torch.arange(batch * 2.0).reshape(batch, 2)
+
+
+# Batch: a value and its leaves
+
+
+def test_a_tensor_is_its_own_leaf() -> None:
+    x = numbers(2)
+    batch = Batch.of(x, "x")
+    assert len(batch.leaves) == 1
+    assert batch.leaves[0] is x
+    assert batch.value is x
+
+
+@pytest.mark.parametrize("value", [None, (), [], {}, (None, [None]), {"a": (), "b": None}])
+def test_a_value_without_tensors(value: Any) -> None:
+    batch = Batch.of(value, "value")
+    assert all(leaf is None for leaf in batch.leaves)
+    assert batch.value == value
+
+
+def test_containers_are_taken_apart_in_order_and_put_back() -> None:
+    x, y, z = numbers(1), numbers(2), numbers(3)
+    value = {"a": (x, [None, y]), "b": OrderedDict(z=z), "c": ()}
+    batch = Batch.of(value, "value")
+    assert [leaf if leaf is None else len(leaf) for leaf in batch.leaves] == [1, None, 2, 3]
+    again = batch.value
+    assert again["a"][0] is x
+    assert again["a"][1][1] is y
+    assert type(again["b"]) is OrderedDict
+    assert again is not value
+    assert again["a"][1] is not value["a"][1]
+
+
+def test_the_same_structure_around_other_leaves() -> None:
+    x, y = numbers(1), numbers(2)
+    batch = Batch.of({"x": x, "none": [None]}, "value")
+    assert batch.replace((y, None)).value == {"x": y, "none": [None]}
+    assert batch.value["x"] is x, "the batch itself stays as it was"
+
+
+def test_the_same_tensor_twice_is_two_leaves() -> None:
+    x = numbers(1)
+    assert [leaf is x for leaf in Batch.of((x, [x]), "value").leaves] == [True, True]
+
+
+@pytest.mark.parametrize("leaf", ["text", 3, 2.5, True, object(), {1}, NoChunk(torch.zeros(1)), torch.float32])
+def test_other_leaves_are_named_with_their_source_path_and_type(leaf: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        Batch.of((None, {"k": [leaf]}), "the output of layer 'x'")
+    for part in ["the output of layer 'x'", "[1]['k'][0]", type(leaf).__name__]:
+        assert part in str(caught.value)
+
+
+# Scatter
+
+
+@pytest.mark.parametrize(
+    ("batch", "chunks", "sizes"),
+    [
+        (6, 3, [2, 2, 2]),
+        (5, 2, [3, 2]),
+        (5, 4, [2, 2, 1]),  # as torch.chunk: no more than needed
+        (2, 4, [1, 1]),
+        (1, 1, [1]),
+        (0, 1, [0]),
+    ],
+)
+def test_scatter_splits_as_torch_chunk(batch: int, chunks: int, sizes: list[int]) -> None:
+    x = numbers(batch)
+    assert [len(value) for value in values(scatter((x,), chunks, CPU))] == sizes
+    assert [len(value["x"]) for value in values(scatter(({"x": x},), chunks, CPU))] == sizes
+
+
+def test_an_empty_mini_batch_makes_at_least_one_empty_micro_batch() -> None:
+    micro_batches = values(scatter((numbers(0),), 3, CPU))
+    assert micro_batches
+    assert all(value.shape == (0, 2) for value in micro_batches)
+
+
+def test_scatter_of_nested_inputs() -> None:
+    x, y = numbers(3), torch.arange(3)
+    first, second = values(scatter(({"x": x, "rest": [y, None]},), 2, CPU))
+    assert torch.equal(first["x"], x[:2])
+    assert torch.equal(second["x"], x[2:])
+    assert torch.equal(second["rest"][0], y[2:])
+    assert first["rest"][1] is None
+
+
+def test_scatter_copies_nothing() -> None:
+    x = numbers(4)
+    assert [value.data_ptr() for value in values(scatter((x,), 2, CPU))] == [x.data_ptr(), x[2:].data_ptr()]
+
+
+def test_several_inputs_are_positional_and_one_is_not() -> None:
+    x = numbers(2)
+    assert [batch.positional for batch in scatter((x, x), 1, CPU)] == [True]
+    assert [batch.positional for batch in scatter(((x, x),), 1, CPU)] == [False]
+    assert [batch.positional for batch in scatter((x,), 1, CPU)] == [False]
+
+
+def test_no_chunk_is_the_same_tensor_in_every_micro_batch() -> None:
+    x, table = numbers(4), numbers(7)
+    for value in values(scatter(((x, NoChunk(table)),), 2, CPU)):
+        assert torch.equal(value[1], table)
+        assert not isinstance(value[1], NoChunk)
+
+
+def test_no_chunk_before_the_tensor_that_is_split() -> None:
+    assert len(scatter((NoChunk(numbers(9)), numbers(2)), 3, CPU)) == 2
+
+
+def test_no_chunk_tells_its_shape() -> None:
+    assert repr(NoChunk(torch.zeros(2, 3))) == "NoChunk((2, 3))"
+
+
+def test_gradients_come_back_through_scatter() -> None:
+    x, table = numbers(4).requires_grad_(), numbers(2).requires_grad_()
+    for i, (piece, whole) in enumerate(values(scatter(((x, NoChunk(table)),), 2, CPU))):
+        ((i + 1) * (piece * whole)).sum().backward()
+    assert torch.equal(x.grad, torch.cat([table, 2 * table]))
+    assert torch.equal(table.grad, x[:2] + 2 * x[2:])
+
+
+# Gather
+
+
+def test_gather_concatenates_leaf_by_leaf() -> None:
+    pieces = [{"x": numbers(k), "y": (torch.full((k,), k), None)} for k in [1, 2, 3]]
+    output = gather([Batch.of(piece, "piece") for piece in pieces])
+    assert torch.equal(output["x"], torch.cat([numbers(1), numbers(2), numbers(3)]))
+    assert output["y"][0].tolist() == [1, 2, 2, 3, 3, 3]
+    assert output["y"][1] is None
+
+
+def test_gather_of_one_copies_nothing() -> None:
+    x = numbers(2)
+    assert gather([Batch.of(x, "x")]) is x
+
+
+def test_a_single_micro_batch_may_have_no_dimensions() -> None:
+    assert gather([Batch.of(torch.tensor(3), "x")]) == 3
+
+
+@pytest.mark.parametrize(
+    "other", [numbers(1), None, (numbers(1),), [numbers(1), numbers(1)], (numbers(1), None), {"x": numbers(1)}]
+)
+def test_gather_of_different_structures_tells_which(other: Any) -> None:
+    pieces = [(numbers(1), numbers(1)), (numbers(1), numbers(1)), other]
+    with pytest.raises(ValueError, match="micro-batch 2"):
+        gather([Batch.of(piece, "piece") for piece in pieces])
+
+
+def test_gather_of_scalars_tells_what_to_do() -> None:
+    with pytest.raises(ValueError, match="dimension"):
+        gather([Batch.of(torch.tensor(1), "x"), Batch.of(torch.tensor(2), "x")])
+
+
+# There and back
+
+
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
+            st.dictionaries(st.integers(0, 3), inner, max_size=3).map(lambda items: defaultdict(list, items)),
+        )
+
+    return st.recursive(leaf, containers, max_leaves=6)
+
+
+@given(data=st.data(), batch=st.integers(0, 7), chunks=st.integers(1, 5))
+def test_what_is_scattered_and_gathered_is_as_before(data: st.DataObject, batch: int, chunks: int) -> None:
+    leaf = st.one_of(st.none(), st.builds(numbers, st.just(batch)), st.builds(torch.arange, st.just(batch)))
+    value = data.draw(nested(leaf))
+    if not list(tensors(value)):
+        value = [value, numbers(batch)]
+    batches = scatter((value,), chunks, CPU)
+    assert len(batches) == len(numbers(batch).chunk(chunks))
+    assert_equal(gather(batches), value)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key in expected:
+            assert_equal(actual[key], expected[key])
+    elif expected is not None:
+        assert len(actual) == len(expected)
+        for a, b in zip(actual, expected):
+            assert_equal(a, b)

@@ -1,0 +1,285 @@
+"""A recomputation draws what the first run drew, and nobody else notices that it drew at all.
+
+The reference is the pipeline itself with `checkpoint='never'`: there, every layer runs once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.conftest import Devices, Pipe
+from tests.plain import Outcome, assert_same, outcome
+from torchgpipe import GPipe, is_recomputing
+
+CHECKPOINTED = ["always", "except_last"]
+
+
+class Draw(nn.Module):
+    """Draws numbers, and keeps them by phase."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.first: list[Tensor] = []
+        self.again: list[Tensor] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        noise = self.draw(input.detach())
+        (self.again if is_recomputing() else self.first).append(noise)
+        return input * noise
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(x.shape, dtype=x.dtype),
+    "one number": lambda x: torch.rand(()).to(x.dtype),
+    "randn_like": torch.randn_like,
+    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(),
+    "randperm": lambda x: torch.randperm(x.shape[1]).to(x.dtype),
+    "multinomial": lambda x: torch.multinomial(torch.ones(x.shape), 2, replacement=True).to(x.dtype),
+    "many": lambda x: torch.rand(1000).sum().to(x.dtype),
+}
+
+
+def random_layers() -> nn.Sequential:
+    """Layers that draw beside some that do not, in double precision."""
+    return nn.Sequential(
+        nn.Linear(2, 4),
+        nn.Dropout(0.5),
+        nn.Tanh(),
+        nn.Linear(4, 4),
+        nn.AlphaDropout(0.3),
+        nn.RReLU(),
+        nn.Linear(4, 2),
+        nn.Dropout(0.2),
+    ).double()
+
+
+def step(model: nn.Module, x: Tensor, seed: int = 7) -> Outcome:
+    torch.manual_seed(seed)
+    return outcome(model, x)
+
+
+# ---------------------------------------------------------------------------------------------- equal numbers
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_recomputation_draws_the_same(pipe: Pipe, mode: str, draw: str) -> None:
+    layer = Draw(DRAWS[draw])
+    model = pipe(nn.Sequential(nn.Linear(2, 2), layer, nn.Tanh()), [1, 1, 1], chunks=3, checkpoint=mode)
+    model(torch.rand(6, 2)).sum().backward()
+
+    recomputed = {"always": 3, "except_last": 2}[mode]
+    assert len(layer.first) == 3
+    assert len(layer.again) == recomputed
+    assert all(map(torch.equal, layer.first[:recomputed], reversed(layer.again)))
+
+
+@pytest.mark.parametrize("balance", [[8], [1, 7], [2, 3, 3], [1] * 8], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_a_seed_gives_what_it_gives_without_checkpointing(
+    pipe: Pipe, mode: str, chunks: int, balance: list[int]
+) -> None:
+    layers = random_layers()
+    x = torch.rand(8, 2, dtype=torch.float64, requires_grad=True)
+    actual = step(pipe(layers, balance, chunks=chunks, checkpoint=mode), x)
+    after = torch.get_rng_state()
+    assert_same(actual, step(pipe(layers, balance, chunks=chunks, checkpoint="never"), x))
+    assert torch.equal(torch.get_rng_state(), after), "as many numbers were drawn"
+
+
+def test_a_seed_gives_the_same_with_one_device_and_with_several(checkpoint: str) -> None:
+    """Workers draw in the order of the schedule, however the threads are run."""
+    layers = random_layers()
+    x = torch.rand(8, 2, dtype=torch.float64, requires_grad=True)
+    balance = [2, 2, 2, 2]
+    options: dict[str, Any] = {"chunks": 4, "checkpoint": checkpoint}
+    expected = step(GPipe(layers, balance, devices=["cpu"] * 4, **options), x)
+    workers = GPipe(layers, balance, devices=[f"cpu:{j}" for j in range(4)], **options)
+    for _ in range(10):
+        assert_same(step(workers, x), expected)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_any_layers(devices: Devices, mode: str, data: st.DataObject) -> None:
+    """Whatever draws where."""
+    layers = nn.Sequential(nn.Linear(2, 2))
+    for name in data.draw(st.lists(st.sampled_from([*DRAWS, "Linear", "Tanh", "Dropout"]), min_size=1, max_size=6)):
+        modules = {"Linear": nn.Linear(2, 2), "Tanh": nn.Tanh(), "Dropout": nn.Dropout(0.5)}
+        layers.append(modules.get(name) or Draw(DRAWS[name]))
+    layers.double()
+    cuts = data.draw(st.sets(st.integers(1, len(layers) - 1), max_size=3))
+    ends = [0, *sorted(cuts), len(layers)]
+    balance = [end - start for start, end in pairwise(ends)]
+    chunks = data.draw(st.integers(1, 4))
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2).requires_grad_()
+
+    models = [
+        GPipe(layers, balance, devices=devices(len(balance)), chunks=chunks, checkpoint=checkpoint)
+        for checkpoint in (mode, "never")
+    ]
+    seed = data.draw(st.integers(0, 1000))
+    assert_same(step(models[0], x, seed), step(models[1], x, seed))
+
+
+def test_the_gradient_goes_through_the_mask_of_the_output(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=4, checkpoint=checkpoint)
+    x = torch.ones(40, 3, requires_grad=True)
+    output = model(x)
+    output.sum().backward()
+    assert torch.equal(x.grad, output)
+    assert set(output.flatten().tolist()) == {0.0, 2.0}
+
+
+# ------------------------------------------------------------------------------------- the caller's generator
+
+
+def test_backward_leaves_the_random_stream_alone(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(random_layers(), [3, 3, 2], chunks=3, checkpoint=checkpoint)
+    output = model(torch.rand(6, 2, dtype=torch.float64))
+    before = torch.get_rng_state()
+    output.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_failing_backward_leaves_the_random_stream_alone(pipe: Pipe) -> None:
+    class Fails(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            noise = torch.rand(3)
+            if is_recomputing():
+                raise ValueError("fails")
+            return input * noise.sum()
+
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), Fails())
+    model = pipe(layers, [2, 1], chunks=2, checkpoint="always")
+    output = model(torch.rand(4, 2))
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="fails"):
+        output.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_happens_to_the_stream_before_backward_does_not_matter(pipe: Pipe, checkpoint: str) -> None:
+    """Between forward and backward the caller may draw, seed anew, or run the model again."""
+    layers = random_layers()
+    x = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+    model = pipe(layers, [3, 3, 2], chunks=3, checkpoint=checkpoint)
+    expected = step(model, x)
+
+    def disturbed(x: Tensor) -> Tensor:
+        output = model(x)
+        torch.rand(1001)
+        torch.manual_seed(11)
+        model(x)
+        return output  # type: ignore[no-any-return]
+
+    torch.manual_seed(7)
+    assert_same(outcome(model, x, run=disturbed), expected)
+
+
+def test_backwards_in_another_order_than_the_forwards(pipe: Pipe, checkpoint: str) -> None:
+    draw = Draw(DRAWS["rand"])
+    model = pipe(nn.Sequential(nn.Linear(2, 2), draw), [1, 1], chunks=1, checkpoint=checkpoint)
+    outputs = [model(torch.rand(4, 2)) for _ in range(3)]
+    for k in (1, 2, 0):
+        outputs[k].sum().backward()
+    if checkpoint == "always":
+        assert [torch.equal(draw.first[k], noise) for k, noise in zip((1, 2, 0), draw.again, strict=True)] == [True] * 3
+
+
+def test_a_second_backward_draws_the_same_again(pipe: Pipe, checkpoint: str) -> None:
+    layers = random_layers()
+    x = torch.rand(6, 2, dtype=torch.float64)
+    loss = pipe(layers, [3, 3, 2], chunks=3, checkpoint=checkpoint)(x).square().sum()
+    first = torch.autograd.grad(loss, list(layers.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(layers.parameters()))
+    assert all(map(torch.equal, first, second))
+
+
+# ----------------------------------------------------------------------------------------- with other threads
+
+
+class WithAnotherThread(nn.Module):
+    """Draws nothing, while another thread draws."""
+
+    def __init__(self, in_recomputation: bool) -> None:
+        super().__init__()
+        self.in_recomputation = in_recomputation
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_recomputing() == self.in_recomputation:
+            thread = threading.Thread(target=lambda: torch.rand(()))
+            thread.start()
+            thread.join()
+        return input * 1
+
+
+@pytest.mark.parametrize("in_recomputation", [False, True], ids=["in the first run", "in recomputation"])
+def test_another_thread_may_draw_while_layers_draw_nothing(pipe: Pipe, in_recomputation: bool) -> None:
+    """A thread that prepares data must not make a model fail that has nothing to do with random numbers."""
+    layers = nn.Sequential(nn.Linear(2, 2), WithAnotherThread(in_recomputation))
+    model = pipe(layers, [1, 1], chunks=2, checkpoint="always")
+    model(torch.rand(4, 2)).sum().backward()
+    assert layers[0].weight.grad is not None
+
+
+def test_what_draws_nothing_restores_nothing(pipe: Pipe) -> None:
+    """What other threads draw in the meantime is not taken back."""
+    layers = nn.Sequential(nn.Linear(2, 2), WithAnotherThread(in_recomputation=True))
+    output = pipe(layers, [1, 1], chunks=2, checkpoint="always")(torch.rand(4, 2))
+
+    before = torch.get_rng_state()
+    output.sum().backward()
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.rand(()), torch.rand(())  # once for each micro-batch
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("draws_first", [True, False], ids=["between two draws", "before any draw"])
+def test_another_thread_that_draws_meanwhile_is_no_silent_error(pipe: Pipe, draws_first: bool) -> None:
+    """The generator of the CPU belongs to all threads of the process, also to those that we know nothing of.
+
+    Two numbers are drawn by the layer, and between them one by another thread.
+    """
+
+    class DrawsTwice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn: dict[bool, list[float]] = {False: [], True: []}
+
+        def forward(self, input: Tensor) -> Tensor:
+            numbers = self.drawn[is_recomputing()]
+            if draws_first:
+                numbers.append(torch.rand(()).item())
+            if not is_recomputing():
+                thread = threading.Thread(target=lambda: torch.rand(()))
+                thread.start()
+                thread.join()
+            numbers.append(torch.rand(()).item())
+            return input * sum(numbers)
+
+    layer = DrawsTwice()
+    model = pipe(nn.Sequential(nn.Linear(2, 2), layer), [1, 1], chunks=1, checkpoint="always")
+    output = model(torch.rand(4, 2))
+    try:
+        output.sum().backward()
+    except RuntimeError as error:
+        assert "checkpoint='never'" in str(error)
+    else:
+        assert layer.drawn[True] == layer.drawn[False]

@@ -1,0 +1,76 @@
+"""The schedule, cell by cell: each list below is to be read as the picture of its pipeline."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchgpipe.schedule import clock_cycles
+
+
+def test_as_many_micro_batches_as_partitions() -> None:
+    assert list(clock_cycles(3, 3)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1), (0, 2)],
+        [        (2, 1), (1, 2)],
+        [                (2, 2)],
+    ]  # fmt: skip
+
+
+def test_more_micro_batches_than_partitions() -> None:
+    assert list(clock_cycles(4, 2)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1)],
+        [(3, 0), (2, 1)],
+        [        (3, 1)],
+    ]  # fmt: skip
+
+
+def test_fewer_micro_batches_than_partitions() -> None:
+    assert list(clock_cycles(2, 4)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [        (1, 1), (0, 2)],
+        [                (1, 2), (0, 3)],
+        [                        (1, 3)],
+    ]  # fmt: skip
+
+
+def test_one_partition_takes_one_micro_batch_after_the_other() -> None:
+    assert list(clock_cycles(3, 1)) == [
+        [(0, 0)],
+        [(1, 0)],
+        [(2, 0)],
+    ]  # fmt: skip
+
+
+def test_one_micro_batch_goes_from_partition_to_partition() -> None:
+    assert list(clock_cycles(1, 3)) == [
+        [(0, 0)],
+        [        (0, 1)],
+        [                (0, 2)],
+    ]  # fmt: skip
+
+
+def test_a_single_cell() -> None:
+    assert list(clock_cycles(1, 1)) == [[(0, 0)]]
+
+
+@given(m=st.integers(1, 12), n=st.integers(1, 12))
+def test_every_cell_runs_once_at_clock_i_plus_j(m: int, n: int) -> None:
+    clocks = list(clock_cycles(m, n))
+    assert len(clocks) == m + n - 1
+    for clock, cells in enumerate(clocks):
+        assert all(i + j == clock for i, j in cells)
+        assert [j for _, j in cells] == sorted({j for _, j in cells}), "in the order of their partitions, each once"
+    assert sorted(cell for cells in clocks for cell in cells) == [(i, j) for i in range(m) for j in range(n)]
+
+
+@given(m=st.integers(1, 12), n=st.integers(1, 12))
+def test_a_cell_comes_after_those_that_it_needs(m: int, n: int) -> None:
+    clock_of = {cell: clock for clock, cells in enumerate(clock_cycles(m, n)) for cell in cells}
+    for (i, j), clock in clock_of.items():
+        assert i == 0 or clock_of[i - 1, j] < clock, "the device was busy with the micro-batch before"
+        assert j == 0 or clock_of[i, j - 1] < clock, "the input came from the partition before"
