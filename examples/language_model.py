@@ -3,7 +3,7 @@
 The model is an ordinary ``nn.Sequential`` and the training loop is an ordinary training loop: the pipeline
 is one line in ``build``. Both runs start from the same seed and see the same batches, and compute the same up to
 rounding: a pipeline adds up the gradients of its micro-batches. Training makes such a difference grow, so that
-in float32 the losses end about a thousandth apart, and in float64 (``--dtype float64``) they agree to all digits.
+in float32 the losses end some thousandths apart, and in float64 (``--dtype float64``) they agree to the digits shown.
 
     python examples/language_model.py                    # both, in about two minutes on two CPU cores
     python examples/language_model.py --pipeline         # only through the pipeline

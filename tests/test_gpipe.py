@@ -751,7 +751,6 @@ def test_a_copy_is_a_model_of_its_own(pipe: Pipe, how: str, after: str) -> None:
         lambda model: model.to(device="cpu"),
         lambda model: model.to(device="cpu", dtype=torch.float64),
         lambda model: model.to(torch.zeros(1)),
-        lambda model: model.to(other=torch.zeros(1)),
         lambda model: model.to(tensor=torch.zeros(1)),
         lambda model: model.to("meta"),
         lambda model: model.to_empty(device="meta"),
@@ -759,11 +758,9 @@ def test_a_copy_is_a_model_of_its_own(pipe: Pipe, how: str, after: str) -> None:
 )
 def test_moving_is_denied(pipe: Pipe, move: Callable[[GPipe], Any]) -> None:
     model = pipe(make_model(2), [1, 1])
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match="denied to move parameters and buffers") as caught:
         move(model)
-    if "other" not in str(caught.value):  # which is no argument of `to`
-        assert "denied to move parameters and buffers" in str(caught.value)
-        assert "devices" in str(caught.value)
+    assert "devices" in str(caught.value)
     assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
 
 

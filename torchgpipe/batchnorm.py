@@ -47,9 +47,9 @@ class Moments(NamedTuple):
     """What is to be known of some samples, by channel.
 
     Attributes:
-        n: how many values each channel has in them
-        mean: their mean, of shape (channels,)
-        var: their unbiased variance, of shape (channels,)
+        n: how many values each channel has in them; not 1
+        mean: their mean, of shape (channels,); zero where n is 0
+        var: their unbiased variance, of shape (channels,); zero where n is 0
     """
 
     n: int
@@ -77,8 +77,7 @@ def merge(parts: Iterable[Moments]) -> Moments:
     sizes: dict[int, list[Moments]] = {}
     for part in parts:
         sizes.setdefault(part.n, []).append(part)
-    empty = sizes.pop(0, [])
-    return reduce(_merge_two, [_merge_equal(group) for group in sizes.values()]) if sizes else empty[0]
+    return reduce(_merge_two, [_merge_equal(group) for group in sizes.values()])
 
 
 def _merge_equal(parts: Sequence[Moments]) -> Moments:
@@ -297,7 +296,7 @@ class DeferredBatchNorm(_BatchNorm):
         if len(self._unfinished) >= self.chunks:
             parts, self._unfinished = self._unfinished, []
             with torch.no_grad():
-                # The layer may have been cast, or moved, between its runs.
+                # The layer may have been moved or cast between its runs.
                 _Tracked(self).commit(merge([part.to(moments.mean) for part in parts]))
 
     def reset_running_stats(self) -> None:
