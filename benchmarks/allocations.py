@@ -1,0 +1,210 @@
+"""The child of memory.py: counts the bytes of tensors alive during one step.
+
+On the CPU PyTorch's own allocator is asked to report: `FLAGS_caffe2_report_cpu_memory_usage`, a switch in
+libc10, makes it write one line for each block that it hands out or takes back, with the bytes in use after
+it. Every CPU tensor's memory comes from it, whatever thread asks, and nothing is patched: each peer runs
+as it is. (The profiler's memory events and a TorchDispatchMode see one thread only, and the original
+computes in a worker thread.) The lines go to stderr, which is a file for the time of a step; so do this
+script's own lines where a phase ends. What libraries such as oneDNN use inside an operation is not a
+tensor and not counted. The switch is found under this name where PyTorch was built as its Linux wheels are.
+
+On a GPU the same figures are read from `torch.cuda.max_memory_allocated`.
+
+All figures are above the level at rest: parameters, buffers, the input, and gradients where they are
+present before the step.
+
+    bytes        forward peak          backward peak
+                     /\\   held         /\\
+                    /  \\_______      /   \\____  gradients, where they were absent
+    at rest  ______/           \\____/
+                   forward           backward
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peers import Answer, Request, serve
+from torch import Tensor, nn
+
+ROWS = 4  # A micro-batch's, at every number of micro-batches: m is what grows.
+LAYERS = 8
+
+LINE = re.compile(rb"C10 (alloc|deleted) (\d+) bytes, total alloc (\d+) bytes")
+PHASE = b"-- phase ends --\n"
+
+
+# What is measured
+
+
+def conv_net() -> nn.Sequential:
+    """Eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last one classifies."""
+
+    def block(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(block(3), *[block(16) for _ in range(LAYERS - 2)], head)
+
+
+def transformer() -> nn.Sequential:
+    """Eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
+
+    The projection is small so that the loss, which is not the pipeline's, does not make the peak.
+    """
+
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=128, batch_first=True)
+
+    return nn.Sequential(nn.Embedding(100, 32), *[block() for _ in range(LAYERS - 2)], nn.Linear(32, 8))
+
+
+def sample(model: str, rows: int, device: torch.device) -> Tensor:
+    if model == "conv":
+        return torch.randn(rows, 3, 16, 16, device=device)
+    return torch.randint(100, (rows, 32), device=device)
+
+
+MODELS = {"conv": conv_net, "transformer": transformer}
+
+
+# How it is counted
+
+
+class Reports:
+    """The CPU allocator's reports of one step."""
+
+    def __init__(self) -> None:
+        library = Path(torch.__file__).parent / "lib" / "libc10.so"
+        self._flags = ctypes.CDLL(str(library))
+        self._flag("FLAGS_caffe2_report_cpu_memory_usage", ctypes.c_bool).value = True
+
+    def _flag(self, name: str, kind: type[ctypes.c_bool] | type[ctypes.c_int]) -> ctypes.c_bool | ctypes.c_int:
+        return kind.in_dll(self._flags, name)
+
+    @contextmanager
+    def written_to(self, path: str) -> Iterator[None]:
+        """Lets the allocator write its lines, and all that goes to stderr goes to a file."""
+        level = self._flag("FLAGS_caffe2_log_level", ctypes.c_int)
+        quiet = level.value
+        stderr = os.dup(2)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 2)
+        level.value = 0  # INFO
+        try:
+            yield
+        finally:
+            level.value = quiet
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.close(file)
+
+    def measure(self, forward: Callable[[], Tensor]) -> Answer:
+        with tempfile.NamedTemporaryFile() as file:
+            with self.written_to(file.name):
+                loss = forward()
+                os.write(2, PHASE)
+                torch.autograd.backward(loss)
+                del loss
+            first, _, second = Path(file.name).read_bytes().partition(PHASE)
+
+        # The level at rest, from the first line: the bytes in use after it, less what it changed.
+        kind, size, total = _lines(first)[0]
+        rest = total - size if kind == b"alloc" else total + size
+
+        # Lines of two threads may change places, but each carries the bytes in use when it was made.
+        held = sum(size if kind == b"alloc" else -size for kind, size, _ in _lines(first))
+        return {
+            "forward": max(total for _, _, total in _lines(first)) - rest,
+            "held": held,
+            "backward": max(total for _, _, total in _lines(second)) - rest,
+        }
+
+
+def _lines(report: bytes) -> list[tuple[bytes, int, int]]:
+    return [(kind, int(size), int(total)) for kind, size, total in LINE.findall(report)]
+
+
+def measure_on_gpu(forward: Callable[[], Tensor]) -> Answer:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    rest = torch.cuda.memory_allocated()
+
+    loss = forward()
+    torch.cuda.synchronize()
+    answer = {"forward": torch.cuda.max_memory_allocated() - rest, "held": torch.cuda.memory_allocated() - rest}
+
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.backward(loss)
+    del loss
+    torch.cuda.synchronize()
+    return {**answer, "backward": torch.cuda.max_memory_allocated() - rest}
+
+
+# One request
+
+
+def boundary_bytes(layers: nn.Sequential, x: Tensor, balance: list[int]) -> int:
+    """What one micro-batch leaves at the ends of all partitions: the least that checkpointing keeps."""
+    count = 0
+    with torch.no_grad():
+        remaining = iter(layers)
+        for size in balance:
+            for _ in range(size):
+                x = next(remaining)(x)
+            count += x.numel() * x.element_size()
+    return count
+
+
+def answer(peer: str, request: Request) -> Answer:
+    device = torch.device(request["device"])
+    m = request["m"]
+    balance = request["balance"]
+
+    torch.manual_seed(0)
+    layers = MODELS[request["model"]]().to(device)
+    x = sample(request["model"], m * ROWS, device)
+    boundary = boundary_bytes(layers, x[:ROWS], balance)
+
+    model: Callable[[Tensor], Tensor] = layers
+    if peer != "plain":
+        from torchgpipe import GPipe
+
+        model = GPipe(layers, balance, devices=request["devices"], chunks=m, checkpoint=request["mode"])
+
+    def forward() -> Tensor:
+        # The output is the loss's own: as in `loss_fn(model(x)).backward()`, nothing else holds it.
+        return model(x).square().mean()
+
+    measure = measure_on_gpu if device.type == "cuda" else REPORTS.measure
+
+    torch.autograd.backward(forward())  # What is made once and kept is made here.
+    figures = []
+    for _ in range(request["steps"]):
+        if not request["accumulate"]:
+            layers.zero_grad(set_to_none=True)
+        gc.collect()
+        figures.append(measure(forward))
+
+    worst = {key: max(each[key] for each in figures) for key in figures[0]}
+    return {
+        **worst,
+        "peak": max(worst["forward"], worst["backward"]),
+        "same_each_step": all(each == figures[0] for each in figures),
+        "boundary": boundary,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    REPORTS = Reports()
+    serve(answer)

@@ -1,0 +1,144 @@
+"""Who is measured, each in a process of its own.
+
+The original and ours share the name `torchgpipe`, so no process may see both. A peer is a child process
+whose PYTHONPATH is either the folder the original was installed into or this checkout; a child refuses to
+start when the name was found elsewhere. The third peer, `plain`, sees neither.
+
+Children stay alive for a round and answer one request at a time, while the others wait on an empty pipe:
+
+    parent   ask A        ask B        ask A ...
+    A        ####|        .            ####|
+    B        .            ####|        .
+
+so two figures that are compared were measured within seconds of each other, under the same load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "serve"]
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+INSTALLED = CHECKOUT / ".peers"
+
+#: A peer's name, and what pip calls it where it is not this checkout.
+REQUIREMENTS = {"original": "torchgpipe==0.0.7"}
+PEERS = ("ours", "original", "plain")
+
+
+def install(name: str) -> Path | None:
+    """Returns the folder that a peer is imported from, after installing it there when it is missing."""
+    if name == "plain":
+        return None
+    if name == "ours":
+        return CHECKOUT
+
+    requirement = REQUIREMENTS[name]
+    package, version = requirement.split("==")
+    # Without its dependencies: it runs on the torch that ours runs on.
+    folder = INSTALLED / package
+    if not (folder / f"{package}-{version}.dist-info").is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), requirement], check=True)
+    return folder
+
+
+class Peer:
+    """A child process that runs one of the measuring scripts and answers requests."""
+
+    def __init__(self, name: str, script: str) -> None:
+        self.name = name
+        folder = install(name)
+
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment["BENCHMARK_PEER"] = name
+        if folder is not None:
+            environment["PYTHONPATH"] = str(folder)
+
+        self._stderr: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name(script))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, request: Request) -> Answer:
+        """Waits for the answer to one request.
+
+        Raises:
+            RuntimeError: the child raised, or ended.
+
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # The child ended; what it said is reported below.
+
+        line = self._process.stdout.readline()
+        if not line:
+            self._stderr.seek(0)
+            raise RuntimeError(f"peer {self.name!r} ended:\n{self._stderr.read()[-4000:]}")
+
+        answer: Answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"peer {self.name!r} failed on {request}:\n{answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """Ends the child."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._stderr.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def serve(answer: Callable[[str, Request], Answer]) -> None:
+    """Runs in a child: calls `answer(peer, request)` for each request until there is none."""
+    # Answers go to the real stdout; whatever a library prints does not end up between them.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    name = os.environ["BENCHMARK_PEER"]
+    if name != "plain":
+        _refuse_another(name)
+
+    for line in sys.stdin:
+        try:
+            reply = answer(name, json.loads(line))
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+def _refuse_another(name: str) -> None:
+    import torchgpipe
+
+    expected = Path(os.environ["PYTHONPATH"]).resolve()
+    found = Path(str(torchgpipe.__file__)).resolve()
+    if found.parent.parent != expected:
+        raise ImportError(f"peer {name!r} found torchgpipe in {found.parent}, not in {expected}")

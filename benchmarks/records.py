@@ -1,0 +1,116 @@
+"""What a benchmark leaves behind: a JSON file that says on what it was measured, and a table of it.
+
+Figures are medians over turns, with the lowest and the highest beside them. Ratios are taken within a
+turn, and then their median: the load of a shared machine moves both sides of a ratio together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["RESULTS", "environment", "ratios", "spread", "table", "write"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """The median of several turns, with the lowest and the highest."""
+    values = list(values)
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
+    """How many times lower the first is than the second, turn by turn, as a spread."""
+    return spread(b / a for a, b in zip(small, large, strict=True))
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on. No names of users, hosts or folders."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["python", *_command()]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "gpus": gpus,
+    }
+
+
+def _command() -> list[str]:
+    return [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _commit() -> str | None:
+    """The commit that was measured; with a `+` where the package differs from it."""
+
+    def git(*args: str) -> str:
+        checkout = RESULTS.parent.parent
+        done = subprocess.run(["git", *args], cwd=checkout, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "torchgpipe") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a result as JSON: keys in the order they were put in, one figure a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\nwritten: {path.name}")
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """A Markdown table with aligned columns: words to the left, figures to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[c]) for row in [list(header), *cells]) for c in range(len(header))]
+    numeric = [all(_is_figure(row[c]) for row in cells) for c in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        return (
+            "| "
+            + " | ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(row, widths, numeric, strict=True)
+            )
+            + " |"
+        )
+
+    rule = (
+        "|"
+        + "|".join("-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True))
+        + "|"
+    )
+    return "\n".join([line(list(header)), rule, *map(line, cells)])
+
+
+def _is_figure(cell: str) -> bool:
+    return cell[:1].isdigit() or cell[:1] in {"-", ""}

@@ -1,0 +1,136 @@
+"""The child of overhead.py: times steps of tiny layers, where all time is host time.
+
+A layer is a Linear of 4 x 4 on 2 rows: it computes for a fraction of a microsecond, and has parameters,
+so that its backward does what a real layer's does. Forward ends when `forward` returns; backward includes
+the release of the graph, which a training loop pays as well.
+
+The garbage collector is off while a step is timed and has nothing left to do when it starts, for every
+peer alike; gradients are absent when a step starts, as after `zero_grad()`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter, process_time
+
+import torch
+from peers import Answer, Request, serve
+from torch import Tensor, nn
+
+WIDTH = 4
+ROWS = 2
+
+Model = Callable[[Tensor], Tensor]
+
+
+def wrap(peer: str, layers: nn.Sequential, request: Request) -> Model:
+    """The peer's pipeline; for `plain` the layers called micro-batch by micro-batch."""
+    m = request["m"]
+    if peer == "plain":
+        return lambda x: torch.cat([layers(chunk) for chunk in x.chunk(m)])
+
+    from torchgpipe import GPipe
+
+    balance = request["balance"]
+    model: Model = GPipe(layers, balance, devices=request["devices"], chunks=m, checkpoint=request["mode"])
+    return model
+
+
+def tiny_layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+
+def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> dict[str, float]:
+    """Seconds of one forward and of one backward: by the clock, and of CPU in all threads."""
+    layers.zero_grad(set_to_none=True)
+    gc.collect()
+
+    cpu_start, start = process_time(), perf_counter()
+    output = model(x)
+    cpu_middle, middle = process_time(), perf_counter()
+    torch.autograd.backward(output, grad)
+    del output
+    cpu_end, end = process_time(), perf_counter()
+
+    return {
+        "forward": middle - start,
+        "backward": end - middle,
+        "forward_cpu": cpu_middle - cpu_start,
+        "backward_cpu": cpu_end - cpu_middle,
+    }
+
+
+def step(peer: str, request: Request) -> Answer:
+    """Microseconds per cell: of each figure the lowest of the steps asked for, and the median."""
+    layers = tiny_layers(sum(request["balance"]))
+    model = wrap(peer, layers, request)
+    m = request["m"]
+    x = torch.randn(m * ROWS, WIDTH)
+    grad = torch.ones(m * ROWS, WIDTH)
+
+    for _ in range(2):
+        timed_step(layers, model, x, grad)
+
+    gc.collect()
+    gc.freeze()  # What the warm-up left is not looked at again: collecting is cheap.
+    gc.disable()
+    times = [timed_step(layers, model, x, grad) for _ in range(request["steps"])]
+    gc.enable()
+    gc.unfreeze()
+
+    cells = m * len(request["balance"])
+    answer: Answer = {}
+    for name in times[0]:
+        seconds = [each[name] for each in times]
+        answer[name] = min(seconds) / cells * 1e6
+        answer[f"{name}_typical"] = statistics.median(seconds) / cells * 1e6
+    return answer
+
+
+def deep(peer: str, request: Request) -> Answer:
+    """Milliseconds to construct a pipeline of very many layers, and of its first step."""
+    layers = tiny_layers(sum(request["balance"]))
+    x = torch.randn(request["m"] * ROWS, WIDTH)
+    grad = torch.ones(request["m"] * ROWS, WIDTH)
+
+    gc.collect()
+    start = perf_counter()
+    model = wrap(peer, layers, request)
+    construct = perf_counter() - start
+    seconds = {"construct": construct, **timed_step(layers, model, x, grad)}
+
+    return {name: value * 1e3 for name, value in seconds.items()}
+
+
+def nodes(peer: str, request: Request) -> Answer:
+    """The autograd nodes of one step, counted by name."""
+    layers = tiny_layers(sum(request["balance"]))
+    model = wrap(peer, layers, request)
+    output = model(torch.randn(request["m"] * ROWS, WIDTH))
+
+    seen: set[object] = set()
+    names: Counter[str] = Counter()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names[node.name()] += 1
+        waiting.extend(function for function, _ in node.next_functions)
+    return {"nodes": dict(names.most_common())}
+
+
+def answer(peer: str, request: Request) -> Answer:
+    return {"step": step, "deep": deep, "nodes": nodes}[request["kind"]](peer, request)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # A graph is as deep as its cells in a row; destroying or walking it must not meet the default limit.
+    sys.setrecursionlimit(10_000)
+    serve(answer)
