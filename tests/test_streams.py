@@ -1,0 +1,515 @@
+"""The pipeline on several devices with streams: every wait and every record is where it has to be.
+
+`fake_accelerator` makes a missing one a wrong number, here compared with the plain model. What is in excess
+makes no number wrong, but takes away the overlap: the last tests look at what may run at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
+from tests.plain import assert_same, outcome, plain_outcome, run_plain
+from torchgpipe import GPipe, NoChunk, is_recomputing
+from torchgpipe.pipeline import Mechanisms
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+MODES = ["always", "except_last", "never"]
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    result: str = request.param
+    return result
+
+
+def pipeline(module: nn.Sequential, balance: list[int], *, devices: list[int] | None = None, **options: Any) -> GPipe:
+    """On fake devices of these numbers, by default each partition on its own."""
+    indices = range(len(balance)) if devices is None else devices
+    options.setdefault("chunks", 4)
+    return GPipe(copy.deepcopy(module), balance, devices=[f"cpu:{index}" for index in indices], **options)
+
+
+def assert_like_plain(model: GPipe, module: nn.Sequential, *inputs: Any) -> None:
+    with on_fake_devices(model):
+        actual = outcome(model, *inputs)
+        assert_same(actual, plain_outcome(copy.deepcopy(module), *inputs, chunks=model.chunks))
+
+
+def linears(n: int, width: int = 3) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)])
+
+
+class Apply(nn.Module):
+    """A layer of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+class Nest(nn.Module):
+    """From a tensor to containers."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"twice": [x * 2, None], "count": torch.arange(len(x), device=x.device), "x": (x,)}
+
+
+class Shift(nn.Module):
+    """From containers to containers: integers, None, and one tensor that goes on unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, value: Any) -> Any:
+        (x,) = value["x"]
+        twice, nothing = value["twice"]
+        return {"twice": [twice * self.weight, nothing], "count": value["count"] + 1, "x": (x,)}
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x.sin()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip.tanh()
+
+
+class Flatten(nn.Module):
+    """From containers to a tensor."""
+
+    def forward(self, value: Any) -> Tensor:
+        (x,) = value["x"]
+        twice, _ = value["twice"]
+        return torch.relu(twice + x * value["count"][:, None])
+
+
+# Forward and backward equal those of the plain model
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("balance", [[1, 1], [2, 1, 1], [1, 1, 1, 1]], ids=str)
+def test_chain(mode: str, chunks: int, balance: list[int]) -> None:
+    module = linears(sum(balance))
+    model = pipeline(module, balance, chunks=chunks, checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(7, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("devices", [[0, 1, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0, 1]], ids=str)
+def test_several_partitions_on_a_device(mode: str, devices: list[int]) -> None:
+    module = linears(len(devices))
+    model = pipeline(module, [1] * len(devices), devices=devices, checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+def test_one_device(mode: str) -> None:
+    module = linears(2)
+    model = pipeline(module, [1, 1], devices=[0, 0], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context: Callable[[], Any]) -> None:
+    module, x = linears(3), torch.randn(8, 3)
+    model = pipeline(module, [1, 1, 1])
+    with on_fake_devices(model), context():
+        torch.testing.assert_close(model(x), run_plain(module, x, chunks=4), rtol=0, atol=0)
+
+
+def test_eval() -> None:
+    module = linears(3).eval()
+    assert_like_plain(pipeline(module, [1, 1, 1]), module, torch.randn(8, 3, requires_grad=True))
+
+
+def test_nested_containers(mode: str) -> None:
+    module = nn.Sequential(Nest(), Shift(), Shift(), Flatten())
+    model = pipeline(module, [1, 1, 1, 1], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+def test_several_inputs_and_outputs(mode: str) -> None:
+    module = nn.Sequential(
+        Apply(lambda x, y: (x * y["factor"], y["whole"] + 0)),
+        Apply(lambda pair: {"sum": pair[0].sum(1) + pair[1].sum(), "x": pair[0].sin()}),
+    )
+    x, factor, whole = (torch.randn(*shape, requires_grad=True) for shape in [(8, 3), (8, 1), (5,)])
+    model = pipeline(module, [1, 1], checkpoint=mode)
+    assert_like_plain(model, module, x, {"factor": factor, "whole": NoChunk(whole)})
+
+
+@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("input_requires_grad", [False, True])
+def test_frozen_partitions(mode: str, frozen: list[int], input_requires_grad: bool) -> None:
+    module = linears(3)
+    for j in frozen:
+        module[j].requires_grad_(False)
+    model = pipeline(module, [1, 1, 1], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=input_requires_grad))
+
+
+def test_output_that_is_not_used(mode: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), Apply(lambda x: (x * 2, x * 3)), Apply(lambda pair: pair[1] * 2))
+    model = pipeline(module, [1, 1, 1], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+def test_output_that_is_the_input(mode: str) -> None:
+    module = nn.Sequential(nn.Identity(), nn.Linear(3, 3), nn.Identity(), Apply(lambda x: x.view(-1)))
+    model = pipeline(module, [1, 1, 1, 1], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+def test_in_place(mode: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.ELU(inplace=True), nn.Linear(3, 3), nn.ELU(inplace=True))
+    model = pipeline(module, [1, 2, 1], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+def test_running_statistics(mode: str) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = pipeline(module, [1, 1, 1], checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+def test_random_layers(mode: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3), nn.Dropout(), nn.Dropout())
+    x = torch.randn(8, 3, requires_grad=True)
+    outcomes = []
+    for each in (mode, "never"):
+        model = pipeline(module, [2, 2, 1], checkpoint=each)
+        torch.manual_seed(1)
+        with on_fake_devices(model):
+            outcomes.append(outcome(model, x))
+        outcomes[-1].buffers["state"] = torch.get_rng_state()
+    assert_same(*outcomes)
+
+
+def test_autocast(mode: str) -> None:
+    module, x = linears(3), torch.randn(8, 3, requires_grad=True)
+    model = pipeline(module, [1, 1, 1], checkpoint=mode)
+    # With the cache, gradients of all micro-batches would be summed in the lower precision, on the plain model.
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        assert_like_plain(model, module, x)
+
+
+def test_training(mode: str) -> None:
+    def train(model: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x, y = torch.ones(8, 3), torch.zeros(8, 3)
+        for step in range(4):
+            loss = nn.functional.mse_loss(run(x * step), y)
+            loss.backward()
+            if step % 2:  # gradients of two steps are accumulated
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    module = linears(3)
+    model, plain = pipeline(module, [1, 1, 1], checkpoint=mode), copy.deepcopy(module)
+    with on_fake_devices(model):
+        actual = train(model, model)
+        torch.testing.assert_close(actual, train(plain, lambda x: run_plain(plain, x, chunks=4)), rtol=0, atol=0)
+
+
+def test_second_backward() -> None:
+    module, x = linears(3), torch.randn(4, 3, requires_grad=True)
+
+    def run(output: Tensor) -> list[Tensor]:
+        return [torch.autograd.grad(output.sin().sum(), x, retain_graph=True)[0] for _ in range(2)]
+
+    model = pipeline(module, [1, 1, 1], checkpoint="never", chunks=2)
+    with on_fake_devices(model):
+        torch.testing.assert_close(run(model(x)), run(run_plain(module, x, chunks=2)), rtol=0, atol=0)
+
+
+def test_without_dependency(mode: str) -> None:
+    # Micro-batches then go backward in another order, but streams must be right in any order.
+    module, x = linears(3), torch.randn(8, 3, requires_grad=True)
+    model = pipeline(module, [1, 1, 1], checkpoint=mode)
+    model._mechanisms = Mechanisms(dependency=False)
+    with on_fake_devices(model):
+        actual, plain = outcome(model, x), plain_outcome(module, x, chunks=4)
+        # Parameters then get the same gradients in another order of summation.
+        torch.testing.assert_close(actual.param_grads, plain.param_grads)
+        assert_same(replace(actual, param_grads={}), replace(plain, param_grads={}))
+
+
+def test_on_the_stream_of_the_caller(mode: str) -> None:
+    module, x = linears(2), torch.randn(8, 3, requires_grad=True)
+    model = pipeline(module, [1, 1], checkpoint=mode)
+    with on_fake_devices(model) as fake:
+        own = fake.stream("cpu:0", "own")
+        with own.use():
+            output = model(x)
+            actual = torch.autograd.grad(output.sum(), x)
+        fake.stream("cpu:0", "computing").wait(own)
+        plain = run_plain(module, x, chunks=4)
+        torch.testing.assert_close(output, plain, rtol=0, atol=0)
+        torch.testing.assert_close(actual, torch.autograd.grad(plain.sum(), x), rtol=0, atol=0)
+    assert not launches(fake, "addmm", "cpu:0") and launches(fake, "addmm", "cpu:0", beside=True)
+
+
+@pytest.mark.parametrize("devices", [[0, 1, 2, 3], [0, 1, 1, 0], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_skips(mode: str, devices: list[int], frozen: bool) -> None:
+    outer, inner = Namespace(), Namespace()
+    module = nn.Sequential(
+        nn.Sequential(nn.Linear(3, 3), Stash().isolate(outer)),
+        nn.Sequential(nn.Linear(3, 3), Stash().isolate(inner)),
+        nn.Linear(3, 3),
+        nn.Sequential(Pop().isolate(inner), Pop().isolate(outer), nn.Linear(3, 3)),
+    )
+    module[0].requires_grad_(not frozen)
+    model = pipeline(module, [1, 1, 1, 1], devices=devices, checkpoint=mode)
+    assert_like_plain(model, module, torch.randn(8, 3))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(3, 3),
+    "frozen": lambda: nn.Linear(3, 3).requires_grad_(False),
+    "tanh": nn.Tanh,
+    "in place": lambda: nn.Sequential(nn.Linear(3, 3), nn.ELU(inplace=True)),
+    "norm": lambda: nn.BatchNorm1d(3),
+    "identity": nn.Identity,
+    "branches": lambda: nn.Sequential(Apply(lambda x: (x, x * 2)), Apply(lambda pair: pair[0] * pair[1])),
+}
+
+
+@given(data=st.data())
+def test_any_pipeline(data: st.DataObject) -> None:
+    layers = [LAYERS[name]() for name in data.draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=5))]
+    for _ in range(data.draw(st.integers(0, 2))):
+        namespace = Namespace()
+        ends = data.draw(st.tuples(*[st.integers(0, len(layers))] * 2))
+        layers.insert(max(ends), Pop().isolate(namespace))
+        layers.insert(min(ends), Stash().isolate(namespace))
+    balance = [1]
+    for _ in layers[1:]:
+        balance = [*balance, 1] if data.draw(st.booleans()) else [*balance[:-1], balance[-1] + 1]
+    devices = data.draw(st.lists(st.integers(0, 2), min_size=len(balance), max_size=len(balance)))
+    mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 5))
+    module = nn.Sequential(*layers)
+    x = torch.randn(2 * chunks, 3, requires_grad=data.draw(st.booleans()))
+    assert_like_plain(pipeline(module, balance, devices=devices, chunks=chunks, checkpoint=mode), module, x)
+
+
+@pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)
+def test_streams_and_devices_are_current_in_the_layers(mode: str, devices: list[int]) -> None:
+    def forward(x: Tensor) -> Tensor:
+        seen.append((fake.current.device, [fake.current_stream(torch.device(f"cpu:{j}")).name for j in range(2)]))
+        return x.sin()
+
+    seen: list[Any] = []
+    model = pipeline(nn.Sequential(Apply(forward), Apply(forward)), [1, 1], devices=devices, chunks=1, checkpoint=mode)
+    with on_fake_devices(model) as fake:
+        output = model(torch.randn(1, 3, requires_grad=True))
+        first = [(device, ["computing", "computing"]) for device in model.devices]
+        assert seen == first
+        seen.clear()
+        output.sum().backward()
+        assert sorted(seen, key=str) == (first if mode == "always" else [])
+
+
+# Order of backward
+
+
+def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str) -> None:
+    class Trace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, j: int) -> Tensor:
+            ctx.cell = int(x[0, 0].round()), j
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            order.append(ctx.cell)
+            return grad, None
+
+    order: list[tuple[int, int]] = []
+    layers = [Apply(lambda x, j=j: Trace.apply(x, j)) for j in range(3)]
+    x = torch.arange(4.0).reshape(4, 1).requires_grad_()
+    model = pipeline(nn.Sequential(*layers), [1, 1, 1], checkpoint=mode)
+    with on_fake_devices(model):
+        model(x).sum().backward()
+    for j in range(3):
+        assert [cell for cell in order if cell[1] == j] == [(i, j) for i in reversed(range(4))]
+
+
+# Faults
+
+
+class Failure(Exception):
+    pass
+
+
+def fail_at(i: int, when: Callable[[], bool]) -> nn.Module:
+    def forward(x: Tensor) -> Tensor:
+        if x[0, 0] == i and when():
+            raise Failure
+        return x
+
+    return Apply(forward)
+
+
+@pytest.mark.parametrize("j", [0, 1, 2])
+def test_failure_in_forward(mode: str, j: int) -> None:
+    failing = [True]
+    module = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(), nn.Linear(1, 1))
+    module[j] = fail_at(2, lambda: bool(failing))
+    x = torch.arange(4.0).reshape(4, 1).requires_grad_()
+    model = pipeline(module, [1, 1, 2], checkpoint=mode)
+    with on_fake_devices(model):
+        with pytest.raises(Failure) as info:
+            model(x)
+        (note,) = info.value.__notes__
+        assert note.startswith(f"micro-batch 2 of 4, partition {j} ") and note.endswith("during forward")
+        assert f"on cpu:{j}," in note
+        del info
+        failing.clear()
+    assert_like_plain(model, module, x)
+
+
+@pytest.mark.parametrize("j", [0, 1, 2])
+def test_failure_in_recomputation(j: int) -> None:
+    failing = [True]
+    module = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(), nn.Linear(1, 1))
+    module[j] = fail_at(2, lambda: bool(failing) and is_recomputing())
+    x = torch.arange(4.0).reshape(4, 1).requires_grad_()
+    model = pipeline(module, [1, 1, 2], checkpoint="always")
+    with on_fake_devices(model):
+        with pytest.raises(Failure) as info:
+            model(x).sum().backward()
+        assert any(f"partition {j} " in note and "recomputation" in note for note in info.value.__notes__)
+        del info
+        failing.clear()
+    assert_like_plain(model, module, x)
+
+
+# Lifetimes (see also test_leaks, which looks at single layers)
+
+
+def test_after_backward_only_gradients_are_left_on_the_devices(mode: str) -> None:
+    model, x = pipeline(linears(3), [1, 1, 1], checkpoint=mode), torch.randn(4, 3, requires_grad=True)
+    with on_fake_devices(model) as fake:
+        model(x).sum().backward()
+        assert fake.alive() == storages([x.grad, *[parameter.grad for parameter in model.parameters()]])
+
+
+def test_without_gradients_only_the_output_is_left_on_the_devices() -> None:
+    model, x = pipeline(linears(3), [1, 1, 1]), torch.randn(4, 3)
+    with on_fake_devices(model) as fake, torch.no_grad():
+        output = model(x)
+        assert fake.alive() == storages([output])
+
+
+def test_checkpointing_keeps_what_crosses_the_boundaries() -> None:
+    m, n = 4, 3
+    model, x = pipeline(linears(n), [1] * n, chunks=m, checkpoint="always"), torch.randn(m, 3)
+    with on_fake_devices(model) as fake:
+        output = model(x)
+        # The inputs of the first partition are parts of the caller's mini-batch.
+        assert fake.alive() == (n - 1) * m + storages([output])
+
+
+def storages(tensors: Iterable[Tensor | None]) -> int:
+    return len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None})
+
+
+# What may run at the same time
+
+
+def launches(fake: FakeAccelerator, name: str, device: str, *, beside: bool = False) -> list[Launch]:
+    """The operations on a device, on the computing stream or beside it."""
+    return [
+        launch
+        for launch in fake.launches
+        if launch.name == name and str(launch.stream.device) == device and (launch.stream.name != "computing") == beside
+    ]
+
+
+def launches_of_forward(m: int) -> tuple[list[Launch], list[Launch], list[Launch]]:
+    """Of each micro-batch: the cell on the first device, the copy and the cell on the second."""
+    model = pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], chunks=m)
+    with on_fake_devices(model) as fake, torch.no_grad():
+        model(torch.randn(m, 3))
+    source = launches(fake, "addmm", "cpu:0")
+    copies = launches(fake, "_to_copy", "cpu:0", beside=True)
+    target = launches(fake, "addmm", "cpu:1")
+    assert len(source) == len(copies) == len(target) == m
+    return source, copies, target
+
+
+def test_copy_overlaps_with_computation() -> None:
+    source, copies, target = launches_of_forward(m=4)
+    for i in range(4):
+        assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
+        assert all(copies[i].overlaps(other) for other in [*source[i + 2 :], *target[:i]])
+        assert all(source[i].overlaps(other) for other in target[: max(0, i - 1)])
+
+
+@pytest.mark.xfail(reason="the wait of cell (i+1, j) comes before the copy of (i, j) if it is launched first")
+def test_neighbouring_cells_of_a_clock_overlap() -> None:
+    source, copies, target = launches_of_forward(m=4)
+    for i in range(3):
+        assert source[i + 1].overlaps(copies[i]) and source[i + 1].overlaps(target[i])
+
+
+def test_copy_of_gradients_overlaps_with_computation(mode: str) -> None:
+    m = 4
+    model = pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], chunks=m, checkpoint=mode)
+    with on_fake_devices(model) as fake:
+        model(torch.randn(m, 3, requires_grad=True)).sum().backward()
+    source = launches(fake, "tanh_backward", "cpu:1")[::-1]
+    copies = launches(fake, "_to_copy", "cpu:1", beside=True)[::-1]
+    target = launches(fake, "tanh_backward", "cpu:0")[::-1]
+    assert len(source) == len(copies) == len(target) == m
+    for i in range(m):
+        assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
+        assert all(copies[i].overlaps(other) for other in [*source[:i], *target[i + 1 :]])
+
+
+def test_recomputation_does_not_wait_for_the_gradient() -> None:
+    m = 4
+    model = pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], chunks=m, checkpoint="always")
+    with on_fake_devices(model) as fake:
+        model(torch.randn(m, 3, requires_grad=True)).sum().backward()
+    copies = launches(fake, "_to_copy", "cpu:1", beside=True)[::-1]
+    again = launches(fake, "tanh", "cpu:0")[m:][::-1]
+    assert len(copies) == len(again) == m
+    for i in range(m):
+        assert again[i].overlaps(copies[i]), f"recomputation of micro-batch {i} beside the copy of its gradient"
+
+
+def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
+    model = pipeline(linears(3), [1, 1, 1], checkpoint="always")
+    with on_fake_devices(model):
+        pending, leads_to = [model(torch.randn(4, 3)).grad_fn], {}
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in leads_to:
+                leads_to[node] = [follower for follower, _ in node.next_functions]
+                pending += leads_to[node]
+    recomputed = [leads_to[node] for node in leads_to if type(node).__name__ == "RecomputeBackward"]
+    waits = [node for node in leads_to if type(node).__name__ == "WaitBackward"]
+    assert len(waits) == 2 * 4
+    assert all(sum(wait in followers for followers in recomputed) == 1 for wait in waits)
