@@ -172,8 +172,9 @@ class Cell(Recomputation):
     __slots__ = ("_checkpoint", "_i", "_input", "_m", "_output", "_stage")
 
     def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool) -> None:
-        super().__init__(stage)
-        self._stage = stage
+        # All that the base class does, without the call: there is a cell for every micro-batch and partition.
+        self.site = self._stage = stage
+        self._graph = None
         self._i = i
         self._m = m
         self._checkpoint = checkpoint

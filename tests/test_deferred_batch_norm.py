@@ -1,0 +1,726 @@
+"""Deferred batch norms normalise micro-batches and track whole mini-batches.
+
+What they normalise is compared, to the last bit, with plain batch norms run micro-batch by micro-batch; what they
+track with plain batch norms run on the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.conftest import Pipe
+from tests.fake_accelerator import on_fake_devices
+from tests.plain import assert_same, outcome, plain_outcome
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
+from torchgpipe.phase import enter_phase
+
+MODES = ["always", "except_last", "never"]
+
+convert = DeferredBatchNorm.convert_deferred_batch_norm
+
+#: The class, and the shape of a sample.
+KINDS: dict[str, tuple[type[Any], tuple[int, ...]]] = {
+    "1d": (nn.BatchNorm1d, (3,)),
+    "1d, with length": (nn.BatchNorm1d, (3, 4)),
+    "2d": (nn.BatchNorm2d, (3, 2, 3)),
+    "3d": (nn.BatchNorm3d, (3, 2, 1, 2)),
+}
+
+
+class Affine(nn.Module):
+    """Has a weight and treats each sample by itself, whatever its shape is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh() + x
+
+
+class Scaled(nn.BatchNorm1d):
+    """A user's subclass with something before and after."""
+
+    scale = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1) * self.scale
+
+
+class OnItsOwn(nn.BatchNorm1d):
+    """A user's subclass that does not use the forward it overrides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True)
+
+
+class Twice(nn.Module):
+    """Runs one norm twice for each input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        z: Tensor = self.norm(x * x + 5)
+        return y + z
+
+
+class Fails(nn.Module):
+    """Raises at the run with a number, if there is one."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at = at
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += not is_recomputing()
+        if self.runs == self.at:
+            raise ValueError("asked to fail")
+        return x
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    """Far from zero, and every channel and sample differently."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    for dim in (0, 1):
+        x = x + 4 * torch.rand(shape[dim], generator=generator).reshape([-1 if k == dim else 1 for k in range(x.ndim)])
+    return x.requires_grad_()
+
+
+def norms(module: nn.Module) -> list[Any]:
+    return [norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+
+
+def assert_same_statistics(actual: nn.Module, expected: nn.Module, **tolerance: float) -> None:
+    assert len(norms(actual)) == len(norms(expected)) > 0
+    for a, b in zip(norms(actual), norms(expected)):
+        assert torch.equal(a.num_batches_tracked, b.num_batches_tracked)
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), **{"rtol": 1e-9, "atol": 1e-9, **tolerance})
+
+
+def track_whole(module: nn.Sequential, x: Tensor, chunks: int) -> None:
+    """Lets each norm track the whole of what comes to it when those before it normalise micro-batches."""
+    with torch.no_grad():
+        for layer in module:
+            parts = [copy.deepcopy(layer)(part) for part in x.chunk(chunks)]
+            layer(x)
+            x = torch.cat(parts)
+
+
+# The running statistics are those of the whole mini-batch
+
+
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    momentum=st.sampled_from([0.1, 1.0, 0.0, None]),
+    chunks=st.integers(1, 10),
+    batches=st.lists(st.integers(1, 12), min_size=1, max_size=2),
+    mode=st.sampled_from(MODES),
+    affine=st.booleans(),
+)
+def test_like_the_whole_mini_batch(
+    pipe: Pipe, kind: str, momentum: float | None, chunks: int, batches: list[int], mode: str, affine: bool
+) -> None:
+    make, sample = KINDS[kind]
+    if kind == "1d":
+        assume(all(len(part) > 1 for batch in batches for part in torch.zeros(batch).chunk(chunks)))
+    module = nn.Sequential(
+        Affine(), make(3, momentum=momentum, affine=affine), Affine(), make(3, momentum=momentum)
+    ).double()
+    whole, parts = copy.deepcopy(module), copy.deepcopy(module)
+    model = pipe(module, [2, 1, 1], chunks=chunks, checkpoint=mode, deferred_batch_norm=True)
+    for k, batch in enumerate(batches):
+        x = data(batch, *sample, seed=k)
+        actual, expected = outcome(model, x), plain_outcome(parts, x, chunks=chunks)
+        actual.buffers = expected.buffers = {}
+        assert_same(actual, expected)
+        track_whole(whole, x, chunks)
+        assert_same_statistics(model, whole)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_example_of_the_original(pipe: Pipe, checkpoint: str, grad: bool) -> None:
+    whole = nn.BatchNorm2d(3)
+    model = pipe(nn.Sequential(copy.deepcopy(whole)), [1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+    x = torch.rand(4, 3, 10, 10, requires_grad=grad)
+    model(x).mean().backward()
+    whole(x).mean().backward()
+    assert_same_statistics(model, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_with_one_chunk(pipe: Pipe, checkpoint: str) -> None:
+    whole = nn.BatchNorm2d(3)
+    model = pipe(nn.Sequential(copy.deepcopy(whole)), [1], chunks=1, checkpoint=checkpoint, deferred_batch_norm=True)
+    x = torch.rand(4, 3, 10, 10)
+    model(x).square().mean().backward()
+    whole(x).square().mean().backward()
+    assert torch.equal(model[0].weight.grad, whole.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_no_value_and_a_single_one(pipe: Pipe, checkpoint: str, batch: int) -> None:
+    """As PyTorch has it: nothing to track counts as a batch, and one value a channel cannot be normalised."""
+    module = nn.Sequential(nn.BatchNorm1d(3).double())
+    whole = copy.deepcopy(module)
+    model = pipe(module, [1], chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
+    if batch == 1:
+        with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+            model(data(5, 3).narrow(0, 0, 1))
+        assert caught.value.__notes__[0].startswith("micro-batch 0 of 1, partition 0")
+    else:
+        assert outcome(model, data(0, 3)).output.shape == (0, 3)
+        whole(data(0, 3))
+    assert_same_statistics(model, whole)
+
+
+def test_no_values_in_some_micro_batches() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3).double())
+    whole = copy.deepcopy(module)
+    deferred, x = convert(module, chunks=3), data(6, 3)
+    for parts in [(x[:0], x, x[:0]), (x, x[:0], x[:0]), (x[:0], x[:4], x[4:])]:
+        for part in parts:
+            deferred(part)
+        whole(x)
+        assert_same_statistics(deferred, whole)
+
+
+def test_a_layer_that_runs_twice(pipe: Pipe, checkpoint: str) -> None:
+    """Each of its runs is an update, as it is on the whole mini-batch."""
+    module = nn.Sequential(nn.Identity(), Twice()).double()
+    whole, x = copy.deepcopy(module), data(8, 3)
+    model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    outcome(model, x)
+    whole(x)
+    assert model[1].norm.num_batches_tracked == 2
+    assert_same_statistics(model, whole)
+
+
+def test_a_layer_that_does_not_always_run(pipe: Pipe, checkpoint: str) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x) if x[0, 0] > 0 else x
+            return y
+
+    module = nn.Sequential(Skips()).double()
+    x = torch.cat([data(2, 3).detach().abs(), -data(2, 3).detach().abs(), data(2, 3, seed=1).detach().abs()])
+    whole = copy.deepcopy(module)
+    model = pipe(module, [1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    outcome(model, x)
+    whole(x[[0, 1, 4, 5]])
+    assert_same_statistics(model, whole)
+
+
+def test_recomputation_does_not_count(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(nn.Sequential(Affine(), nn.BatchNorm1d(3)), [1, 1], chunks=3, checkpoint=checkpoint,
+                 deferred_batch_norm=True).double()  # fmt: skip
+    loss = model(data(6, 3)).square().sum()
+    before = copy.deepcopy(model.state_dict())
+    for retain in (True, False):
+        loss.backward(retain_graph=retain)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_recomputation_by_itself_does_not_count() -> None:
+    norm = convert(nn.BatchNorm1d(3), chunks=1)
+    with enter_phase((False, True)):
+        norm(torch.randn(4, 3))
+    assert_same_statistics(norm, nn.BatchNorm1d(3))
+
+
+def test_under_no_grad_and_inference_mode(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(Affine(), nn.BatchNorm1d(3)).double()
+    whole = copy.deepcopy(module)
+    model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            model(data(8, 3))
+            whole(data(8, 3))
+    assert_same_statistics(model, whole)
+
+
+def test_evaluation(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(Affine(), nn.BatchNorm1d(3)).double()
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    outcome(model, data(6, 3))
+    module.load_state_dict(model.state_dict())
+    model.eval()
+    assert_same(outcome(model, data(6, 3, seed=1)), plain_outcome(module.eval(), data(6, 3, seed=1), chunks=3))
+
+
+def test_a_frozen_layer_in_training(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(Affine(), nn.BatchNorm1d(3).eval()).double()
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    assert_same(outcome(model, data(6, 3)), plain_outcome(module, data(6, 3), chunks=3))
+
+
+# A mini-batch is a call of the pipeline
+
+
+def test_a_call_that_fails_leaves_nothing(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), Fails(at=3), nn.BatchNorm1d(3)).double()
+    whole = copy.deepcopy(nn.Sequential(module[0], module[2]))
+    model = pipe(module, [1, 1, 1], chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
+    with pytest.raises(ValueError, match="asked to fail"):
+        model(data(9, 3))
+    assert_same_statistics(model, whole)
+    outcome(model, data(11, 3))
+    track_whole(whole, data(11, 3), 4)
+    assert_same_statistics(model, whole)
+
+
+def test_a_call_whose_outputs_cannot_be_gathered_leaves_nothing(pipe: Pipe) -> None:
+    class Alternates(Fails):
+        def forward(self, x: Tensor) -> Any:
+            self.runs += 1
+            return x if self.runs % 2 else (x, x)
+
+    model = pipe(nn.Sequential(nn.BatchNorm1d(3), Alternates(None)), [1, 1], chunks=2, deferred_batch_norm=True)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises((TypeError, ValueError)):
+        model.double()(data(6, 3))
+    assert_same_statistics(model, model)
+    assert model.state_dict()["0.num_batches_tracked"] == before["0.num_batches_tracked"] == 0
+
+
+def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
+    """With an average over all mini-batches it does not matter in which order they are counted."""
+    module = nn.Sequential(nn.BatchNorm1d(3, momentum=None), Affine(), nn.Identity()).double()
+    whole = copy.deepcopy(module)
+    model = pipe(module, [1, 1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    inputs = [data(6 + 2 * (k % 2), 3, seed=k) for k in range(24)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda x: model(x).sum().backward(), inputs))
+    for x in inputs:
+        whole(x)
+    assert_same_statistics(model, whole)
+
+
+def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
+    """The mini-batch is that of the outer one."""
+    inner = nn.Sequential(Affine(), nn.BatchNorm1d(3), Twice())
+    whole = copy.deepcopy(nn.Sequential(*inner)).double()
+    nested = pipe(inner, [1, 2], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+    model = pipe(nn.Sequential(nn.Identity(), nested), [1, 1], chunks=3, checkpoint=checkpoint).double()
+    x = data(12, 3)
+    outcome(model, x)
+    # The second norm of the inner one sees six micro-batches, normalised by the first.
+    track_whole(whole, x, 6)
+    assert_same_statistics(model, whole)
+
+
+def test_on_a_fake_accelerator(checkpoint: str) -> None:
+    """The update waits for the streams that the moments come from."""
+    module = nn.Sequential(nn.BatchNorm1d(3), Affine(), nn.BatchNorm1d(3)).double()
+    whole, x = copy.deepcopy(module), data(8, 3)
+    model = GPipe(module, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=3, checkpoint=checkpoint,
+                  deferred_batch_norm=True)  # fmt: skip
+    with on_fake_devices(model):
+        for _ in range(2):
+            outcome(model, x)
+    for _ in range(2):
+        track_whole(whole, x, 3)
+    assert_same_statistics(model, whole)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
+def test_compiled(pipe: Pipe) -> None:
+    module = nn.Sequential(Affine(), nn.BatchNorm1d(3)).double()
+    whole = copy.deepcopy(module)
+    model = pipe(module, [1, 1], chunks=2, checkpoint="never", deferred_batch_norm=True)
+    model[1].compile(backend="eager")
+    for k in range(2):
+        model(data(6, 3, seed=k))
+        track_whole(whole, data(6, 3, seed=k), 2)
+    assert_same_statistics(model, whole)
+
+
+# Without a pipeline
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_after_as_many_runs_as_chunks(momentum: float | None) -> None:
+    whole = nn.BatchNorm2d(3, momentum=momentum).double()
+    deferred = convert(copy.deepcopy(whole), chunks=4)
+    for k in range(3):
+        x, before = data(8 + k, 3, 2, 2, seed=k), copy.deepcopy(deferred.state_dict())
+        for i, part in enumerate(x.tensor_split(4)):
+            assert_same_statistics(deferred, _loaded(whole, before))
+            assert torch.equal(deferred(part), copy.deepcopy(whole)(part)), i
+        whole(x)
+        assert_same_statistics(deferred, whole)
+
+
+def _loaded(norm: nn.Module, state: dict[str, Any]) -> nn.Module:
+    norm = copy.deepcopy(norm)
+    norm.load_state_dict(state)
+    return norm
+
+
+def test_mini_batch() -> None:
+    whole = nn.BatchNorm1d(3).double()
+    deferred = convert(copy.deepcopy(whole), chunks=100)
+    x = data(9, 3)
+    with mini_batch(4):
+        for part in x.chunk(4):
+            deferred(part).sum().backward()
+    whole(x)
+    assert_same_statistics(deferred, whole)
+    with pytest.raises(KeyError), mini_batch(4):
+        deferred(x)
+        raise KeyError
+    assert_same_statistics(deferred, whole)
+
+
+def test_calls_of_a_pipeline_in_a_mini_batch(pipe: Pipe, checkpoint: str) -> None:
+    """Gradients accumulated over several calls: one mini-batch to the statistics as to the optimizer."""
+    module = nn.Sequential(nn.BatchNorm1d(3), Twice()).double()
+    whole, x = copy.deepcopy(module), data(24, 3)
+    model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    with mini_batch(2):
+        for part in x.chunk(2):
+            model(part).sum().backward()
+    track_whole(whole, x, 6)
+    assert_same_statistics(model, whole)
+
+
+def test_cast_between_runs() -> None:
+    whole = nn.BatchNorm1d(3)
+    deferred = convert(copy.deepcopy(whole), chunks=3)
+    x = data(9, 3).detach()
+    deferred(x[:3].float())
+    deferred.double()(x[3:6])
+    deferred.float()(x[6:].float())
+    whole(x.float())
+    assert deferred.running_mean.dtype == torch.float32
+    assert_same_statistics(deferred, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forget", [
+    lambda norm: norm.reset_running_stats(),
+    lambda norm: norm.load_state_dict(nn.BatchNorm1d(3).state_dict()),
+])  # fmt: skip
+def test_unfinished_mini_batches_are_forgotten(forget: Callable[[nn.Module], object]) -> None:
+    whole = nn.BatchNorm1d(3).double()
+    deferred = convert(copy.deepcopy(whole), chunks=2)
+    x = data(8, 3)
+    deferred(x * 7)
+    forget(deferred)
+    for part in x.chunk(2):
+        deferred(part)
+    whole(x)
+    assert_same_statistics(deferred, whole)
+
+
+def test_made_by_hand() -> None:
+    norm = DeferredBatchNorm(3, 1e-4, 0.2, False, 4, dtype=torch.float64)
+    assert (norm.eps, norm.momentum, norm.weight, norm.chunks) == (1e-4, 0.2, None, 4)
+    assert list(norm.state_dict()) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert repr(norm).endswith("chunks=4)")
+    for shape in [(8, 3), (8, 3, 2), (8, 3, 2, 2)]:
+        x = data(*shape)
+        assert norm(x).shape == x.shape
+    assert norm.num_batches_tracked == 0
+    norm(data(8, 3))
+    assert norm.num_batches_tracked == 1
+    with pytest.raises(ValueError, match="at least 2D"):
+        norm(torch.zeros(3))
+    for chunks in (0, -1):
+        with pytest.raises(ValueError, match="chunks must be positive"):
+            DeferredBatchNorm(3, chunks=chunks)
+        with pytest.raises(ValueError, match="chunks must be positive"):
+            convert(nn.BatchNorm1d(3), chunks)
+
+
+# Numbers
+
+
+def test_far_from_zero() -> None:
+    """The sum of squares would lose all digits of the variance in float32: the mean is 10,000 times the deviation."""
+    x = torch.randn(64, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 10_000
+    x = x.float()
+    model = GPipe(nn.Sequential(nn.BatchNorm1d(3, momentum=1.0)), [1], devices=["cpu"], chunks=5,
+                  deferred_batch_norm=True)  # fmt: skip
+    model(x)
+    var, mean = torch.var_mean(x.double(), (0, 2))
+    norm: Any = model[0]
+    torch.testing.assert_close(norm.running_mean.double(), mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var.double(), var, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layer", ["half layer", "float layer"])
+def test_low_precision_is_accumulated_in_float32(dtype: torch.dtype, layer: str) -> None:
+    """A mean of 30 in bfloat16 may be wrong by 0.06, so a variance of 0.01 cannot come from rounded means."""
+    x = torch.randn(64, 3, 8, generator=torch.Generator().manual_seed(1)) * 0.1 + 30
+    x = (x + torch.linspace(-1, 1, 64)[:, None, None]).to(dtype)
+    norm: Any = nn.BatchNorm1d(3, momentum=1.0).to(dtype if layer == "half layer" else torch.float32)
+    plain = copy.deepcopy(norm)
+    model = GPipe(nn.Sequential(norm), [1], devices=["cpu"], chunks=16, deferred_batch_norm=True)
+    assert torch.equal(model(x), torch.cat([plain(part) for part in x.chunk(16)]))
+    var, mean = torch.var_mean(x.double(), (0, 2))
+    torch.testing.assert_close(norm.running_mean, mean.to(norm.running_mean.dtype))
+    torch.testing.assert_close(norm.running_var, var.to(norm.running_var.dtype))
+
+
+def test_autocast(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    parts, whole = copy.deepcopy(module), copy.deepcopy(module)
+    model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    x = data(9, 3).detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, torch.cat([parts(part) for part in x.chunk(3)]))
+        whole(x)
+    assert_same_statistics(model, whole, rtol=1e-2, atol=1e-3)
+
+
+# Conversion
+
+
+def test_converts_batch_norms() -> None:
+    for kind, _ in KINDS.values():
+        norm = kind(3, eps=1e-3, momentum=0.3).eval().double()
+        deferred = convert(norm, chunks=4)
+        assert isinstance(deferred, DeferredBatchNorm) and isinstance(deferred, kind)
+        assert (deferred.eps, deferred.momentum, deferred.chunks, deferred.training) == (1e-3, 0.3, 4, False)
+        assert list(deferred.state_dict()) == list(norm.state_dict())
+        with pytest.raises(ValueError, match="D input"):
+            deferred(torch.zeros(3))
+
+
+def test_what_is_left_alone() -> None:
+    for layer in [
+        nn.Linear(3, 3),
+        nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()),
+        nn.BatchNorm2d(3, track_running_stats=False),
+        nn.SyncBatchNorm(3),
+        nn.InstanceNorm2d(3, track_running_stats=True),
+        nn.LazyBatchNorm2d(),
+        nn.GroupNorm(1, 3),
+    ]:
+        assert convert(layer, chunks=4) is layer
+        around = nn.Sequential(nn.Sequential(layer), nn.BatchNorm2d(3))
+        assert convert(around, chunks=4)[0] is around[0]
+
+
+def test_a_lazy_layer_that_has_run_is_not_lazy() -> None:
+    lazy = nn.LazyBatchNorm1d()
+    lazy(torch.randn(4, 3))
+    assert isinstance(convert(lazy), DeferredBatchNorm)
+
+
+def test_converts_once() -> None:
+    for norm in [DeferredBatchNorm(3, chunks=4), convert(nn.BatchNorm2d(3), 4)]:
+        assert convert(norm, chunks=4) is norm
+        other = convert(norm, chunks=5)
+        assert other is not norm and (norm.chunks, other.chunks) == (4, 5)
+        assert type(other) is type(norm) and other.weight is norm.weight
+        assert other._unfinished is not norm._unfinished
+    model = nn.Sequential(convert(nn.BatchNorm2d(3), 4))
+    assert convert(model, 4) is model
+    assert type(convert(nn.BatchNorm2d(3), 4)) is type(convert(nn.BatchNorm2d(3), 5))
+
+
+def test_the_callers_module_is_not_changed(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(nn.Sequential(Affine(), nn.BatchNorm1d(3)), nn.ModuleDict({"a": nn.BatchNorm1d(3)})["a"])
+    before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in module.named_modules()}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    model = pipe(module, [1, 1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+    for name, layer in module.named_modules():
+        assert (layer, type(layer), vars(layer)) == before[name]
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert list(own) == list(tensors) and all(own[name] is tensor for name, tensor in tensors.items())
+    assert model[0][0] is module[0][0]  # type: ignore[index]
+
+    # What is trained and tracked, and how it is cast, is seen in both.
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(data(6, 3)).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(dict(module.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    assert module[1].weight.grad is not None and module[1].num_batches_tracked == 1
+    assert module[1].weight.dtype == torch.float64
+
+
+def test_from_the_meta_device() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model = GPipe(module, [1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
+    model(torch.randn(6, 3)).sum().backward()
+    assert not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
+def test_hooks_stay(pipe: Pipe, checkpoint: str) -> None:
+    calls = []
+    module = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)))
+    handles = [
+        layer.register_forward_hook(lambda layer, *_: calls.append(layer)) for layer in (module[0], module[0][0])
+    ]
+    model = pipe(module, [1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True).double()
+    with torch.no_grad():
+        model(data(6, 3))
+        assert calls == [model[0][0], model[0]] * 2  # type: ignore[index]
+        for handle in handles:
+            handle.remove()
+        model(data(6, 3))
+    assert len(calls) == 4
+
+
+def test_a_norm_in_two_places_stays_one() -> None:
+    norm, block = nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3))
+    module = nn.ModuleList([nn.Sequential(norm, block), nn.ModuleList([block, norm])])
+    module.register_module("nothing", None)
+    converted: Any = convert(module)
+    assert converted[0][0] is converted[1][1] is not norm
+    assert converted[0][1] is converted[1][0] is not block
+    assert isinstance(converted[0][0], DeferredBatchNorm) and converted.nothing is None
+
+
+def test_a_compiled_module_is_not_called_in_place_of_the_converted_one() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3).double())
+    module.compile(backend="eager")
+    converted = convert(module, 2)
+    converted(data(6, 3))
+    assert converted[0].num_batches_tracked == 0
+
+
+# Classes
+
+
+def test_a_subclass_stays_itself(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(nn.Identity(), Scaled(3)).double()
+    module[1].scale = 5.0  # type: ignore[assignment]
+    parts, whole = copy.deepcopy(module), copy.deepcopy(module)
+    model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    assert isinstance(model[1], Scaled) and isinstance(model[1], DeferredBatchNorm)
+    actual, expected = outcome(model, data(8, 3)), plain_outcome(parts, data(8, 3), chunks=3)
+    actual.buffers = expected.buffers = {}
+    assert_same(actual, expected)
+    whole(data(8, 3))
+    assert_same_statistics(model, whole)
+
+
+def test_a_subclass_with_a_normalisation_of_its_own(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(nn.Identity(), OnItsOwn(3)).double()
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    assert_same(outcome(model, data(8, 3)), plain_outcome(module, data(8, 3), chunks=3))
+
+
+def test_a_subclass_of_ours() -> None:
+    class Mine(DeferredBatchNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    x = data(6, 3)
+    for norm in (nn.BatchNorm1d(3), convert(nn.BatchNorm1d(3)), Scaled(3), convert(Scaled(3))):
+        mine = Mine.convert_deferred_batch_norm(norm.double(), chunks=2)
+        assert isinstance(mine, Mine) and isinstance(mine, nn.BatchNorm1d) and convert(mine, 2) is mine
+        expected = 3 * (nn.BatchNorm1d(3).double()(x + 1) + 1) if isinstance(norm, Scaled) else None
+        if expected is not None:
+            torch.testing.assert_close(mine(x), expected)
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, _pickled])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: convert(nn.BatchNorm1d(3), 2), lambda: convert(Scaled(3), 2), lambda: DeferredBatchNorm(3, chunks=2)],
+)
+def test_copies(make: Callable[[], nn.Module], duplicate: Callable[[Any], Any]) -> None:
+    """In the middle of a mini-batch, too."""
+    norm, x = make().double(), data(6, 3)
+    norm(x[:3])
+    twin = duplicate(norm)
+    assert type(twin) is type(norm) and repr(twin) == repr(norm)
+    if duplicate is not copy.copy:
+        norm(x[3:])
+        twin(x[3:])
+        assert twin.num_batches_tracked == 1
+        assert_same_statistics(twin, norm)
+
+
+def test_copies_of_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(nn.Sequential(Affine(), nn.BatchNorm1d(3)), [1, 1], chunks=2, checkpoint=checkpoint,
+                 deferred_batch_norm=True).double()  # fmt: skip
+    outcome(model, data(6, 3))
+    twins = [copy.deepcopy(model), _pickled(model)]
+    expected = outcome(model, data(6, 3))
+    for twin in twins:
+        assert_same(outcome(twin, data(6, 3)), expected)
+
+
+# What is stored
+
+
+def test_state_dict_is_that_of_the_plain_model(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(Affine(), nn.BatchNorm1d(3)).double()
+    plain = copy.deepcopy(module)
+    model = pipe(module, [1, 1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+    outcome(model, data(6, 3))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["", "partitions.1."])
+def test_state_dicts_of_the_original_load(pipe: Pipe, prefix: str) -> None:
+    model = pipe(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)), [1, 1], deferred_batch_norm=True)
+    state = {prefix + "1." + name: tensor + 1 for name, tensor in nn.BatchNorm1d(3).state_dict().items()}
+    extra = {prefix + "1." + name: torch.ones(3) for name in ("sum", "sum_squares", "tracked", "counter")}
+    given = {**state, **extra}
+    model.load_state_dict(given)
+    for name, tensor in state.items():
+        assert torch.equal(model.state_dict()[name.removeprefix("partitions.1.")], tensor)
+    assert given.keys() == {*state, *extra}  # which is the caller's
+    with pytest.raises(RuntimeError, match="another"):
+        model.load_state_dict({**given, prefix + "1.another": torch.ones(3)})
+
+
+def test_a_subclass_may_have_a_buffer_of_such_a_name() -> None:
+    norm = nn.BatchNorm1d(3)
+    norm.register_buffer("sum", torch.zeros(3))
+    deferred = convert(norm)
+    deferred.load_state_dict({**deferred.state_dict(), "sum": torch.ones(3)})
+    assert deferred.sum.tolist() == [1, 1, 1]
+
+
+def test_nothing_is_kept_after_a_call(pipe: Pipe, checkpoint: str) -> None:
+    """The graph has the context of the call for recomputations, but not the moments that were seen in it.
+
+    What a micro-batch that is not checkpointed saves for backward are its own.
+    """
+    module = nn.Sequential(Affine(), nn.BatchNorm1d(37), nn.Identity()).double()
+    model = pipe(module, [1, 1, 1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+
+    def alive() -> int:
+        return sum(type(x) in (Tensor, nn.Parameter) and x.shape == (37,) for x in gc.get_objects())
+
+    before = alive()
+    loss = model(data(6, 37)).sum()
+    assert alive() == before + {"always": 0, "except_last": 2, "never": 4}[checkpoint]
+    loss.backward()
+    assert alive() == before
