@@ -1,0 +1,200 @@
+"""The child of balance.py: splits cost vectors, profiles models, and times partitions.
+
+The models are small enough for a CPU and uneven in the ways that real ones are: a convolutional network whose time
+lies in its first layers and whose parameters lie in its last, a residual one, and a transformer with an embedding
+and a head around equal blocks; and one made to be as uneven as can be.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from peers import Answer, Request, serve
+from torch import Tensor, nn
+
+
+def vgg16() -> tuple[nn.Sequential, Tensor]:
+    """VGG-16 with batch norm (Simonyan and Zisserman, 2014) on 64 x 64 images, half as wide."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in (32, 32, 0, 64, 64, 0, 128, 128, 128, 0, 256, 256, 256, 0, 256, 256, 256, 0):
+        if width:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            channels = width
+        else:
+            layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(1024, 2048), nn.ReLU(inplace=True), nn.Dropout()]
+    layers += [nn.Linear(2048, 2048), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(2048, 1000)]
+    return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
+
+
+class Bottleneck(nn.Module):
+    """A block of ResNet-50 (He et al., 2015)."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, 4 * width, 1, bias=False),
+            nn.BatchNorm2d(4 * width),
+        )
+        same = stride == 1 and channels == 4 * width
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(self.body(input) + self.shortcut(input))
+
+
+def resnet50() -> tuple[nn.Sequential, Tensor]:
+    """ResNet-50 on 64 x 64 images."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+    channels = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for block in range(blocks):
+            width = 64 * 2**stage
+            layers.append(Bottleneck(channels, width, 2 if stage and not block else 1))
+            channels = 4 * width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
+    return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
+
+
+def transformer() -> tuple[nn.Sequential, Tensor]:
+    """A language model of twelve blocks, with a vocabulary so large that its head outweighs several of them."""
+    blocks = [nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True) for _ in range(12)]
+    layers = [nn.Embedding(16000, 128), *blocks, nn.LayerNorm(128), nn.Linear(128, 16000)]
+    return nn.Sequential(*layers), torch.randint(16000, (2, 64))
+
+
+def uneven() -> tuple[nn.Sequential, Tensor]:
+    """Six convolutions that take the time, forty layers that take none, two linear ones that hold the parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 48, 3, padding=1)]
+    layers += [nn.Conv2d(48, 48, 3, padding=1) for _ in range(5)]
+    layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(768, 256)]
+    for _ in range(20):
+        layers += [nn.Linear(256, 256), nn.ReLU(inplace=True)]
+    layers += [nn.Linear(256, 4096), nn.Linear(4096, 1000)]
+    return nn.Sequential(*layers), torch.rand(4, 3, 48, 48)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
+    "vgg16": vgg16,
+    "resnet50": resnet50,
+    "transformer": transformer,
+    "uneven": uneven,
+}
+
+
+@cache
+def model(name: str) -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in a block that takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def solver(peer: str) -> Callable[[list[int], int], list[int]]:
+    """What the peer's own functions split costs with."""
+    if peer == "ours":
+        from torchgpipe_balancing import partition
+
+        return partition
+
+    from torchgpipe.balance.blockpartition import solve
+
+    return lambda costs, partitions: [len(block) for block in solve(costs, partitions)]
+
+
+def solve(peer: str, request: Request) -> Answer:
+    """For each vector the balance, and the seconds of the quickest turn; null where it took too long."""
+    split = solver(peer)
+    balances: list[list[int] | None] = []
+    seconds: list[float | None] = []
+    for costs in request["vectors"]:
+        balance, quickest = None, None
+        try:
+            for _ in range(request["turns"]):
+                with limited(request["limit"]):
+                    start = perf_counter()
+                    balance = split(costs, request["partitions"])
+                    took = perf_counter() - start
+                quickest = took if quickest is None else min(took, quickest)
+        except TimeoutError:
+            pass
+        balances.append(balance)
+        seconds.append(quickest)
+    return {"balances": balances, "seconds": seconds}
+
+
+def profile(peer: str, request: Request) -> Answer:
+    """The rows of a report."""
+    import torchgpipe_balancing
+
+    module, sample = model(request["model"])
+    report = torchgpipe_balancing.profile(module, sample, device="cpu", timeout=request["seconds"])
+    print(report)
+    return {"rows": report.rows(), "rounds": report.rounds}
+
+
+def run(peer: str, request: Request) -> Answer:
+    """Seconds that layers `start` to `end` take together, for a checkpointed micro-batch."""
+    module, sample = model(request["model"])
+    with torch.no_grad():
+        input = module[: request["start"]](sample)
+    partition = module[request["start"] : request["end"]]
+    needs_gradient = request["start"] > 0 and input.is_floating_point()
+
+    seconds = []
+    end = perf_counter() + request["seconds"]
+    while len(seconds) < 3 or perf_counter() < end:
+        module.zero_grad()
+        # Neither shared nor a leaf: layers may change it in place.
+        first, second = input.clone(), input.clone().requires_grad_(needs_gradient).clone()
+
+        start = perf_counter()
+        with torch.no_grad():
+            partition(first)
+        output = partition(second)
+        output.backward(torch.ones_like(output))
+        seconds.append(perf_counter() - start)
+        del output
+    return {"seconds": statistics.median(seconds[1:])}  # the first one warms up
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kinds = {"solve": solve, "profile": profile, "run": run}
+    serve(lambda peer, request: kinds[request["kind"]](peer, request))

@@ -1,0 +1,201 @@
+"""The functions that users call, under both signatures, and where they are imported from."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe.balance
+import torchgpipe_balancing
+from torchgpipe import GPipe
+from torchgpipe_balancing.profile import profile_sizes
+from torchgpipe_balancing.report import Report
+
+CHECKOUT = Path(__file__).parent.parent
+
+
+class Work(nn.Module):
+    """Multiplies matrices so often that its time stands out from all noise."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.weight = nn.Parameter(torch.eye(100))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for _ in range(self.times):
+            input = input @ self.weight
+        return input
+
+
+def test_by_time() -> None:
+    module = nn.Sequential(Work(1), Work(1), Work(1), Work(400))
+    sample = torch.rand(100, 100)
+    assert torchgpipe_balancing.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0) == [3, 1]
+    assert torchgpipe.balance.balance_by_time(2, module, sample, device="cpu", timeout=0) == [3, 1]
+
+    module = nn.Sequential(Work(400), Work(1), Work(1), Work(1))
+    assert torchgpipe_balancing.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0) == [1, 3]
+    assert torchgpipe.balance.balance_by_time(2, module, sample, device="cpu", timeout=0) == [1, 3]
+
+
+def test_by_size() -> None:
+    # 80 bytes of activations a row each, and 40,000 of parameters at the end.
+    module = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 500, bias=False))
+    sample = torch.rand(1000, 20)
+    by_size = torchgpipe.balance.balance_by_size
+
+    assert torchgpipe_balancing.balance_by_size(module, sample, partitions=2, device="cpu") == [2, 2]
+    assert by_size(2, module, sample, device="cpu") == [2, 2]
+    assert by_size(2, module, sample, chunks=1000, device="cpu") == [3, 1]
+    assert by_size(2, module, sample, param_scale=10, device="cpu") == [3, 1]
+
+
+def test_by_size_is_activations_by_chunks_and_scaled_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 50))
+    sample = torch.rand(16, 3)
+    seen: list[list[float]] = []
+    monkeypatch.setattr(torchgpipe.balance, "partition", lambda costs, partitions: seen.append(costs))
+
+    torchgpipe.balance.balance_by_size(2, module, sample, chunks=4, param_scale=3.0, device="cpu")
+    sizes = profile_sizes(module, sample, device="cpu")
+    assert seen == [[size.activations / 4 + 3.0 * size.parameters for size in sizes]]
+
+
+def test_by_parameters() -> None:
+    module = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10), nn.Linear(10, 30))
+    assert torchgpipe_balancing.balance_by_parameters(module, partitions=2) == [3, 1]
+    assert torchgpipe_balancing.balance_by_parameters(module.to("meta"), partitions=2) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            torchgpipe_balancing.balance_by_time,
+            {"module": ..., "sample": ..., "*partitions": 1, "*device": None, "*timeout": 1.0},
+        ),
+        (torchgpipe_balancing.balance_by_size, {"module": ..., "sample": ..., "*partitions": 1, "*device": None}),
+        (torchgpipe_balancing.balance_by_parameters, {"module": ..., "*partitions": ...}),
+        (
+            torchgpipe.balance.balance_by_time,
+            {"partitions": ..., "module": ..., "sample": ..., "*timeout": 1.0, "*device": "cuda"},
+        ),
+        (
+            torchgpipe.balance.balance_by_size,
+            {
+                "partitions": ...,
+                "module": ...,
+                "input": ...,
+                "*chunks": 1,
+                "*param_scale": 2.0,
+                "*device": "cuda",
+            },
+        ),
+    ],
+)
+def test_signatures(function: Any, expected: dict[str, Any]) -> None:
+    assert {
+        ("*" if parameter.kind is parameter.KEYWORD_ONLY else "") + name: (
+            ... if parameter.default is parameter.empty else parameter.default
+        )
+        for name, parameter in inspect.signature(function).parameters.items()
+    } == expected
+
+
+def test_balance_fits_gpipe() -> None:
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(7)])
+    sample = torch.rand(8, 4)
+    balance = torchgpipe_balancing.balance_by_size(module, sample, partitions=3, device="cpu")
+    model = GPipe(module, balance, devices=["cpu"] * 3, chunks=4)
+    assert torch.equal(model(sample), module(sample))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_stands_for_what_the_machine_has() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert torchgpipe.balance.balance_by_size(2, module, torch.rand(2, 4)) == [1, 1]
+    assert torchgpipe.balance.balance_by_time(2, module, torch.rand(2, 4), timeout=0) == [1, 1]
+
+
+def test_mistakes_show_before_anything_is_measured() -> None:
+    class Untouched(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            raise AssertionError
+
+    module, sample = nn.Sequential(Untouched(), Untouched()), torch.rand(1)
+    for balance in (
+        lambda partitions: torchgpipe_balancing.balance_by_time(module, sample, partitions=partitions),
+        lambda partitions: torchgpipe_balancing.balance_by_size(module, sample, partitions=partitions),
+        lambda partitions: torchgpipe_balancing.balance_by_parameters(module, partitions=partitions),
+        lambda partitions: torchgpipe.balance.balance_by_time(partitions, module, sample),
+        lambda partitions: torchgpipe.balance.balance_by_size(partitions, module, sample),
+    ):
+        with pytest.raises(ValueError, match="2 layers cannot be split into 3 partitions: one would be empty"):
+            balance(3)
+        with pytest.raises(ValueError, match="partitions must be 1 or more, not 0"):
+            balance(0)
+    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned, not Untouched"):
+        torchgpipe_balancing.balance_by_parameters(Untouched(), partitions=1)  # type: ignore[arg-type]
+
+
+def optimizers() -> dict[str, list[torch.optim.Optimizer]]:
+    """Those of the table, by the words that it has for them."""
+    p = [nn.Parameter(torch.ones(8, 8))]
+    optim = torch.optim
+    return {
+        "SGD": [optim.SGD(p)],
+        "SGD with momentum": [optim.SGD(p, momentum=0.9)],
+        "Adam, AdamW, NAdam, RAdam": [optim.Adam(p), optim.AdamW(p), optim.NAdam(p), optim.RAdam(p)],
+        "Adam, AdamW with amsgrad": [optim.Adam(p, amsgrad=True), optim.AdamW(p, amsgrad=True)],
+        "Adamax": [optim.Adamax(p)],
+        "Adadelta": [optim.Adadelta(p)],
+        "Adagrad": [optim.Adagrad(p)],
+        "ASGD": [optim.ASGD(p)],
+        "RMSprop": [optim.RMSprop(p)],
+        "RMSprop with momentum": [optim.RMSprop(p, momentum=0.9)],
+        "RMSprop with momentum and centered": [optim.RMSprop(p, momentum=0.9, centered=True)],
+        "Rprop": [optim.Rprop(p)],
+    }
+
+
+def test_table_of_optimizers() -> None:
+    table = torchgpipe.balance.balance_by_size.__doc__ or ""
+    for words, group in optimizers().items():
+        [scale] = [
+            int(line[len(words) :].split()[0])
+            for line in map(str.strip, table.splitlines())
+            if line.startswith(words + "  ")
+        ]
+        for optimizer in group:
+            [parameter] = optimizer.param_groups[0]["params"]
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            states = [state for state in optimizer.state[parameter].values() if torch.is_tensor(state)]
+            assert scale == 2 + sum(state.numel() == parameter.numel() for state in states), words
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        # Alone, the one package does not bring in the other.
+        "import torchgpipe_balancing; assert 'torchgpipe' not in sys.modules; import torchgpipe.balance",
+        "import torchgpipe.balance; import torchgpipe_balancing",
+    ],
+)
+def test_imports_in_either_order_and_with_torch_and_numpy_alone(imports: str) -> None:
+    without = "sys.modules.update(dict.fromkeys(['tqdm', 'matplotlib', 'pandas', 'hypothesis'], None))"
+    subprocess.run([sys.executable, "-W", "error", "-c", f"import sys; {without}; {imports}"], cwd=CHECKOUT, check=True)
+
+
+def test_public_names() -> None:
+    for package in (torchgpipe_balancing, torchgpipe.balance):
+        assert all(getattr(package, name).__doc__ for name in package.__all__)
+    assert torchgpipe_balancing.Report is Report

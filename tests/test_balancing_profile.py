@@ -1,0 +1,602 @@
+"""What a profile finds out, and what it leaves alone."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import importlib
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchgpipe_balancing import Report, profile
+
+# The package has the function under the name of the file.
+profile_file = importlib.import_module("torchgpipe_balancing.profile")
+
+
+def quick(module: nn.Sequential, sample: Any, **options: Any) -> Report:
+    """One round."""
+    return profile(module, sample, timeout=0, device="cpu", **options)
+
+
+def sizes(report: Report, name: str) -> list[int]:
+    return [row[name] for row in report.rows()]
+
+
+class Apply(nn.Module):
+    """A layer that does what it is told."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Any) -> Any:
+        return self.function(input)
+
+
+# -- Sizes --
+
+
+def test_sizes_of_a_layer() -> None:
+    report = quick(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, affine=False)), torch.rand(7, 3))
+    linear, norm = (layer.sizes for layer in report.layers)
+
+    assert linear.parameters == (3 * 5 + 5) * 4
+    assert linear.buffers == 0
+    assert linear.activations == 7 * 3 * 4  # the input; of parameters nothing is counted
+    assert linear.output == 7 * 5 * 4
+    assert norm.parameters == 0
+    assert norm.buffers == (5 + 5) * 4 + 8
+    assert norm.activations == (7 * 5 + 2 * 5) * 4  # the input, mean and variance; no running statistics
+
+
+def test_what_two_layers_keep_counts_once() -> None:
+    report = quick(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(4, 3))
+    # ReLU keeps its output, which the last layer keeps as its input.
+    assert sizes(report, "activations") == [48, 48, 0]
+
+
+def test_what_passes_by_counts_once() -> None:
+    def forked(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()  # keeps its output
+        return y, y
+
+    def untouched(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return pair[0] + 1, pair[1]
+
+    def joined(pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]  # keeps both; the second is known
+
+    sample = torch.rand(4, requires_grad=True)
+    report = quick(nn.Sequential(Apply(forked), Apply(untouched), Apply(joined)), sample)
+    assert sizes(report, "activations") == [16, 0, 16]
+
+
+def test_what_autograd_lets_go_does_not_count() -> None:
+    sample = torch.rand(4, requires_grad=True)
+    report = quick(nn.Sequential(Apply(lambda x: x + x.exp().detach())), sample)
+    assert sizes(report, "activations") == [0]
+
+
+def test_a_view_keeps_the_whole_storage() -> None:
+    sample = torch.rand(4, requires_grad=True)
+    report = quick(nn.Sequential(Apply(lambda x: (x * torch.ones(1000)[:4]).sum())), sample)
+    assert sizes(report, "activations") == [4000]
+
+
+def test_nothing_is_kept_for_frozen_layers() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    module[0].requires_grad_(False)
+    report = quick(module, torch.rand(4, 3))
+    assert sizes(report, "activations") == [0, 0, 48, 48]
+    assert sizes(report, "parameters") == [48, 0, 48, 0]
+
+
+def test_autocast_of_the_caller_holds() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = quick(module, torch.rand(8, 4))
+    assert sizes(report, "output") == [8 * 4 * 2]
+    assert sizes(report, "activations") == [8 * 4 * 2 + 0]
+
+
+def test_autocast_does_not_hand_casts_from_run_to_run() -> None:
+    gradients: list[Tensor] = []
+    weights: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                self.weight.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+            weights.append(weakref.ref(self.weight))
+            return super().forward(input)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        quick(nn.Sequential(Watched(4, 4), Watched(4, 4)), torch.rand(8, 4))
+        # A cast without a graph, left by a run without gradient, would keep the weight from getting one.
+        assert len(gradients) == 4
+        assert {weight() for weight in weights} == {None}
+
+
+def test_sparse_tensors_count_as_they_are() -> None:
+    class Graph(nn.Module):
+        def __init__(self, adjacency: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", adjacency)
+
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, input)
+
+    adjacency = torch.eye(100).to_sparse()
+    report = quick(nn.Sequential(nn.Linear(2, 2), Graph(adjacency)), torch.rand(100, 2))
+    assert sizes(report, "buffers") == [0, 100 * (2 * 8 + 4)]
+    assert sizes(report, "activations") == [100 * 2 * 4, 0]
+
+
+LAYERS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Linear(4, 4),
+    lambda: nn.Linear(4, 4).requires_grad_(False),
+    lambda: nn.BatchNorm1d(4),
+    lambda: nn.LayerNorm(4),
+    nn.ReLU,
+    lambda: nn.ReLU(inplace=True),
+    lambda: nn.Dropout(0.5),
+    lambda: nn.Dropout(0.5, inplace=True),
+    nn.Tanh,
+    nn.Softmax,
+    nn.Identity,
+    lambda: nn.Unflatten(1, (2, 2)),
+    nn.Flatten,
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
+]
+
+
+def kept(module: nn.Sequential, input: Tensor) -> int:
+    """The bytes that the whole model keeps, counted in one go."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        _ = module(input)
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in own)
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@given(st.lists(st.integers(0, len(LAYERS) - 1), max_size=7), st.booleans())
+def test_activations_add_up_to_those_of_the_model(which: list[int], requires_grad: bool) -> None:
+    made: list[nn.Module] = []
+    flat = True
+    for index in which:
+        layer = LAYERS[index]()
+        if flat or isinstance(layer, nn.Flatten | nn.ReLU | nn.Tanh | nn.Dropout | nn.Identity):
+            made.append(layer)
+            flat = isinstance(layer, nn.Flatten) or (flat and not isinstance(layer, nn.Unflatten))
+    module = nn.Sequential(*made)
+
+    sample = torch.rand(6, 4, requires_grad=requires_grad)
+    assert sum(sizes(quick(module, sample), "activations")) == kept(module, sample * 1)
+
+
+# -- Times --
+
+
+class Clock:
+    """A clock that only layers move, so that every time is known beforehand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(profile_file, "time", clock)
+    return clock
+
+
+class Slow(nn.Module):
+    """Takes known times: the same for forward each time, or one after the other."""
+
+    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.backward_seconds = clock, forward, backward
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slow:
+        copied = Slow(self.clock, self.seconds, self.backward_seconds)
+        copied.weight.requires_grad_(self.weight.requires_grad)
+        return copied
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.clock.now += self.seconds
+        output = input * self.weight
+        if output.requires_grad:
+            output.register_hook(self.slow_backward)
+        return output
+
+    def slow_backward(self, gradient: Tensor) -> None:
+        self.clock.now += self.backward_seconds
+
+
+def test_times(clock: Clock) -> None:
+    report = profile(nn.Sequential(Slow(clock, 1, 2), Slow(clock, 3, 10)), torch.rand(4), device="cpu", timeout=100)
+    first, second = (layer.times for layer in report.layers)
+
+    assert (first.forward, first.recompute, first.backward) == (1, 1, 2)
+    assert (second.forward, second.recompute, second.backward) == (3, 3, 10)
+    assert first.total() == 4
+    assert first.total(recompute=False) == 3
+    # A round takes three forwards, of which the first is not timed, and a backward: 3 * 4 + 12.
+    assert report.rounds == 5
+    assert "20% of the time is recomputation" in str(report)
+
+
+def test_frozen_layers_are_neither_recomputed_nor_run_backward(clock: Clock) -> None:
+    module = nn.Sequential(Slow(clock, 1, 2), Slow(clock, 1, 2), Slow(clock, 1, 2), Slow(clock, 1, 2))
+    module[0].requires_grad_(False)
+    module[2].requires_grad_(False)
+    report = quick(module, torch.rand(4))
+
+    # Layer 2 has no gradient of its own, but layer 1 before it has.
+    assert [row["recompute"] for row in report.rows()] == [0, 1, 1, 1]
+    assert [row["backward"] for row in report.rows()] == [0, 2, 2, 2]
+    assert [row["forward"] for row in report.rows()] == [1, 1, 1, 1]
+
+
+def test_median_over_rounds(clock: Clock) -> None:
+    seconds = iter([9, *[9, 1, 1], *[9, 1, 5], *[9, 1, 3]])
+    module = nn.Sequential(Apply(lambda x: setattr(clock, "now", clock.now + next(seconds)) or x))
+    sample = torch.rand(4, requires_grad=True)
+    report = profile(module, sample, device="cpu", timeout=27)
+    assert report.rounds == 3
+    assert report.layers[0].times.forward == 3
+
+
+def test_at_least_one_round() -> None:
+    assert quick(nn.Sequential(nn.Linear(2, 2)), torch.rand(2, 2)).rounds == 1
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_negative_timeout(timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout must be 0 seconds or more, not {timeout}"):
+        profile(nn.Sequential(), torch.rand(1), timeout=timeout)
+
+
+# -- What is left alone --
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    tensors = [*module.parameters(), *module.buffers()]
+    return [
+        [(tensor.data_ptr(), tensor._version, tensor.tolist(), tensor.device) for tensor in tensors],
+        [None if p.grad is None else (p.grad.data_ptr(), p.grad.tolist()) for p in module.parameters()],
+        [(m.training, len(m._forward_hooks), sorted(vars(m))) for m in module.modules()],
+    ]
+
+
+def test_module_and_sample_stay_untouched() -> None:
+    module = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4, 2)
+    )
+    module(torch.rand(5, 4)).sum().backward()
+    module[2].eval()
+    sample = torch.randn(5, 4)
+    before = state_of(module), sample.tolist(), sample._version
+
+    quick(module, sample)
+    assert (state_of(module), sample.tolist(), sample._version) == before
+    assert sample.grad is None
+
+
+def test_gradient_of_the_sample_stays_untouched() -> None:
+    sample = torch.rand(5, 4, requires_grad=True)
+    module = nn.Sequential(nn.Linear(4, 4))
+    report = quick(module, sample * 1)  # no leaf either
+    quick(module, sample)
+    assert sample.grad is None
+    assert report.sample == "(5, 4) float32"
+
+
+def test_random_stream_stays_untouched() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    sample = torch.ones(5)
+    quick(nn.Sequential(nn.Dropout(), Apply(torch.rand_like)), sample)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_layers_run_in_training_mode() -> None:
+    seen: list[bool] = []
+
+    class Mode(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(self.training)
+            return input
+
+    module = nn.Sequential(Mode(), Mode()).eval()
+    quick(module, torch.rand(1))
+    assert set(seen) == {True}
+    assert not module[0].training
+
+
+def test_one_copy_at_a_time() -> None:
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    most = 0
+
+    class Counted(nn.Linear):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            alive.add(self)
+
+        def forward(self, input: Tensor) -> Tensor:
+            nonlocal most
+            most = max(most, len(alive))
+            return super().forward(input)
+
+    gc.disable()
+    try:
+        quick(nn.Sequential(*[Counted(4, 4) for _ in range(5)]), torch.rand(2, 4))
+        assert most == 1
+        assert not alive
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_profiled_whatever_the_caller_is_in(mode: Callable[[], Any]) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    with mode():
+        report = quick(module, torch.rand(2, 4))
+        assert not torch.is_grad_enabled()
+    assert sizes(report, "activations") == [32]
+
+
+# -- Unusual layers --
+
+
+def test_shared_parameters() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    report = quick(nn.Sequential(first, nn.ReLU(), second, first), torch.rand(2, 4))
+    assert sizes(report, "parameters") == [80, 0, 80, 80]
+    assert [layer.name for layer in report.layers] == ["0", "1", "2", "3"]
+
+
+def test_layers_that_work_in_place() -> None:
+    # Doubling shows a second run on the same tensor, and a leaf must not be changed in place at all.
+    runs: list[float] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        x.mul_(2)
+        runs.append(x.flatten()[0].item())
+        return x
+
+    sample = torch.ones(2, 2, requires_grad=True)
+    quick(nn.Sequential(Apply(doubled), Apply(doubled), nn.Linear(2, 2), nn.ReLU(inplace=True)), sample)
+    assert sorted(set(runs)) == [2, 4]
+
+
+def test_integers_none_and_nested_containers() -> None:
+    def embedded(batch: dict[str, Any]) -> tuple[Tensor, list[Any]]:
+        return torch.ones(10, 3, requires_grad=True)[batch["tokens"]], [batch["mask"], None]
+
+    def summed(pair: tuple[Tensor, list[Any]]) -> Tensor:
+        hidden, (mask, nothing) = pair
+        assert nothing is None
+        return (hidden * mask[..., None]).sum(1)
+
+    sample = {"tokens": torch.arange(6).view(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool)}
+    report = quick(nn.Sequential(Apply(embedded), Apply(summed)), sample)
+    assert sizes(report, "output") == [2 * 3 * 3 * 4 + 6, 2 * 3 * 4]
+    assert "(2, 3) int64, (2, 3) bool" in report.sample
+
+
+def test_outputs_without_gradient() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x.argmax(1)), nn.Embedding(4, 3), nn.Linear(3, 1))
+    report = quick(module, torch.rand(5, 4))
+    assert [row["backward"] > 0 for row in report.rows()] == [True, False, True, True]
+    assert sizes(report, "activations") == [80, 0, 40, 60]
+
+
+def test_layer_that_keeps_what_it_computed() -> None:
+    # As weight_norm does; such a tensor cannot be deep-copied.
+    class Keeping(nn.Linear):
+        last: Tensor
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.last = super().forward(input)
+            return self.last
+
+    module = nn.Sequential(Keeping(4, 4))
+    module(torch.rand(1, 4))
+    last = module[0].last
+    quick(module, torch.rand(2, 4))
+    assert module[0].last is last
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpointed_layer() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
+
+        def forward(self, input: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, input, use_reentrant=True)
+
+    sample = torch.rand(2, 4, requires_grad=True)
+    assert sizes(quick(nn.Sequential(Checkpointed()), sample), "activations") == [32]
+
+
+def test_empty_model() -> None:
+    report = quick(nn.Sequential(), torch.rand(1))
+    assert report.layers == ()
+    assert "total" in str(report)
+
+
+def test_not_sequential() -> None:
+    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned, not Linear"):
+        profile(nn.Linear(1, 1), torch.rand(1))  # type: ignore[arg-type]
+
+
+# -- Faults --
+
+
+class Hungry(nn.Module):
+    """Runs out of memory in the middle of its work."""
+
+    def __init__(self, error: type[Exception], message: str, taken: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.error, self.message, self.taken = error, message, taken
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hungry:
+        return Hungry(self.error, self.message, self.taken)
+
+    def forward(self, input: Tensor) -> Tensor:
+        large = torch.ones(1000, requires_grad=True)
+        larger = (large * 2).exp()
+        self.taken += [weakref.ref(tensor) for tensor in (input, large, larger)]
+        raise self.error(self.message)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory"),
+        (RuntimeError, "DefaultCPUAllocator: can't allocate memory"),
+        (MemoryError, ""),
+    ],
+)
+def test_out_of_memory(error: type[Exception], message: str) -> None:
+    taken: list[weakref.ref[Tensor]] = []
+    module = nn.Sequential(nn.Linear(3, 4), Hungry(error, message, taken))
+    gc.disable()
+    try:
+        with pytest.raises(error) as raised:
+            quick(module, torch.rand(16, 3))
+        # The error is still there, and what the layer took is not.
+        assert [tensor() for tensor in taken] == [None] * 3
+    finally:
+        gc.enable()
+    assert raised.value.__notes__ == [
+        "while profiling layer '1' (Hungry) with input (16, 4) float32, from a sample of (16, 3) float32, on cpu"
+    ]
+
+
+def test_a_failing_layer_is_named() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        quick(module, torch.rand(16, 3))
+    assert "layer '1' (Linear) with input (16, 4) float32" in raised.value.__notes__[0]
+
+
+# -- Where, and what is seen meanwhile --
+
+
+def test_default_device() -> None:
+    module = nn.Sequential(nn.Linear(3, 4))
+    report = profile(module, torch.rand(2, 3), timeout=0)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    assert torch.device(report.device).type == (accelerator.type if accelerator else "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    module = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(), nn.ReLU(inplace=True), nn.Linear(2048, 16)).eval()
+    sample = torch.rand(64, 512)
+    torch.cuda.manual_seed(0)
+    state = torch.cuda.get_rng_state()
+    held = torch.cuda.memory_allocated()
+    report = profile(module, sample, device="cuda", timeout=0.1)
+
+    assert report.device == "cuda:0"
+    assert all(layer.times.forward > 0 and layer.times.backward > 0 for layer in report.layers)
+    assert sum(sizes(report, "activations")) == kept(module.train().cuda(), sample.cuda())
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    module.cpu()
+    assert torch.cuda.memory_allocated() == held
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_out_of_memory_on_a_gpu() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), Apply(lambda x: x.repeat(10**6, 10**6)))
+    held = torch.cuda.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        profile(module, torch.rand(1024, 8), device="cuda", timeout=0)
+    assert "layer '1' (Apply) with input (1024, 8)" in raised.value.__notes__[0]
+    assert torch.cuda.memory_allocated() == held
+
+
+class Bar:
+    """Stands for a tqdm on a terminal."""
+
+    seen: list[int]
+
+    def __init__(self, total: int, **options: Any) -> None:
+        type(self).seen = [0, total]
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def update(self) -> None:
+        self.seen[0] += 1
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(importlib.import_module("sys").modules, "tqdm", SimpleNamespace(tqdm=Bar))
+    quick(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(2))
+    assert Bar.seen == [4, 4]
+
+
+@pytest.fixture
+def without_tqdm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any) -> Any:
+        if name.startswith("tqdm"):
+            raise ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    yield
+
+
+@pytest.mark.usefixtures("without_tqdm")
+def test_without_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
+    quick(nn.Sequential(nn.ReLU()), torch.rand(2))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_silent_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+    quick(nn.Sequential(nn.ReLU()), torch.rand(2))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_many_rounds_agree_on_sizes() -> None:
+    made = random.Random(0)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(made.randint(3, 5))])
+    assert sizes(quick(module, torch.rand(4, 8)), "activations") == [128] * len(module)

@@ -1,0 +1,118 @@
+"""Automatic balancing, under the signatures that torchgpipe has had since 0.0.5.
+
+They differ from those of :mod:`torchgpipe_balancing` in the order of arguments, and in that size knows of the
+optimizer and of micro-batches. What is measured, and how it is split, is the same. ::
+
+    from torchgpipe import GPipe
+    from torchgpipe.balance import balance_by_time
+
+    balance = balance_by_time(torch.cuda.device_count(), model, torch.rand(16, 3, 224, 224))
+    model = GPipe(model, balance, chunks=8)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchgpipe_balancing
+from torchgpipe.typing import Device
+from torchgpipe_balancing.partition import check_partitions, partition
+from torchgpipe_balancing.profile import layers, profile_sizes
+from torchgpipe_balancing.report import footprints
+
+__all__ = ["balance_by_size", "balance_by_time"]
+
+
+def balance_by_time(
+    partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device = "cuda"
+) -> list[int]:
+    """Balances the time that partitions take. See :func:`torchgpipe_balancing.balance_by_time`.
+
+    Args:
+        partitions: how many partitions
+        module: the model, not yet wrapped; it may be on any device, and is not changed
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
+
+    Keyword Args:
+        timeout: seconds after which no further round of measurements is started
+        device: where layers are profiled, one at a time; 'cuda' stands for whatever the machine has, the CPU
+            included, where there is no CUDA
+
+    Returns:
+        The number of layers in each partition, for GPipe's `balance`.
+
+    Raises:
+        TypeError: `module` is not an ``nn.Sequential``.
+        ValueError: fewer layers than partitions, partitions below 1, or a negative `timeout`.
+
+    """
+    return torchgpipe_balancing.balance_by_time(
+        module, sample, partitions=partitions, device=_available(device), timeout=timeout
+    )
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device = "cuda",
+) -> list[int]:
+    """Balances the memory that partitions take: activations / chunks + parameters x param_scale.
+
+    Of activations, a partition holds those of one micro-batch. Parameters are held several times over: each has a
+    gradient, hence 2, and as many more as the optimizer keeps tensors of its size:
+
+    ==========================================  =============  ============================
+    optimizer                                   `param_scale`  what it keeps
+    ==========================================  =============  ============================
+    SGD                                         2              nothing
+    SGD with momentum                           3              momentum_buffer
+    Adam, AdamW, NAdam, RAdam                   4              exp_avg, exp_avg_sq
+    Adam, AdamW with amsgrad                    5              the same, max_exp_avg_sq
+    Adamax                                      4              exp_avg, exp_inf
+    Adadelta                                    4              square_avg, acc_delta
+    Adagrad                                     3              sum
+    ASGD                                        3              ax
+    Muon                                        3              momentum_buffer
+    RMSprop                                     3              square_avg
+    RMSprop with momentum                       4              square_avg, momentum_buffer
+    RMSprop with momentum and centered          5              the same, grad_avg
+    Rprop                                       4              prev, step_size
+    ==========================================  =============  ============================
+
+    ::
+
+        balance = balance_by_size(4, model, mini_batch, chunks=8, param_scale=4)  # Adam
+
+    Args:
+        partitions: how many partitions
+        module: the model, not yet wrapped; it may be on any device, and is not changed
+        input: a mini-batch: a tensor, or a nested container of tensors
+
+    Keyword Args:
+        chunks: into how many micro-batches the mini-batch will be split
+        param_scale: how many times the parameters are held, see above
+        device: where layers are profiled, as in :func:`balance_by_time`
+
+    Returns:
+        The number of layers in each partition, for GPipe's `balance`.
+
+    Raises:
+        TypeError: `module` is not an ``nn.Sequential``.
+        ValueError: fewer layers than partitions, partitions or `chunks` below 1, or a negative `param_scale`.
+
+    """
+    check_partitions(len(layers(module)), partitions)
+    sizes = profile_sizes(module, input, device=_available(device))
+    return partition(footprints(sizes, chunks=chunks, param_scale=param_scale), partitions)
+
+
+def _available(device: Device) -> Device | None:
+    """The default device, where there is no CUDA, is what the machine has."""
+    return None if device == "cuda" and not torch.cuda.is_available() else device

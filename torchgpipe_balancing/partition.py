@@ -1,0 +1,175 @@
+"""Splits layers into consecutive partitions, optimally, by what each layer costs.
+
+A pipeline is as fast as its slowest partition, so the largest load is what counts first (`row.py`). Among the
+splits that have the smallest, the loads are to be as even as they can (`squares.py`).
+
+The answer is exact: numbers are turned into whole ones in a common unit first, every float being a fraction, so
+that no decision hangs on rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from torchgpipe_balancing.row import Row
+from torchgpipe_balancing.squares import least_squares
+
+__all__ = ["check_partitions", "partition"]
+
+
+def partition(
+    costs: Iterable[float],
+    partitions: int | None = None,
+    *,
+    speeds: Iterable[float] | None = None,
+    sizes: Iterable[float] | None = None,
+    limits: Iterable[float] | None = None,
+) -> list[int]:
+    """Splits layers into consecutive partitions so that the largest load is as small as can be.
+
+    The load of a partition is the sum of its layers' costs, divided by the speed of its device. Of several splits
+    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. All
+    this is exact, for whole numbers and floats of any magnitude. ::
+
+        >>> partition([1, 1, 1, 9, 1, 1], 3)
+        [3, 1, 2]
+        >>> partition([1, 1, 1, 9, 1, 1], speeds=[1, 3])
+        [3, 3]
+        >>> partition([1, 1, 1, 1], sizes=[4, 1, 1, 1], limits=[4, 4])
+        [1, 3]
+
+    Args:
+        costs: what each of n layers costs, in any unit: numbers that are finite and not negative
+        partitions: how many partitions, at most n; may be left out where `speeds` or `limits` tell
+
+    Keyword Args:
+        speeds: how fast the device of each partition is, relative to the others: finite numbers above zero
+            (default: all alike)
+        sizes: how much memory each of n layers takes, in any unit: numbers that are finite and not negative
+        limits: how much memory the device of each partition has, in the unit of `sizes`; may be infinite
+
+    Returns:
+        The number of layers in each partition, for GPipe's `balance`.
+
+    Raises:
+        ValueError: fewer layers than partitions, partitions below 1, a number out of its range, lists whose
+            lengths do not match, or layers that do not fit into the limits however they are split.
+    """
+    cost = _fractions("costs", costs)
+    speed = None if speeds is None else _fractions("speeds", speeds, zero=False)
+    size = None if sizes is None else _fractions("sizes", sizes)
+    limit = None if limits is None else _fractions("limits", limits, infinity=sum(size or [], Fraction(0)))
+
+    if (size is None) != (limit is None):
+        raise ValueError("sizes and limits go together: give both, or neither")
+    if partitions is None:
+        known = speed if speed is not None else limit
+        if known is None:
+            raise ValueError("partitions is missing: give it, or speeds or limits, one for each partition")
+        partitions = len(known)
+
+    check_partitions(len(cost), partitions)
+    _check_length("speeds", speed, partitions, "partitions")
+    _check_length("sizes", size, len(cost), "layers")
+    _check_length("limits", limit, partitions, "partitions")
+
+    # Where nothing costs anything, speeds do not matter.
+    slowness = [1 / s for s in speed] if speed is not None and any(cost) else [Fraction(1)] * partitions
+    memory = _whole([*(size or [Fraction(0)] * len(cost)), *(limit or [Fraction(0)] * partitions)])
+    row = Row(
+        costs=_sums(_whole(cost)),
+        sizes=_sums(memory[: len(cost)]),
+        slowness=_whole(slowness),
+        limits=memory[len(cost) :],
+    )
+    if size is not None and limit is not None and row.fill(row.no_bound) is None:
+        raise ValueError(f"sizes do not fit into limits: {_misfit(row, size, limit)}")
+
+    cuts = least_squares(row, row.least_bound())
+    return [end - start for start, end in pairwise(cuts)]
+
+
+def check_partitions(layers: int, partitions: int) -> None:
+    """Checks that so many layers can be split into so many partitions.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if operator.index(partitions) < 1:
+        raise ValueError(f"partitions must be 1 or more, not {partitions}")
+    if layers < partitions:
+        raise ValueError(f"{layers} layers cannot be split into {partitions} partitions: one would be empty")
+
+
+def _misfit(row: Row, sizes: list[Fraction], limits: list[Fraction]) -> str:
+    """Says what is too large, and by how much: a layer, all layers, or those of the best split there is."""
+    whole, largest = sum(sizes, Fraction(0)), max(range(row.layers), key=sizes.__getitem__)
+    if sizes[largest] > max(limits):
+        size, limit = sizes[largest], max(limits)
+        text = f"layer {largest} has size {_plain(size)}, but the largest limit is {_plain(limit)}"
+    elif whole > sum(limits):
+        size, limit = whole, sum(limits, Fraction(0))
+        text = f"all layers together have size {_plain(size)}, but all limits together are {_plain(limit)}"
+    else:
+        cuts = row.fill(row.no_bound, slack=row.least_slack())
+        assert cuts is not None
+        _, j = max((sum(sizes[a:b]) - limits[j], j) for j, (a, b) in enumerate(pairwise(cuts)))
+        first, last = cuts[j], cuts[j + 1] - 1
+        size, limit = sum(sizes[first : last + 1], Fraction(0)), limits[j]
+        which = f"layer {first}" if first == last else f"layers {first} to {last}"
+        text = f"at best partition {j} gets {which} of size {_plain(size)}, but its limit is {_plain(limit)}"
+    return f"{text}; {_plain(size - limit)} too much"
+
+
+def _fractions(
+    name: str, values: Iterable[float], *, zero: bool = True, infinity: Fraction | None = None
+) -> list[Fraction]:
+    """Numbers as exact fractions, in place of infinite ones `infinity`, if they may be."""
+    fractions = []
+    faults = []
+    for index, value in enumerate(values):
+        fraction = infinity if value == math.inf else _fraction(value)
+        if fraction is None or fraction < 0 or (fraction == 0 and not zero):
+            faults.append(f"{name}[{index}] is {value}")
+        else:
+            fractions.append(fraction)
+    if faults:
+        must = ("finite and " if infinity is None else "") + ("not negative" if zero else "above zero")
+        raise ValueError(f"{name} must be {must}: {', '.join(faults)}")
+    return fractions
+
+
+def _fraction(value: float) -> Fraction | None:
+    """A number as an exact fraction, or None if it is not finite."""
+    try:
+        # NumPy's whole numbers have no ratio, its others are nothing that Fraction knows.
+        return Fraction(*value.as_integer_ratio()) if hasattr(value, "as_integer_ratio") else Fraction(value)
+    except (OverflowError, ValueError):
+        return None
+
+
+def _check_length(name: str, values: list[Fraction] | None, length: int, of: str) -> None:
+    if values is not None and len(values) != length:
+        raise ValueError(f"{name} has {len(values)} numbers, for {length} {of}")
+
+
+def _whole(numbers: Sequence[Fraction]) -> list[int]:
+    """The same numbers in the largest unit in which all of them are whole."""
+    unit = math.lcm(*(number.denominator for number in numbers))
+    whole = [number.numerator * (unit // number.denominator) for number in numbers]
+    divisor = math.gcd(*whole) or 1
+    return [number // divisor for number in whole]
+
+
+def _sums(numbers: Iterable[int]) -> list[int]:
+    """The sum of the numbers before each, and of all."""
+    return list(accumulate(numbers, initial=0))
+
+
+def _plain(number: Fraction) -> int | float:
+    """The way a reader would write it."""
+    return number.numerator if number.denominator == 1 else float(number)

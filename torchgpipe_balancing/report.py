@@ -1,0 +1,271 @@
+"""What was found out about each layer, to be read, exported, drawn, and split into partitions.
+
+A report is plain data: it needs neither the model nor a device, and is the same whether it has just been
+measured or was put together by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchgpipe_balancing.partition import partition
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["LayerProfile", "Report", "Sizes", "Times", "footprints"]
+
+By = Literal["time", "size"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a layer takes for the sample, in seconds."""
+
+    forward: float  #: forward, building the graph for backward
+    recompute: float  #: what checkpointing adds: forward once more, without a graph; 0 if nothing is recomputed
+    backward: float  #: backward; 0 if the output needs no gradient
+
+    def total(self, *, recompute: bool = True) -> float:
+        """Seconds for forward and backward, with recomputation or without."""
+        return self.forward + self.backward + (self.recompute if recompute else 0.0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a layer holds, in bytes."""
+
+    activations: int  #: what is kept for backward and no layer before keeps already
+    parameters: int
+    buffers: int
+    output: int  #: what is handed to the next layer
+
+
+def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
+    """The memory that each layer takes in training, in bytes: activations / chunks + parameters x param_scale.
+
+    Args:
+        sizes: what each layer holds
+
+    Keyword Args:
+        chunks: into how many micro-batches the sample will be split, of which one is counted
+        param_scale: how many times parameters are held, with gradients and the optimizer's state
+
+    Raises:
+        ValueError: `chunks` is below 1, or `param_scale` negative.
+
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks must be 1 or more, not {chunks}")
+    if not param_scale >= 0:
+        raise ValueError(f"param_scale must be 0 or more, not {param_scale}")
+    return [size.activations / chunks + size.parameters * param_scale for size in sizes]
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer: which it is, its times and its sizes."""
+
+    name: str  #: its name in the nn.Sequential
+    type: str  #: the name of its class
+    times: Times
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Report:
+    """The layers of a model, in order, and how they were measured."""
+
+    layers: tuple[LayerProfile, ...]
+    sample: str  #: shapes and types of the input
+    device: str
+    rounds: int  #: times are the medians of so many rounds
+
+    def costs(
+        self,
+        by: By = "time",
+        *,
+        recompute: bool = True,
+        chunks: int = 1,
+        param_scale: float = 2.0,
+    ) -> list[float]:
+        """What each layer costs.
+
+        Args:
+            by: 'time', in seconds, or 'size', in bytes
+
+        Keyword Args:
+            recompute: whether time includes one recomputation; not so with ``checkpoint='never'``
+            chunks: into how many micro-batches the sample will be split: a partition holds the activations of
+                one; the default is right if the sample is a micro-batch
+            param_scale: how many copies of the parameters are held, see :mod:`torchgpipe.balance`
+
+        Raises:
+            ValueError: `by` is something else.
+
+        """
+        if by == "time":
+            return [layer.times.total(recompute=recompute) for layer in self.layers]
+        if by == "size":
+            return footprints((layer.sizes for layer in self.layers), chunks=chunks, param_scale=param_scale)
+        raise ValueError(f"by must be 'time' or 'size', not {by!r}")
+
+    def balance(
+        self,
+        partitions: int | None = None,
+        by: By = "time",
+        *,
+        recompute: bool = True,
+        chunks: int = 1,
+        param_scale: float = 2.0,
+        speeds: Iterable[float] | None = None,
+        limits: Iterable[float] | None = None,
+    ) -> list[int]:
+        """Splits the layers so that the costliest partition costs as little as it can. ::
+
+            report.balance(4)
+            report.balance(4, by="size", chunks=8, param_scale=4)    # 8 micro-batches, Adam
+            report.balance(limits=[16 * 2**30, 8 * 2**30])           # by time, within 16 and 8 GiB
+
+        Args:
+            partitions: how many partitions; may be left out where `speeds` or `limits` tell
+            by: what is balanced, 'time' or 'size'
+
+        Keyword Args:
+            recompute, chunks, param_scale: as in :meth:`costs`
+            speeds: how fast the device of each partition is, relative to the others (default: all alike)
+            limits: bytes that each partition's device has for activations and parameters, counted as by 'size'
+
+        Returns:
+            The number of layers in each partition, GPipe's `balance`.
+
+        Raises:
+            ValueError: `by` is something else, or no such split exists; see :func:`partition`.
+
+        """
+        sizes = self.costs("size", chunks=chunks, param_scale=param_scale)
+        return partition(
+            self.costs(by, recompute=recompute, chunks=chunks, param_scale=param_scale),
+            partitions,
+            speeds=speeds,
+            sizes=None if limits is None else sizes,
+            limits=limits,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dictionary a layer, ready for ``pandas.DataFrame(report.rows())``.
+
+        Times are in seconds, sizes in bytes; `share` is the layer's part of the whole time, from 0 to 1.
+        """
+        whole = sum(self.costs())
+        return [
+            {
+                "layer": layer.name,
+                "type": layer.type,
+                **asdict(layer.times),
+                **asdict(layer.sizes),
+                "share": layer.times.total() / whole if whole else 0.0,
+            }
+            for layer in self.layers
+        ]
+
+    def __str__(self) -> str:
+        columns: dict[str, Callable[[Any], str]] = {
+            "layer": str,
+            "type": str,
+            "forward": _time,
+            "recompute": _time,
+            "backward": _time,
+            "activations": _size,
+            "parameters": _size,
+            "share": "{:.1%}".format,
+        }
+        rows = self.rows()
+        figures = [name for name, show in columns.items() if show is not str]
+        rows.append({"layer": "total", "type": "", **{name: sum(row[name] for row in rows) for name in figures}})
+        cells = [[show(row[name]) for name, show in columns.items()] for row in rows]
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+
+        def line(row: Iterable[str]) -> str:
+            aligned = [
+                cell.ljust(width) if index < 2 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            return "  ".join(aligned)
+
+        rule = "  ".join("-" * width for width in widths)
+        recomputed = sum(layer.times.recompute for layer in self.layers) / (sum(self.costs()) or 1.0)
+        return "\n".join(
+            [
+                line(columns),
+                rule,
+                *map(line, cells[:-1]),
+                rule,
+                line(cells[-1]),
+                f"One run of {self.sample} on {self.device}, medians of {self.rounds} "
+                f"round{'s' * (self.rounds != 1)}; {recomputed:.0%} of the time is recomputation.",
+            ]
+        )
+
+    def plot(
+        self,
+        balance: Sequence[int] | None = None,
+        by: By = "time",
+        *,
+        recompute: bool = True,
+        chunks: int = 1,
+        param_scale: float = 2.0,
+    ) -> Figure:
+        """Draws what each layer costs, and the cuts between partitions. ::
+
+            report.plot(report.balance(4)).savefig("balance.png")
+
+        Args:
+            balance: the number of layers in each partition (default: no cuts)
+            by: what is drawn, 'time' or 'size'
+
+        Keyword Args:
+            recompute, chunks, param_scale: as in :meth:`costs`
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: `balance` does not add up to the number of layers, or `by` is something else.
+
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install 'torchgpipe[plot]'") from error
+
+        costs = self.costs(by, recompute=recompute, chunks=chunks, param_scale=param_scale)
+        balance = [len(costs)] if balance is None else list(balance)
+        if sum(balance) != len(costs):
+            raise ValueError(f"balance {balance} adds up to {sum(balance)} layers, not {len(costs)}")
+
+        scale, unit = (1e3, "ms") if by == "time" else (2.0**-20, "MiB")
+        heights = [cost * scale for cost in costs]
+        figure = Figure(figsize=(min(4 + 0.3 * len(costs), 24), 4), layout="constrained")
+        axes = figure.add_subplot()
+        for j, (start, end) in enumerate(pairwise(accumulate(balance, initial=0))):
+            load = sum(heights[start:end])
+            axes.bar(range(start, end), heights[start:end], label=f"partition {j}: {load:.3g} {unit}")
+            if start:
+                axes.axvline(start - 0.5, color="black", linestyle="--", linewidth=1)
+        axes.set_xticks(range(len(costs)), [layer.name for layer in self.layers], rotation=90)
+        axes.set_xlabel("layer")
+        axes.set_ylabel(f"{by} ({unit})")
+        axes.set_title(f"{self.sample} on {self.device}")
+        axes.legend()
+        return figure
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _size(size: int) -> str:
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
