@@ -183,7 +183,7 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "inference_mode(False)": lambda: torch.inference_mode(False),
     "autocast": lambda: autocast("cpu", torch.bfloat16, True),
-    "autocast off": lambda: autocast("cpu", torch.bfloat16, True, enabled=False),
+    "autocast off": lambda: autocast("cpu", torch.float16, False, enabled=False),
     "saved-tensor hooks": lambda: hooks("other hooks"),
     "default device": lambda: torch.device("meta"),
     "context variable": lambda: context_variable("set at backward"),

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tests.conftest import Devices, Pipe
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
@@ -392,6 +393,29 @@ def test_captured_tensors(pipe: Pipe, checkpoint: str, used_by: Any, computed: b
         assert "checkpoint='never'" in str(error)
     else:
         assert equal([leaf.grad, x.grad], expected)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + weight.T
+
+
+def test_cached_parametrizations(pipe: Pipe, checkpoint: str) -> None:
+    """The first run computes the weight and caches it, without a graph if it is a checkpoint."""
+    linear = nn.Linear(2, 2)
+    parametrize.register_parametrization(linear, "weight", Symmetric())
+    model = pipe(nn.Sequential(linear, nn.Tanh()), [1, 1], chunks=2, checkpoint=checkpoint)
+    weight = linear.parametrizations.weight.original
+    x = torch.rand(4, 2)
+    expected = torch.autograd.grad(run_plain(nn.Sequential(linear, nn.Tanh()), x, chunks=2).sum(), [weight])
+    try:
+        with parametrize.cached():
+            model(x).sum().backward()
+    except RuntimeError as error:
+        assert checkpoint != "never"
+        assert "checkpoint='never'" in str(error)
+    else:
+        torch.testing.assert_close(weight.grad, expected[0])
 
 
 def test_a_tensor_that_another_partition_owns(pipe: Pipe, checkpoint: str) -> None:

@@ -242,7 +242,7 @@ def _report(case: Callable[..., None], variant: str, checkpoint: str, rank: int)
 # -------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder where the processes have left their reports."""
     folder = tmp_path_factory.mktemp("ddp")

@@ -27,6 +27,7 @@ import torchgpipe.pipeline
 from tests.conftest import Devices, Pipe
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.ambient import Ambient
 
 PHASES = ["forward", "recomputation", "backward"]
 
@@ -451,7 +452,6 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
     model = pipe(build(plan, 3), [2, 2, 2], chunks=3, checkpoint=checkpoint)
     plan.add((1, 1), phase)
 
-    gc.collect()
     gc.disable()
     try:
         for _ in range(2):
@@ -469,7 +469,6 @@ def test_a_kept_exception_goes_when_it_is_dropped(pipe: Pipe, plan: Plan) -> Non
     """Its traceback holds the frames, and those the tensors; but nothing holds the exception."""
     model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
     plan.add((1, 1), "forward")
-    gc.collect()
     gc.disable()
     try:
         kept = None
@@ -510,6 +509,31 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str) -> None:
         signal.signal(signal.SIGINT, previous)
     layers.zero_grad()
     assert_same(outcome(model, rows(2)), plain_outcome(layers, rows(2), chunks=2))
+
+
+def test_a_worker_that_cannot_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a thread fails before it comes to its first cell, the caller must not wait for its answer."""
+
+    def fail(*args: Any) -> None:
+        raise ValueError("cannot be entered here")
+
+    model = GPipe(nn.Sequential(Line(), Line()), [1, 1], devices=["cpu:0", "cpu:1"])
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            model(rows(1))
+        except ValueError as error:
+            errors.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ambient, "run", fail)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(30)
+    assert not thread.is_alive(), "waits for ever"
+    assert "cannot be entered here" in str(errors)
+    model(rows(1))
 
 
 def test_wrong_structure_at_the_end_is_no_hang(pipe: Pipe, plan: Plan) -> None:
