@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
@@ -314,15 +315,19 @@ def test_any_pipeline(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)
-def test_streams_and_devices_are_current_in_the_layers(mode: str, devices: list[int]) -> None:
+@pytest.mark.parametrize("last", [nn.Identity, lambda: nn.BatchNorm1d(3)], ids=["plain", "norm"])
+def test_streams_and_devices_are_current_in_the_layers(
+    mode: str, devices: list[int], last: Callable[[], nn.Module]
+) -> None:
     def forward(x: Tensor) -> Tensor:
         seen.append((fake.current.device, [fake.current_stream(torch.device(f"cpu:{j}")).name for j in range(2)]))
         return x.sin()
 
     seen: list[Any] = []
-    model = pipeline(nn.Sequential(Apply(forward), Apply(forward)), [1, 1], devices=devices, chunks=1, checkpoint=mode)
+    module = nn.Sequential(*[nn.Sequential(Apply(forward), last()) for _ in range(2)])
+    model = pipeline(module, [1, 1], devices=devices, chunks=1, checkpoint=mode)
     with on_fake_devices(model) as fake:
-        output = model(torch.randn(1, 3, requires_grad=True))
+        output = model(torch.randn(2, 3, requires_grad=True))
         first = [(device, ["computing", "computing"]) for device in model.devices]
         assert seen == first
         seen.clear()
@@ -333,26 +338,70 @@ def test_streams_and_devices_are_current_in_the_layers(mode: str, devices: list[
 # Order of backward
 
 
-def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str) -> None:
-    class Trace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, j: int) -> Tensor:
-            ctx.cell = int(x[0, 0].round()), j
-            return x.clone()
+class Trace(torch.autograd.Function):
+    """Does nothing, and notes which cells are differentiated. A micro-batch is a row that begins with its number."""
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            order.append(ctx.cell)
-            return grad, None
+    order: ClassVar[list[tuple[int, int]]] = []
 
-    order: list[tuple[int, int]] = []
-    layers = [Apply(lambda x, j=j: Trace.apply(x, j)) for j in range(3)]
-    x = torch.arange(4.0).reshape(4, 1).requires_grad_()
-    model = pipeline(nn.Sequential(*layers), [1, 1, 1], checkpoint=mode)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, j: int) -> Tensor:
+        ctx.cell = int(x[0, 0].round()), j
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        Trace.order.append(ctx.cell)
+        return grad, None
+
+
+def traced(mode: str) -> GPipe:
+    class Layer(nn.Module):
+        def __init__(self, j: int) -> None:
+            super().__init__()
+            self.j = j
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Trace.apply(x * self.weight, self.j)
+
+    return pipeline(nn.Sequential(*[Layer(j) for j in range(3)]), [1, 1, 1], checkpoint=mode)
+
+
+@pytest.mark.parametrize("input_requires_grad", [False, True])
+def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str, input_requires_grad: bool) -> None:
+    model = traced(mode)
     with on_fake_devices(model):
-        model(x).sum().backward()
+        output = model(torch.arange(4.0).reshape(4, 1).requires_grad_(input_requires_grad))
+        Trace.order.clear()
+        output.sum().backward()
     for j in range(3):
-        assert [cell for cell in order if cell[1] == j] == [(i, j) for i in reversed(range(4))]
+        assert [cell for cell in Trace.order if cell[1] == j] == [(i, j) for i in reversed(range(4))]
+
+
+def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> None:
+    """See test_dependency for all others."""
+    model = traced("never")
+    with on_fake_devices(model):
+        leads_to = graph(model(torch.arange(4.0).reshape(4, 1)))
+    joins = [followers for node, followers in leads_to.items() if type(node).__name__ == "JoinBackward"]
+    for i in range(3):
+        (cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i, 0)]
+        (next_cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i + 1, 0)]
+        ((fork,),) = [lanes for joined, *lanes in joins if joined is next_cell]
+        (wait,) = leads_to[fork]
+        assert cell in leads_to[wait]
+
+
+def graph(output: Tensor) -> dict[Any, list[Any]]:
+    """The nodes behind a tensor, with those that each of them leads to."""
+    pending: list[Any] = [output.grad_fn]
+    leads_to: dict[Any, list[Any]] = {}
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in leads_to:
+            leads_to[node] = [follower for follower, _ in node.next_functions]
+            pending += leads_to[node]
+    return leads_to
 
 
 # Faults
@@ -420,6 +469,30 @@ def test_without_gradients_only_the_output_is_left_on_the_devices() -> None:
     with on_fake_devices(model) as fake, torch.no_grad():
         output = model(x)
         assert fake.alive() == storages([output])
+
+
+def test_skip_leaves_its_source_when_it_has_arrived() -> None:
+    @skippable(stash=["skip"])
+    class Source(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = x * 2
+            sources.append(StorageWeakRef(skip.untyped_storage()))
+            yield stash("skip", skip)
+            return x.sin()
+
+    @skippable(pop=["skip"])
+    class Target(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            skip = yield pop("skip")
+            gone.append(sources[len(gone)].expired())
+            return x + skip
+
+    sources: list[StorageWeakRef] = []
+    gone: list[bool] = []
+    model = pipeline(nn.Sequential(Source(), nn.Identity(), Target()), [1, 1, 1], chunks=3)
+    with on_fake_devices(model), torch.no_grad():
+        model(torch.randn(3, 3))
+    assert gone == [True] * 3
 
 
 def test_checkpointing_keeps_what_crosses_the_boundaries() -> None:
@@ -503,12 +576,7 @@ def test_recomputation_does_not_wait_for_the_gradient() -> None:
 def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
     model = pipeline(linears(3), [1, 1, 1], checkpoint="always")
     with on_fake_devices(model):
-        pending, leads_to = [model(torch.randn(4, 3)).grad_fn], {}
-        while pending:
-            node = pending.pop()
-            if node is not None and node not in leads_to:
-                leads_to[node] = [follower for follower, _ in node.next_functions]
-                pending += leads_to[node]
+        leads_to = graph(model(torch.randn(4, 3)))
     recomputed = [leads_to[node] for node in leads_to if type(node).__name__ == "RecomputeBackward"]
     waits = [node for node in leads_to if type(node).__name__ == "WaitBackward"]
     assert len(waits) == 2 * 4

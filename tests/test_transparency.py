@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -478,8 +478,11 @@ def test_autocast(pipe: Pipe, devices: Devices, cache: bool, case: Case) -> None
     """Backward, and with it recomputation, comes after the block.
 
     Micro-batches that share a casted weight sum its gradients in bfloat16, and those that cast their own in float32.
-    In the plain model they share if autocast keeps its cache. Checkpointed ones never do.
+    In the plain model they share if autocast keeps its cache. Checkpointed ones never do. (A tensor in NoChunk may
+    be shared in part: what orders micro-batches is tied to an input that needs a gradient, and autocast keeps
+    casts of leaves only.)
     """
+    assume(not cache or "arguments" not in case.names)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=cache)
     actual = case.piped(pipe, devices, within=autocast)
     if case.checkpoint == "never" or not case.training:

@@ -86,6 +86,12 @@ class Stage(Site):
         # Looked up anew for each call, because layers and parameters can be replaced between calls.
         self._layers = [(module, module.training, list(module._parameters.items())) for module in modules]
         self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
+        self._buffers = [
+            (module, name)
+            for module in modules
+            if module._buffers and not isinstance(module, Norm)
+            for name in module._buffers
+        ]
         has_skips = any(is_skippable(module) for module in modules)
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
@@ -111,7 +117,7 @@ class Stage(Site):
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
-        return self._again() if self.norms else self.stream.use()
+        return self._again() if self.norms or self._buffers else self.stream.use()
 
     def versions(self) -> list[int]:
         return [parameter._version for parameter in self._all_parameters]
@@ -128,7 +134,20 @@ class Stage(Site):
     @contextmanager
     def _again(self) -> Iterator[None]:
         with self.stream.use(), exclusive(self.norms), scratch_statistics(self.norms):
+            before = self._buffer_versions()
             yield
+            after = self._buffer_versions()
+        for (module, name), old, new in zip(self._buffers, before, after):
+            if old != new:
+                raise RuntimeError(
+                    f"recomputation has changed the buffer '{name}' of a {type(module).__name__} once more, so it does "
+                    "not compute what the first run did; change it only if not is_recomputing(), or use "
+                    "checkpoint='never'"
+                )
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        buffers = [module._buffers.get(name) for module, name in self._buffers]
+        return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in buffers]
 
 
 def _call(partition: Partition, source: str, batch: Batch) -> Batch:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
@@ -84,6 +85,7 @@ class GPipe(nn.Module):
         self.checkpoint = _verify_checkpoint(checkpoint)
         self.devices = _verify_devices(devices, len(self.balance))
         self.training = module.training
+        _verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         _verify_names(self, module)
         if deferred_batch_norm:
@@ -205,6 +207,8 @@ def _verify_checkpoint(checkpoint: Any) -> str:
 
 
 def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.device]:
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
     known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
     if len(known) < n:
         raise IndexError(
@@ -212,6 +216,15 @@ def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devi
             "or a balance with fewer partitions"
         )
     return known[:n]
+
+
+def _verify_initialised(module: nn.Sequential, checkpoint: str) -> None:
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy and checkpoint != "never":
+        raise ValueError(
+            f"parameters without a shape cannot be checkpointed, but there are {lazy}; run the module once on a "
+            "sample before wrapping it, or use checkpoint='never'"
+        )
 
 
 def _verify_names(pipeline: GPipe, module: nn.Sequential) -> None:

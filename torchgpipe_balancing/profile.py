@@ -157,7 +157,7 @@ def _walk(
 
 def _call(layer: nn.Module, value: Any) -> Any:
     """Runs a layer: the one place where that happens. `value` is all that passes from layer to layer."""
-    # What autocast has cast for the run before, perhaps without a graph, is not for this one.
+    # Autocast would keep what it has cast for layers that are gone, and for runs that built no graph.
     torch.clear_autocast_cache()
     return layer(value)
 
