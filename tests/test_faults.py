@@ -530,7 +530,7 @@ def test_a_worker_that_cannot_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Ambient, "run", fail)
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        thread.join(30)
+        thread.join(10)
     assert not thread.is_alive(), "waits for ever"
     assert "cannot be entered here" in str(errors)
     model(rows(1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
 
 CHECKPOINTED = ["always", "except_last"]
+
+#: How long a thread waits for another, in seconds, which may in turn have to wait for it.
+PATIENCE = 2
 
 
 class Draw(nn.Module):
@@ -283,3 +287,57 @@ def test_another_thread_that_draws_meanwhile_is_no_silent_error(pipe: Pipe, draw
         assert "checkpoint='never'" in str(error)
     else:
         assert layer.drawn[True] == layer.drawn[False]
+
+
+def test_another_thread_that_replays_meanwhile_is_no_silent_error(pipe: Pipe) -> None:
+    """A replay sets the generator of all threads to an old state, and back: as if nobody had drawn meanwhile.
+
+    this thread                           the other one
+    a forward
+                                          its first run begins
+    a replay begins: an old state is set
+                                          its layer draws, from that state
+    the replay ends: the state is set back
+                                          its first run ends, and the state is as before
+    """
+    begun, replaying, drawn, replayed = (threading.Event() for _ in range(4))
+
+    class Here(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            result = input * torch.rand(())
+            if is_recomputing():
+                replaying.set()
+                drawn.wait(PATIENCE)
+            return result
+
+    class There(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            if not is_recomputing():
+                begun.set()
+                replaying.wait(PATIENCE)
+            mask = torch.rand(())
+            if not is_recomputing():
+                drawn.set()
+                replayed.wait(PATIENCE)
+            return input * mask
+
+    def backward(output: Tensor, x: Tensor) -> str:
+        try:
+            output.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        assert x.grad is not None
+        return "right" if torch.equal(x.grad * x.detach(), output.detach()) else "wrong"
+
+    here = pipe(nn.Sequential(nn.Identity(), Here()), [1, 1], checkpoint="always")
+    there = pipe(nn.Sequential(nn.Identity(), There()), [1, 1], checkpoint="always")
+    x, y = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    output = here(x)
+    torch.rand(())  # so that the replayed state is another one than the present
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(there, y)
+        begun.wait(PATIENCE)
+        outcomes = [backward(output, x)]
+        replayed.set()
+        outcomes.append(backward(later.result(), y))
+    assert all(outcome == "right" or "checkpoint='never'" in outcome for outcome in outcomes), outcomes
