@@ -76,7 +76,9 @@ class Ambient:
         previous = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self._grad_enabled)
         try:
-            if self._plain and _is_plain():  # At backward nearly always, and it is called for every cell.
+            if (
+                self._plain and _is_plain() and _has_default_dtypes()
+            ):  # At backward nearly always, and it is called for every cell.
                 return function(*args)
             with ExitStack() as stack:
                 for guard in self._guards():
@@ -111,6 +113,14 @@ def _is_plain() -> bool:
         or _len_function_modes()
         or _len_dispatch_modes()
         or any(current_phase())
+    )
+
+
+def _has_default_dtypes() -> bool:
+    """Whether a layer that enters autocast would get the dtypes of a new thread: of the CPU and of CUDA at least."""
+    default = _default_autocast()
+    return torch.is_autocast_cache_enabled() == default.cache and all(
+        [torch.get_autocast_dtype(kind) == dtype for kind, _, dtype in default.types[:2]]
     )
 
 

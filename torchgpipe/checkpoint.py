@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.function import Function, gradients
@@ -96,12 +97,14 @@ class Recomputation:
     def first_run(self, leaves: Leaves) -> Leaves:
         """Runs the function without a graph."""
         site = self.site
+        _forget_parametrizations()
         versions = _versions(leaves)
         before = site.random.begin()
         outputs = checkpointing(self.compute, leaves)
         self._drawn = site.random.end(before)
         self._versions = site.versions()
         self._forget_casts()
+        _forget_parametrizations()
         if _versions(leaves) != versions:
             raise RuntimeError(
                 f"{self.site.where} changes its input in place, so recomputation would start from another input; "
@@ -121,9 +124,11 @@ class Recomputation:
 
     def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves]:
         leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
+        _forget_parametrizations()
         with self.site.again(), replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
         self._forget_casts()
+        _forget_parametrizations()
         self._refuse_captured(leaves, outputs)
         return leaves, outputs
 
@@ -133,6 +138,7 @@ class Recomputation:
         The graph of the last second run is used up. If there is none, it is run on what ``checkpoint`` has saved.
         """
         if all([grad is None for grad in grads]):
+            self._graph = None
             return []
         if self._graph is None:
             self.second_run(checkpoint.saved_tensors)
@@ -198,6 +204,12 @@ class Recomputation:
                     "parameter of the layer, pass it as an input, or use checkpoint='never'"
                 )
             pending.extend([follower for follower, _ in followers])
+
+
+def _forget_parametrizations() -> None:
+    # Within `parametrize.cached()`, likewise: what one run has computed from parameters is not for the other.
+    if parametrize._cache_enabled:
+        parametrize._cache.clear()
 
 
 def _versions(leaves: Leaves) -> list[int]:

@@ -12,6 +12,7 @@ other cells, its recomputation is refused.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -37,13 +38,14 @@ class _Note(NamedTuple):
 
     states: list[Tensor]
     contents: list[bytes]
+    replays: int  # of other threads, by then
 
 
 class _Draw(NamedTuple):
     generator: _Generator
     before: Tensor
     after: bytes
-    unsafe: bool  # whether others may have drawn from the same generator meanwhile
+    unsafe: bool  # whether others may have used the same generator meanwhile
 
 
 #: What was drawn during a run, by generator.
@@ -67,21 +69,25 @@ class RandomStates:
 
     def begin(self) -> _Note:
         """Notes the states before a run."""
-        return self._last or _note(self._generators)
+        last = self._last
+        if last is not None and last.replays == _replays_elsewhere():
+            return last
+        return _note(self._generators)
 
     def end(self, before: _Note) -> Drawn:
         """What was drawn since ``before``."""
         after = _note(self._generators)
-        if after.contents == before.contents:
+        disturbed = after.replays != before.replays
+        if after.contents == before.contents and not disturbed:
             # Mostly nothing was drawn. Then the new states are let go at once, for the next cell to take their place
             # in memory: several kilobytes that come and go beside the small objects of a cell cost more than a copy.
             self._last = None if self._between else before
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, state, new, unsafe=self._beside and generator.device.type == "cpu")
+            _Draw(generator, state, new, unsafe=disturbed or (self._beside and generator.device.type == "cpu"))
             for generator, state, old, new in zip(self._generators, before.states, before.contents, after.contents)
-            if old != new
+            if old != new or disturbed
         )
 
     def forget(self) -> None:
@@ -94,7 +100,29 @@ def _note(generators: Sequence[_Generator]) -> _Note:
         with _disable_current_modes():
             return _note(generators)
     states = [generator.get() for generator in generators]
-    return _Note(states, [state.numpy().tobytes() for state in states])
+    return _Note(states, [state.numpy().tobytes() for state in states], _replays_elsewhere())
+
+
+class _Own(threading.local):
+    replays = 0
+
+
+#: How often a replay has begun or ended, in this process and in this thread. A replay puts a generator back, so that
+#: another thread cannot see from its states alone whether it was disturbed by one.
+_replays = 0
+_own = _Own()
+_replays_lock = threading.Lock()
+
+
+def _replays_elsewhere() -> int:
+    return _replays - _own.replays
+
+
+def _count_replay() -> None:
+    global _replays
+    with _replays_lock:
+        _replays += 1
+        _own.replays += 1
 
 
 def replay(drawn: Drawn) -> AbstractContextManager[None]:
@@ -108,29 +136,32 @@ def replay(drawn: Drawn) -> AbstractContextManager[None]:
 
 @contextmanager
 def _replay(drawn: Drawn) -> Iterator[None]:
+    _count_replay()
     current = [draw.generator.get() for draw in drawn]
     for draw in drawn:
         draw.generator.set(draw.before)
+    replays = _replays_elsewhere()
     try:
         yield
         for draw in drawn:
-            _verify(draw)
+            _verify(draw, disturbed=_replays_elsewhere() != replays)
     finally:
         for draw, state in zip(drawn, current):
             draw.generator.set(state)
+        _count_replay()
 
 
-def _verify(draw: _Draw) -> None:
+def _verify(draw: _Draw, disturbed: bool) -> None:
     (now,) = _note([draw.generator]).contents
-    if now == draw.before.numpy().tobytes():
+    if now == draw.before.numpy().tobytes() and not disturbed:
         return  # The run draws nothing. Somebody else has.
     if draw.unsafe:
         raise RuntimeError(
-            "a layer drew random numbers from the CPU's generator while layers on other devices ran beside it, so "
+            "a layer drew random numbers from the CPU's generator while other devices or threads used it as well, so "
             "recomputation cannot draw the same ones again; draw them on the layer's own device "
-            "(device=input.device), or use checkpoint='never'"
+            "(device=input.device), let one thread at a time train, or use checkpoint='never'"
         )
-    if now != draw.after:
+    if disturbed or now != draw.after:
         raise RuntimeError(
             "recomputation drew other random numbers than the first run; either the layer does not draw the same "
             "both times, or another thread drew from the same generator meanwhile: let one thread at a time use "

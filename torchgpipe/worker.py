@@ -48,8 +48,14 @@ class Worker(Generic[T]):
         """Lets the thread end after the task that it is at."""
         self._tasks.put(None)
 
-    def serve(self, stream: Stream) -> None:
+    def serve(self, ambient: Ambient, stream: Stream) -> None:
         """The thread's life."""
+        try:
+            ambient.run(self._serve, stream)
+        except BaseException as error:  # What was to be entered could not be. Somebody waits for a result.
+            self._outcomes.put((None, error))
+
+    def _serve(self, stream: Stream) -> None:
         with stream.use():
             while self._serve_one():
                 pass
@@ -81,7 +87,7 @@ def start_workers(streams: Sequence[Stream], ambient: Ambient) -> Iterator[list[
     with ThreadPoolExecutor(len(workers), thread_name_prefix="torchgpipe") as pool:
         try:
             for device, worker in workers.items():
-                pool.submit(ambient.run, worker.serve, first[device])
+                pool.submit(worker.serve, ambient, first[device])
             yield [workers[stream.device] for stream in streams]
         finally:
             for worker in workers.values():
