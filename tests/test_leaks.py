@@ -321,6 +321,8 @@ def test_there_are_no_cycles(watched: tuple[GPipe, Watch]) -> None:
         model(torch.rand(3, 2)).sum().backward()
         gc.collect()
         ours = [thing for thing in gc.garbage if issubclass(type(thing), Tensor) or _is_ours(thing)]
+        # Fake tensors are those of other tests: PyTorch lets go of them late.
+        ours = [thing for thing in ours if "FakeTensor" not in repr(thing)]
         assert ours == []
     finally:
         gc.set_debug(0)
