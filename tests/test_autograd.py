@@ -201,7 +201,7 @@ def test_hooks_of_partitions_and_of_the_pipeline(model: GPipe) -> None:
 # ------------------------------------------------------------------------------------- some gradients of many
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_gradients_of_some(devices: Devices, data: st.DataObject) -> None:
     """`torch.autograd.grad` gives the gradients that are asked for and touches no other."""
@@ -220,7 +220,7 @@ def test_gradients_of_some(devices: Devices, data: st.DataObject) -> None:
     assert all(tensor.grad is None for tensor in candidates)
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_backward_into_some(devices: Devices, data: st.DataObject) -> None:
     """`backward(inputs=...)` fills the `.grad` of those and of nothing else."""

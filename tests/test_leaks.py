@@ -114,7 +114,7 @@ def watched(pipe: Pipe, checkpoint: str) -> tuple[GPipe, Watch]:
 # --------------------------------------------------------------------------------------------- during forward
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_forward_drops_what_the_plain_model_drops(devices: Devices, data: st.DataObject) -> None:
     """At the start of every layer and at the end there is nothing in memory that the plain model has not."""

@@ -117,7 +117,7 @@ def test_a_seed_gives_the_same_with_one_device_and_with_several(checkpoint: str)
         assert_same(step(workers, x), expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 @pytest.mark.parametrize("mode", CHECKPOINTED)
 def test_any_layers(devices: Devices, mode: str, data: st.DataObject) -> None:
