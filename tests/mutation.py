@@ -1,0 +1,578 @@
+"""Do the tests see it when a part of the machinery is missing? Each mutation takes one out; a test has to fail.
+
+    python tests/mutation.py             runs all and writes the table, mutations.md
+    python tests/mutation.py WORD ...    runs those with one of the words in their names, and prints the outcome only
+
+It works on copies of the sources. A mutation whose text is not found exactly once is an error: change it together
+with the engine. Whether that is so `test_mutation.py` looks at every run of the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from textwrap import dedent, indent
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "mutations.md"
+COPIES = 2
+
+HEADER = """\
+# Mutations
+
+What the tests notice when it is taken out of the engine. Written by `python tests/mutation.py`; the test is the first
+of the files that were run that fails.
+
+| taken out | in torchgpipe/ | noticed by |
+| --- | --- | --- |
+"""
+
+
+class Mutation(NamedTuple):
+    """A part of the engine to leave out.
+
+    Attributes:
+        name: what is left out
+        file: where, in torchgpipe/
+        old: the lines as they are; how far they are indented does not matter
+        new: the lines without it
+        tests: the files that should notice, without ``test_`` and ``.py``
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str = "streams"
+
+    def apply(self, source: str) -> str:
+        """The mutated source.
+
+        Raises:
+            ValueError: the old lines are not there, or more than once.
+        """
+        lines = [line.rstrip() for line in dedent(self.old).strip("\n").splitlines()]
+        pattern = r"^(?P<indent> *)" + r"\n(?P=indent)".join(map(re.escape, lines)) + "$"
+        found = list(re.finditer(pattern, source, re.MULTILINE))
+        if len(found) != 1:
+            raise ValueError(f"'{self.name}' is stale: its text occurs {len(found)} times in {self.file}")
+        (match,) = found
+        new = indent(dedent(self.new).strip("\n"), match["indent"])
+        return source[: match.start()] + new + source[match.end() :]
+
+
+MUTATIONS = [
+    # ---------------------------------------------------------------------------------------------------- waits
+    Mutation(
+        "the leaving stream waits for what computes the output",
+        "copy.py",
+        """
+        for route in routes:
+            route.leaving.wait(route.source)
+        """,
+        "pass",
+    ),
+    Mutation(
+        "... where there is no graph",
+        "copy.py",
+        """
+        _let_leave(routes)
+        return leaves
+        """,
+        "return leaves",
+    ),
+    Mutation(
+        "... where there is a graph",
+        "copy.py",
+        """
+        ctx.routes = routes
+        _let_leave(routes)
+        """,
+        "ctx.routes = routes",
+    ),
+    Mutation(
+        "... after a cell that is not checkpointed",
+        "cell.py",
+        """
+        if stage.leaving:
+            output = output.replace(wait(stage.leaving, output.leaves))
+        """,
+        "pass",
+    ),
+    Mutation(
+        "... after a checkpointed cell",
+        "cell.py",
+        """
+        if stage.leaving:
+            leaves = wait(stage.leaving, leaves)
+        """,
+        "pass",
+    ),
+    Mutation(
+        "... before a skip is copied",
+        "cell.py",
+        "self.leaving += [portal.route for portal in sending if portal.route is not None]",
+        "",
+    ),
+    Mutation(
+        "the computation waits for the copy of its input",
+        "copy.py",
+        "route.target.wait(route.arriving)",
+        "pass",
+    ),
+    Mutation(
+        "the copy of a gradient waits for what computes it",
+        "copy.py",
+        "route.leaving.wait(route.source)\nwith route.leaving.use(), route.arriving.use():",
+        "with route.leaving.use(), route.arriving.use():",
+    ),
+    Mutation(
+        "the computation waits for the copy of its gradient",
+        "copy.py",
+        "route.source.wait(route.leaving)",
+        "pass",
+    ),
+    Mutation(
+        "... and not its recomputation",
+        "cell.py",
+        """
+        if stage.leaving:
+            leaves = wait(stage.leaving, leaves)
+        if stage.phony is not None:
+            tied: Lane = Recompute.apply(node, leaves[0])
+        """,
+        """
+        if stage.phony is not None:
+            tied: Lane = Recompute.apply(node, leaves[0])
+        if stage.leaving:
+            leaves = wait(stage.leaving, leaves)
+        if stage.phony is not None:
+            pass
+        """,
+    ),
+    # -------------------------------------------------------------------------------------------------- records
+    Mutation(
+        "what is copied is recorded on the stream that reads it",
+        "copy.py",
+        "route.leaving.record(tensor)  # allocated on the source's stream, read on this one",
+        "pass",
+    ),
+    Mutation(
+        "what has arrived is recorded on the stream that computes with it",
+        "copy.py",
+        "route.target.record(moved)  # allocated on the arriving stream, read by the computation",
+        "pass",
+    ),
+    # -------------------------------------------------------------------------------------------------- streams
+    Mutation(
+        "copies run beside the computation of the source",
+        "copy.py",
+        """
+        with route.leaving.use(), route.arriving.use():
+            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
+        """,
+        """
+        with route.arriving.use():
+            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
+        """,
+    ),
+    Mutation(
+        "copies run beside the computation of the target",
+        "copy.py",
+        """
+        with route.leaving.use(), route.arriving.use():
+            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
+        """,
+        """
+        with route.leaving.use():
+            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
+        """,
+    ),
+    Mutation(
+        "copies of gradients run beside the computation of their source",
+        "copy.py",
+        """
+        with route.leaving.use(), route.arriving.use():
+            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
+        """,
+        """
+        with route.arriving.use():
+            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
+        """,
+    ),
+    Mutation(
+        "copies of gradients run beside the computation of their target",
+        "copy.py",
+        """
+        with route.leaving.use(), route.arriving.use():
+            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
+        """,
+        """
+        with route.leaving.use():
+            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
+        """,
+    ),
+    Mutation(
+        "a worker is on the stream of its device",
+        "worker.py",
+        "with stream.use():\n    while self._serve_one():\n        pass",
+        "while self._serve_one():\n    pass",
+    ),
+    Mutation(
+        "so is the caller where there is one device",
+        "pipeline.py",
+        "with self._stages[0].stream.use():\n    self._run_inline(batches, checkpoint_stop)",
+        "self._run_inline(batches, checkpoint_stop)",
+    ),
+    Mutation(
+        "so is a recomputation",
+        "cell.py",
+        "return self._again() if self.norms or self._buffers else self.stream.use()",
+        "return self._again() if self.norms or self._buffers else scratch_statistics([])",
+    ),
+    Mutation(
+        "so is a recomputation with running statistics",
+        "cell.py",
+        "with self.stream.use(), exclusive(self.norms), scratch_statistics(self.norms):",
+        "with exclusive(self.norms), scratch_statistics(self.norms):",
+    ),
+    # -------------------------------------------------------------------------------------------------- lifetimes
+    Mutation(
+        "a cell does not keep its input",
+        "cell.py",
+        "self._input = batch.replace(())",
+        "self._input = batch",
+        "leaks",
+    ),
+    Mutation(
+        "a cell does not keep its output",
+        "cell.py",
+        "output.leaves = ()  # The structure is needed again, for what autograd makes of the leaves.",
+        "pass",
+        "leaks checkpoint",
+    ),
+    Mutation(
+        "a recomputed graph goes when it is differentiated",
+        "checkpoint.py",
+        "(leaves, outputs), self._graph = self._graph, None",
+        "leaves, outputs = self._graph",
+        "leaks checkpoint autograd",
+    ),
+    Mutation(
+        "an error that was raised is not kept by who has raised it",
+        "worker.py",
+        """
+        try:
+            raise error
+        finally:
+            del error  # A frame that holds its own exception is a cycle, and keeps tensors alive.
+        """,
+        "raise error",
+        "faults leaks",
+    ),
+    Mutation(
+        "a worker does not keep its task while it waits",
+        "worker.py",
+        """
+        with stream.use():
+            while self._serve_one():
+                pass
+        """,
+        """
+        with stream.use():
+            while (task := self._tasks.get()) is not None:
+                function, args = task
+                try:
+                    result = function(*args)
+                except BaseException as error:
+                    self._outcomes.put((None, error))
+                    break
+                self._outcomes.put((result, None))
+        """,
+        "leaks streams faults",
+    ),
+    Mutation(
+        "a batch lets go of a skip that has arrived",
+        "cell.py",
+        "arrived = tuple([portal.receive(skips.pop(portal.key)) for portal in portals])",
+        "arrived = tuple([portal.receive(skips[portal.key]) for portal in portals])",
+        "streams",
+    ),
+    # ------------------------------------------------------------------------------------------------- dependency
+    Mutation(
+        "a cell comes after the one before it, by its input",
+        "cell.py",
+        """
+        if lane is not None and (tied := tie(batch, [lane])):
+            batch, lane = tied, None
+        """,
+        "pass",
+        "dependency",
+    ),
+    Mutation(
+        "... or by its output",
+        "cell.py",
+        """
+        if lane is not None and (tied := tie(output, [lane])):
+            # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
+            # those of the cell before it, which the same thread has created earlier.
+            output, lane = tied, None
+        """,
+        "pass",
+        "streams",
+    ),
+    Mutation(
+        "a cell that is not checkpointed begins a lane",
+        "cell.py",
+        """
+        if stage.phony is not None and lane is None and self._i < self._m - 1:
+            output, lane = _branch(output)
+        """,
+        "pass",
+        "dependency",
+    ),
+    Mutation(
+        "a checkpointed cell ends the lane of the one before it",
+        "cell.py",
+        "leaves: Leaves = Checkpoint.apply(self, lane, *batch.leaves, *stage.parameters)",
+        "leaves: Leaves = Checkpoint.apply(self, None, *batch.leaves, *stage.parameters)",
+        "dependency",
+    ),
+    Mutation(
+        "a checkpointed cell begins a lane",
+        "cell.py",
+        "return self._output.replace(leaves[1:]), tied",
+        "return self._output.replace(leaves[1:]), None",
+        "dependency",
+    ),
+    Mutation(
+        "the last lanes end in the output",
+        "pipeline.py",
+        """
+        if open_lanes:
+            batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
+        """,
+        "pass",
+        "dependency checkpoint streams",
+    ),
+    Mutation(
+        "Fork gives a phony of its input",
+        "dependency.py",
+        "return x.detach(), get_phony(x.device)",
+        "ctx.mark_non_differentiable(phony := get_phony(x.device))\nreturn x.detach(), phony",
+        "dependency",
+    ),
+    Mutation(
+        "Join takes the phonies",
+        "dependency.py",
+        "result: Tensor = Join.apply(x, *phonies)",
+        "result: Tensor = Join.apply(x)",
+        "dependency",
+    ),
+    Mutation(
+        "recomputation does not wait for the gradient",
+        "checkpoint.py",
+        "ctx.checkpoint.recomputation.second_run(ctx.checkpoint.saved_tensors)",
+        "pass",
+        "checkpoint streams",
+    ),
+    # ----------------------------------------------------------------------------------------- the second run
+    Mutation(
+        "recomputation draws the numbers of the first run",
+        "random.py",
+        "draw.generator.set(draw.before)",
+        "pass",
+        "random streams",
+    ),
+    Mutation(
+        "the generators go on as if it had drawn nothing",
+        "random.py",
+        "draw.generator.set(state)",
+        "pass",
+        "random",
+    ),
+    Mutation(
+        "numbers that nobody noted are not taken for those of a cell",
+        "cell.py",
+        "stage.random.forget()",
+        "pass",
+        "random",
+    ),
+    Mutation(
+        "workers take turns where they share a generator",
+        "random.py",
+        'return any(device.type == "cpu" for device in devices)',
+        "return False",
+        "random",
+    ),
+    Mutation(
+        "recomputation counts on copies of the running statistics",
+        "batchnorm.py",
+        "norm._buffers[name] = statistic.clone()",
+        "pass",
+        "batchnorm",
+    ),
+    Mutation(
+        "the running statistics are put back",
+        "batchnorm.py",
+        "buffers[name] = statistic",
+        "pass",
+        "batchnorm",
+    ),
+    Mutation(
+        "the first run knows that it is checkpointing",
+        "checkpoint.py",
+        "outputs = checkpointing(self.compute, leaves)",
+        "outputs = self.compute(leaves)",
+        "phase transparency gpipe",
+    ),
+    Mutation(
+        "the second run knows that it is recomputing",
+        "checkpoint.py",
+        "outputs = recomputing(self.compute, leaves)",
+        "outputs = self.compute(leaves)",
+        "phase checkpoint",
+    ),
+    Mutation(
+        "the second run is in what the caller had set",
+        "checkpoint.py",
+        "self._graph = self.site.ambient.run(self._recompute, saved)",
+        "with torch.enable_grad():\n    self._graph = self._recompute(saved)",
+        "ambient",
+    ),
+    Mutation(
+        "a worker is in what the caller has set",
+        "worker.py",
+        "ambient.run(self._serve, stream)",
+        "self._serve(stream)",
+        "ambient",
+    ),
+    Mutation(
+        "a partition that starts in place works on a copy",
+        "cell.py",
+        "if _starts_in_place(partition):",
+        "if False:",
+        "inplace",
+    ),
+    Mutation(
+        "a change of the input in place is refused",
+        "checkpoint.py",
+        "if _versions(leaves) != versions:",
+        "if False:",
+        "inplace",
+    ),
+    Mutation(
+        "a recomputation with other parameters is refused",
+        "checkpoint.py",
+        "self._refuse_changed()",
+        "pass",
+        "autograd",
+    ),
+    Mutation(
+        "a gradient that would get lost is refused",
+        "checkpoint.py",
+        "self._refuse_captured(leaves, outputs)",
+        "pass",
+        "autograd",
+    ),
+    Mutation(
+        "hooks of parameters hear the whole gradient only",
+        "checkpoint.py",
+        "with without_hooks(wanted):\n    return gradients(roots, root_grads, wanted)",
+        "return gradients(roots, root_grads, wanted)",
+        "autograd",
+    ),
+]
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
+    for mutation in chosen:
+        mutation.apply((ROOT / "torchgpipe" / mutation.file).read_text())
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(COPIES) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for k in range(COPIES):
+            copies.put(make_copy(Path(folder) / str(k)))
+
+        def outcome(mutation: Mutation) -> str | None:
+            copy = copies.get()
+            try:
+                return noticed(mutation, copy)
+            finally:
+                copies.put(copy)
+
+        outcomes = list(zip(chosen, pool.map(outcome, chosen), strict=True))
+        # A test that fails anyway would notice everything.
+        result = run_tests(copies.get(), sorted({test for _, test in outcomes if test}))
+        if result.returncode != 0:
+            sys.exit(f"tests fail without a mutation:\n{result.stdout}{result.stderr}")
+    if not words:
+        TABLE.write_text(HEADER + "".join(row(mutation, test) for mutation, test in outcomes))
+    missed = [mutation.name for mutation, test in outcomes if test is None]
+    sys.exit(f"no test notices: {'; '.join(missed)}" if missed else 0)
+
+
+def row(mutation: Mutation, test: str | None) -> str:
+    name = "**nobody**" if test is None else f"`{test.removeprefix('tests/').partition('[')[0]}`"
+    return f"| {mutation.name} | {mutation.file} | {name} |\n"
+
+
+def make_copy(folder: Path) -> Path:
+    for part in ("torchgpipe", "torchgpipe_balancing", "tests"):
+        if (ROOT / part).exists():
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def targets(mutation: Mutation) -> list[str]:
+    return [f"tests/test_{name}.py" for name in mutation.tests.split()]
+
+
+def noticed(mutation: Mutation, copy: Path) -> str | None:
+    """The first test that fails, or None."""
+    file = copy / "torchgpipe" / mutation.file
+    source = file.read_text()
+    mutated = mutation.apply(source)
+    compile(mutated, file, "exec")
+    file.write_text(mutated)
+    try:
+        result = run_tests(copy, targets(mutation))
+    finally:
+        file.write_text(source)
+    if result.returncode == 0:
+        print(f"MISSED: {mutation.name}", flush=True)
+        return None
+    # The name may contain spaces in its brackets.
+    failed = re.search(r"^FAILED (\S+?(?:\[.*?\])?)(?: - .*)?$", result.stdout, re.MULTILINE)
+    if result.returncode != 1 or failed is None:
+        sys.exit(f"'{mutation.name}' does not fail in a test:\n{result.stdout}{result.stderr}")
+    print(f"{mutation.name}\n    {failed[0]}", flush=True)
+    return failed[1]
+
+
+def run_tests(copy: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    # Sources change within a second, which bytecode files do not notice.
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+if __name__ == "__main__":
+    main()
