@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchgpipe import GPipe
-from torchgpipe.stream import Stream, Streams
+from torchgpipe.stream import Mark, Stream, Streams
 
 __all__ = ["FakeAccelerator", "FakeStream", "Launch", "on_fake_devices"]
 
@@ -78,9 +78,11 @@ class FakeStream(Stream):
     def __repr__(self) -> str:
         return f"{self.name} of {self.device}"
 
-    def wait(self, other: Stream) -> None:
-        if isinstance(other, FakeStream):
-            self._accelerator.wait(self, other)
+    def mark(self) -> Mark:
+        return self._accelerator.mark(self)
+
+    def wait(self, mark: Mark) -> None:
+        self._accelerator.wait(self, mark)
 
     def record(self, tensor: Tensor) -> None:
         self._accelerator.record(self, tensor)
@@ -90,8 +92,8 @@ class FakeStream(Stream):
         with self._accelerator.current.using(self):
             yield
 
-    def merge(self, other: FakeStream) -> None:
-        for stream, tick in other.seen.items():
+    def merge(self, seen: dict[FakeStream, int]) -> None:
+        for stream, tick in seen.items():
             self.seen[stream] = max(self.seen.get(stream, 0), tick)
 
 
@@ -189,10 +191,14 @@ class FakeAccelerator(TorchDispatchMode):
         with self._lock:
             return sum(memory.home is not None and not memory.ref.expired() for memory in self._memories.values())
 
-    def wait(self, stream: FakeStream, other: FakeStream) -> None:
+    def mark(self, stream: FakeStream) -> dict[FakeStream, int]:
+        with self._lock:
+            return dict(stream.seen)
+
+    def wait(self, stream: FakeStream, mark: dict[FakeStream, int]) -> None:
         with self._lock:
             self._reuse_freed()
-            stream.merge(other)
+            stream.merge(mark)
 
     def record(self, stream: FakeStream, tensor: Tensor) -> None:
         with self._lock:
@@ -222,9 +228,9 @@ class FakeAccelerator(TorchDispatchMode):
             if target is None:
                 return func(*args, **kwargs)
             stream, home = self.current_stream(source or target), self.current_stream(target)
-            stream.merge(home)  # rule 4; elsewhere they are the same stream
+            stream.merge(home.seen)  # rule 4; elsewhere they are the same stream
             launch = self._launch(stream, func)
-            home.merge(stream)
+            home.merge(stream.seen)
 
             written = _written(func, args, kwargs)
             modified = {id(self._memory(tensor)) for tensor in written}

@@ -72,49 +72,55 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     # ---------------------------------------------------------------------------------------------------- waits
     Mutation(
-        "the leaving stream waits for what computes the output",
+        "a copy waits for what computes the output",
         "copy.py",
-        """
-        for route in routes:
-            route.leaving.wait(route.source)
-        """,
+        "route.leaving.wait(route.ready[i])",
         "pass",
     ),
     Mutation(
         "... where there is no graph",
         "copy.py",
         """
-        _let_leave(routes)
+        _mark_ready(routes, i)
         return leaves
         """,
-        "return leaves",
+        """
+        _mark_ready([], i)
+        for route in routes:
+            route.ready[i] = route.leaving.mark()
+        return leaves
+        """,
     ),
     Mutation(
         "... where there is a graph",
         "copy.py",
         """
-        ctx.routes = routes
-        _let_leave(routes)
+        ctx.routes, ctx.i = routes, i
+        _mark_ready(routes, i)
         """,
-        "ctx.routes = routes",
+        """
+        ctx.routes, ctx.i = routes, i
+        for route in routes:
+            route.ready[i] = route.leaving.mark()
+        """,
     ),
     Mutation(
         "... after a cell that is not checkpointed",
         "cell.py",
         """
         if stage.leaving:
-            output = output.replace(wait(stage.leaving, output.leaves))
+            output = output.replace(wait(stage.leaving, self._i, output.leaves))
         """,
-        "pass",
+        "for route in stage.leaving:\n    route.ready[self._i] = route.leaving.mark()",
     ),
     Mutation(
         "... after a checkpointed cell",
         "cell.py",
         """
         if stage.leaving:
-            leaves = wait(stage.leaving, leaves)
+            leaves = wait(stage.leaving, self._i, leaves)
         """,
-        "pass",
+        "for route in stage.leaving:\n    route.ready[self._i] = route.leaving.mark()",
     ),
     Mutation(
         "... before a skip is copied",
@@ -125,19 +131,19 @@ MUTATIONS = [
     Mutation(
         "the computation waits for the copy of its input",
         "copy.py",
-        "route.target.wait(route.arriving)",
+        "route.target.wait(route.arriving.mark())",
         "pass",
     ),
     Mutation(
         "the copy of a gradient waits for what computes it",
         "copy.py",
-        "route.leaving.wait(route.source)\nwith route.leaving.use(), route.arriving.use():",
-        "with route.leaving.use(), route.arriving.use():",
+        "route.arriving.wait(route.target.mark())",
+        "pass",
     ),
     Mutation(
         "the computation waits for the copy of its gradient",
         "copy.py",
-        "route.source.wait(route.leaving)",
+        "route.source.wait(route.back[ctx.i])",
         "pass",
     ),
     Mutation(
@@ -145,7 +151,7 @@ MUTATIONS = [
         "cell.py",
         """
         if stage.leaving:
-            leaves = wait(stage.leaving, leaves)
+            leaves = wait(stage.leaving, self._i, leaves)
         if stage.phony is not None:
             tied: Lane = Recompute.apply(node, leaves[0])
         """,
@@ -153,7 +159,7 @@ MUTATIONS = [
         if stage.phony is not None:
             tied: Lane = Recompute.apply(node, leaves[0])
         if stage.leaving:
-            leaves = wait(stage.leaving, leaves)
+            leaves = wait(stage.leaving, self._i, leaves)
         if stage.phony is not None:
             pass
         """,
@@ -162,63 +168,39 @@ MUTATIONS = [
     Mutation(
         "what is copied is recorded on the stream that reads it",
         "copy.py",
-        "route.leaving.record(tensor)  # allocated on the source's stream, read on this one",
+        "leaving.record(leaf)  # allocated on the source's stream, read on this one",
         "pass",
     ),
     Mutation(
         "what has arrived is recorded on the stream that computes with it",
         "copy.py",
-        "route.target.record(moved)  # allocated on the arriving stream, read by the computation",
+        "target.record(new)  # allocated on the arriving stream, read by the computation",
         "pass",
     ),
     # -------------------------------------------------------------------------------------------------- streams
     Mutation(
         "copies run beside the computation of the source",
         "copy.py",
-        """
-        with route.leaving.use(), route.arriving.use():
-            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
-        """,
-        """
-        with route.arriving.use():
-            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
-        """,
+        "with leaving.use(), arriving.use():",
+        "with arriving.use():",
     ),
     Mutation(
         "copies run beside the computation of the target",
         "copy.py",
-        """
-        with route.leaving.use(), route.arriving.use():
-            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
-        """,
-        """
-        with route.leaving.use():
-            moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
-        """,
+        "with leaving.use(), arriving.use():",
+        "with leaving.use():",
     ),
     Mutation(
-        "copies of gradients run beside the computation of their source",
+        "a copy waits for its own micro-batch only",
         "copy.py",
-        """
-        with route.leaving.use(), route.arriving.use():
-            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
-        """,
-        """
-        with route.arriving.use():
-            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
-        """,
+        "route.leaving.wait(route.ready[i])",
+        "route.leaving.wait(route.source.mark())",
     ),
     Mutation(
-        "copies of gradients run beside the computation of their target",
+        "so does the computation for its own gradient only",
         "copy.py",
-        """
-        with route.leaving.use(), route.arriving.use():
-            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
-        """,
-        """
-        with route.leaving.use():
-            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
-        """,
+        "route.source.wait(route.back[ctx.i])",
+        "route.source.wait(route.leaving.mark())",
     ),
     Mutation(
         "a worker is on the stream of its device",
@@ -302,8 +284,8 @@ MUTATIONS = [
     Mutation(
         "a batch lets go of a skip that has arrived",
         "cell.py",
-        "arrived = tuple([portal.receive(skips.pop(portal.key)) for portal in portals])",
-        "arrived = tuple([portal.receive(skips[portal.key]) for portal in portals])",
+        "arrived = tuple([portal.receive(i, skips.pop(portal.key)) for portal in portals])",
+        "arrived = tuple([portal.receive(i, skips[portal.key]) for portal in portals])",
         "streams",
     ),
     # ------------------------------------------------------------------------------------------------- dependency

@@ -276,11 +276,11 @@ def assert_filled(tensor: Tensor | None, value: float) -> None:
 
 def test_a_copy_waits_for_the_source_and_the_target_for_the_copy(route: Route) -> None:
     with route.source.use():
-        (x,) = wait([route], (written_late(1),))
+        (x,) = wait([route], 0, (written_late(1),))
     with route.leaving.use():
         be_slow()
     with route.target.use():
-        (moved,) = copy(route, (x,))
+        (moved,) = copy(route, 0, (x,))
         result = moved + 1
     assert_filled(result, 2)
 
@@ -288,9 +288,9 @@ def test_a_copy_waits_for_the_source_and_the_target_for_the_copy(route: Route) -
 def test_the_copy_of_a_gradient_waits_in_the_same_way(route: Route) -> None:
     with route.source.use():
         leaf = written_late(1).requires_grad_()
-        (x,) = wait([route], (leaf * 2,))
+        (x,) = wait([route], 0, (leaf * 2,))
     with route.target.use():
-        (moved,) = copy(route, (x,))
+        (moved,) = copy(route, 0, (x,))
         result = moved * 3
         grad = written_late(5)
         result.backward(grad)
@@ -301,11 +301,11 @@ def test_memory_is_not_used_again_before_it_was_copied(route: Route) -> None:
     """The sender drops the tensor while its copy has not even begun."""
     with route.source.use():
         x = torch.ones(N, device=GPU)
-        (x,) = wait([route], (x,))  # type: ignore[assignment]
+        (x,) = wait([route], 0, (x,))  # type: ignore[assignment]
     with route.leaving.use():
         be_slow()
     with route.target.use():
-        (moved,) = copy(route, (x,))
+        (moved,) = copy(route, 0, (x,))
     del x
     with route.source.use():
         dirt = [torch.full((N,), float("nan"), device=GPU) for _ in range(4)]
@@ -316,9 +316,9 @@ def test_memory_is_not_used_again_before_it_was_copied(route: Route) -> None:
 def test_memory_is_not_used_again_before_the_target_has_read_it(route: Route) -> None:
     """The receiver drops the copy while the kernel that reads it has not even begun."""
     with route.source.use():
-        (x,) = wait([route], (torch.ones(N, device=GPU),))
+        (x,) = wait([route], 0, (torch.ones(N, device=GPU),))
     with route.target.use():
-        (moved,) = copy(route, (x,))
+        (moved,) = copy(route, 0, (x,))
         be_slow()
         result = moved + 1  # type: ignore[operator]
     del moved

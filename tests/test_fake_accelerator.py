@@ -53,7 +53,7 @@ def test_runs_on_the_stream_in_use_if_it_is_of_the_device(fake: FakeAccelerator,
     x, y = ones("cpu:0"), ones("cpu:1")
     with side.use():
         assert fake.streams.current(torch.device("cpu:0")) is side
-        side.wait(fake.stream("cpu:0", "computing"))
+        side.wait(fake.stream("cpu:0", "computing").mark())
         x + x, y * y
     assert [launch.stream for launch in fake.launches[2:]] == [side, fake.stream("cpu:1", "computing")]
     assert fake.streams.current(torch.device("cpu:0")) is not side
@@ -99,8 +99,8 @@ def test_read_without_wait_is_wrong(fake: FakeAccelerator, side: FakeStream) -> 
     x = ones() + 1
     with side.use():
         y = x * 2
-    side.wait(fake.stream("cpu:0", "computing"))
-    fake.stream("cpu:0", "computing").wait(side)
+    side.wait(fake.stream("cpu:0", "computing").mark())
+    fake.stream("cpu:0", "computing").wait(side.mark())
     assert is_wrong(y)
     assert x.tolist() == [2, 2, 2]  # which is right where it is
     assert fake.hazards == [
@@ -110,37 +110,37 @@ def test_read_without_wait_is_wrong(fake: FakeAccelerator, side: FakeStream) -> 
 
 def test_read_after_wait_is_right(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     with side.use():
         y = x * 2
-    computing.wait(side)
+    computing.wait(side.mark())
     assert y.tolist() == [2, 2, 2] and not fake.hazards
 
 
 def test_wait_reaches_only_what_was_launched_before(computing: FakeStream, side: FakeStream) -> None:
-    side.wait(computing)
+    side.wait(computing.mark())
     x = ones()
     with side.use():
         y = x * 2
-    computing.wait(side)
+    computing.wait(side.mark())
     assert is_wrong(y)
 
 
 def test_wait_is_transitive(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     third = fake.stream("cpu:0", "third")
-    third.wait(side)
+    third.wait(side.mark())
     with third.use():
         y = x * 2
-    computing.wait(third)
+    computing.wait(third.mark())
     assert y.tolist() == [2, 2, 2] and not fake.hazards
 
 
 def test_wait_is_one_way(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     with side.use():
         x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     assert is_wrong(x + 0)
 
 
@@ -165,7 +165,7 @@ def test_read_through_a_view_is_a_read(computing: FakeStream, side: FakeStream) 
     x = ones()
     with side.use():
         y = x.view(3, 1)[:2].detach() * 2
-    computing.wait(side)
+    computing.wait(side.mark())
     assert is_wrong(y)
 
 
@@ -173,7 +173,7 @@ def test_list_of_tensors_is_read(computing: FakeStream, side: FakeStream) -> Non
     x = ones()
     with side.use():
         y = torch.cat([torch.zeros(1), x])
-    computing.wait(side)
+    computing.wait(side.mark())
     assert y.isnan().tolist() == [False, True, True, True]
 
 
@@ -195,12 +195,12 @@ def test_memory_freed_without_record_is_used_again_at_once(
     fake: FakeAccelerator, computing: FakeStream, side: FakeStream
 ) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     with side.use():
         y = x * 2
         z = y + 1
     del x
-    computing.wait(side)
+    computing.wait(side.mark())
     assert is_wrong(y) and is_wrong(z)
     assert fake.hazards == [
         "what ones on computing of cpu:0 has written was freed, and its memory used again by computing of cpu:0, "
@@ -210,23 +210,23 @@ def test_memory_freed_without_record_is_used_again_at_once(
 
 def test_recorded_memory_is_kept_for_the_stream(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     side.record(x[1:])
     with side.use():
         y = x * 2
     del x
-    computing.wait(side)
+    computing.wait(side.mark())
     assert y.tolist() == [2, 2, 2] and not fake.hazards
 
 
 def test_record_is_for_one_stream(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     fake.stream("cpu:0", "third").record(x)
     with side.use():
         y = x * 2
     del x
-    computing.wait(side)
+    computing.wait(side.mark())
     assert is_wrong(y)
 
 
@@ -234,10 +234,10 @@ def test_memory_is_safe_once_its_stream_has_waited(
     fake: FakeAccelerator, computing: FakeStream, side: FakeStream
 ) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     with side.use():
         y = x * 2
-    computing.wait(side)
+    computing.wait(side.mark())
     del x
     assert (y + 0).tolist() == [2, 2, 2] and not fake.hazards
 
@@ -247,7 +247,7 @@ def test_memory_belongs_to_the_stream_that_was_current_at_allocation(
 ) -> None:
     with side.use():
         x = ones()
-    computing.wait(side)
+    computing.wait(side.mark())
     y = x * 2
     del x
     assert is_wrong(y + 0)
@@ -255,12 +255,12 @@ def test_memory_belongs_to_the_stream_that_was_current_at_allocation(
 
 def test_memory_lives_as_long_as_a_view(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     with side.use():
         y = x * 2
     part = x[1:]
     del x
-    computing.wait(side)
+    computing.wait(side.mark())
     assert (y + part[0]).tolist() == [3, 3, 3] and not fake.hazards
 
 
@@ -277,11 +277,11 @@ def test_counts_the_memory_that_is_alive(fake: FakeAccelerator) -> None:
 
 def test_overwriting_what_is_still_read(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     with side.use():
         y = x * 2
     x.zero_()
-    computing.wait(side)
+    computing.wait(side.mark())
     assert is_wrong(y) and x.tolist() == [0, 0, 0]
     assert "overwrites" in fake.hazards[0]
 
@@ -290,14 +290,14 @@ def test_modifying_what_is_still_written(fake: FakeAccelerator, computing: FakeS
     x = ones()
     with side.use():
         x.add_(1)
-    computing.wait(side)
+    computing.wait(side.mark())
     assert is_wrong(x)
     assert "modifies" in fake.hazards[0]
 
 
 def test_modification_is_waited_for(fake: FakeAccelerator, computing: FakeStream, side: FakeStream) -> None:
     x = ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     with side.use():
         x.add_(1)
     y = x + 0
@@ -329,12 +329,12 @@ def test_copy_between_devices(how: str, fake: FakeAccelerator) -> None:
 def test_copy_uses_the_current_streams_of_both_ends(fake: FakeAccelerator, computing: FakeStream) -> None:
     leaving, arriving = fake.stream("cpu:0", "leaving"), fake.stream("cpu:1", "arriving")
     x = ones("cpu:0")
-    leaving.wait(computing)
+    leaving.wait(computing.mark())
     with leaving.use(), arriving.use():
         y = x.to("cpu:1")
         right = y + 1
     wrong = y + 1
-    fake.stream("cpu:1", "computing").wait(arriving)
+    fake.stream("cpu:1", "computing").wait(arriving.mark())
     assert right.tolist() == [2, 2, 2] and is_wrong(wrong)
 
 
@@ -365,7 +365,7 @@ def test_host_sees_what_the_computing_stream_has_waited_for() -> None:
         side = fake.stream("cpu:0", "side")
         with side.use():
             x, y = ones(), ones()
-            fake.stream("cpu:0", "computing").wait(side)
+            fake.stream("cpu:0", "computing").wait(side.mark())
             z = ones()
         del y
     assert not x.isnan().any() and z.isnan().all()
@@ -387,7 +387,7 @@ def test_two_launches_overlap_unless_one_waits(fake: FakeAccelerator, computing:
     ones()
     with side.use():
         ones()
-    side.wait(computing)
+    side.wait(computing.mark())
     ones()
     with side.use():
         ones()

@@ -209,9 +209,9 @@ class Cell(Recomputation):
         try:
             skips = batch.skips
             if stage.arriving is not None:
-                batch = batch.replace(copy(stage.arriving, batch.leaves))
+                batch = batch.replace(copy(stage.arriving, self._i, batch.leaves))
             if skips and stage.receiving:
-                batch = _receive(stage.receiving, batch, skips)
+                batch = _receive(stage.receiving, self._i, batch, skips)
             if self._checkpoint and stage.needs_grad(batch.leaves):
                 batch, lane = self._run_checkpointed(batch, lane)
             else:
@@ -242,7 +242,7 @@ class Cell(Recomputation):
             # those of the cell before it, which the same thread has created earlier.
             output, lane = tied, None
         if stage.leaving:
-            output = output.replace(wait(stage.leaving, output.leaves))
+            output = output.replace(wait(stage.leaving, self._i, output.leaves))
         if stage.phony is not None and lane is None and self._i < self._m - 1:
             output, lane = _branch(output)
         return output, lane
@@ -254,7 +254,7 @@ class Cell(Recomputation):
         first = _first_in_graph(leaves)
         node: Any = None if first is None else leaves[first].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
-            leaves = wait(stage.leaving, leaves)
+            leaves = wait(stage.leaving, self._i, leaves)
         if stage.phony is not None:
             tied: Lane = Recompute.apply(node, leaves[0])
             return self._output.replace(leaves[1:]), tied
@@ -270,9 +270,9 @@ class Cell(Recomputation):
         return leaves
 
 
-def _receive(portals: Sequence[Portal], batch: Batch, skips: Skips) -> Batch:
+def _receive(portals: Sequence[Portal], i: int, batch: Batch, skips: Skips) -> Batch:
     """Brings the skips that are popped here, and puts them behind the other leaves."""
-    arrived = tuple([portal.receive(skips.pop(portal.key)) for portal in portals])
+    arrived = tuple([portal.receive(i, skips.pop(portal.key)) for portal in portals])
     return batch.replace(batch.leaves + arrived)
 
 

@@ -15,56 +15,68 @@ sends and `Copy` opens the cell that receives:
 Backward walks through the same figure from right to left, every arrow turned round. The wait of the source for
 the arriving gradient is a node of its own, `Wait`, so that what does not need the gradient, the recomputation,
 can be launched before it.
+
+The two ends are in different threads, and the sender may have launched its next cell before the receiver launches
+the copy. So the sender marks where a micro-batch is ready, and the copy waits for that mark and not for the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchgpipe.function import Function
-from torchgpipe.stream import Stream
+from torchgpipe.stream import Mark, Stream
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Copy", "Route", "Wait", "copy", "wait"]
 
 
-class Route(NamedTuple):
-    """The streams on the way from one device to another, in the order of the figure above."""
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The streams on the way from one device to another, in the order of the figure above.
+
+    Attributes:
+        ready: where the source has computed what leaves, by micro-batch
+        back: where the gradient of that is back on its device, by micro-batch
+    """
 
     source: Stream
     leaving: Stream
     arriving: Stream
     target: Stream
-
-    @property
-    def reversed(self) -> Route:
-        return Route(*self[::-1])
+    ready: dict[int, Mark] = field(default_factory=dict)
+    back: dict[int, Mark] = field(default_factory=dict)
 
 
-def wait(routes: Sequence[Route], leaves: Leaves) -> Leaves:
+def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
     """Lets the copies of ``leaves`` start after what computes them; the end of the cell that sends.
 
     One node for all that leaves a cell, whichever way it goes.
+
+    Args:
+        routes: the ways that the leaves go
+        i: the micro-batch that they belong to
+        leaves: what leaves the cell
     """
     if _needs_graph(leaves):
-        waiting: Leaves = Wait.apply(routes, *leaves)
+        waiting: Leaves = Wait.apply(routes, i, *leaves)
         return waiting
-    _let_leave(routes)
+    _mark_ready(routes, i)
     return leaves
 
 
-def _let_leave(routes: Sequence[Route]) -> None:
+def _mark_ready(routes: Sequence[Route], i: int) -> None:
     for route in routes:
-        route.leaving.wait(route.source)
+        route.ready[i] = route.source.mark()
 
 
-def copy(route: Route, leaves: Leaves) -> Leaves:
-    """Brings ``leaves`` to the target of ``route``; the start of the cell that receives."""
-    moved: Leaves = Copy.apply(route, *leaves) if _needs_graph(leaves) else _copy(route, leaves)
+def copy(route: Route, i: int, leaves: Leaves) -> Leaves:
+    """Brings ``leaves`` of micro-batch ``i`` to the target of ``route``; the start of the cell that receives."""
+    moved: Leaves = Copy.apply(route, i, *leaves) if _needs_graph(leaves) else _copy(route, i, leaves)
     return moved
 
 
@@ -72,51 +84,55 @@ def _needs_graph(leaves: Leaves) -> bool:
     return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
 
 
-def _copy(route: Route, leaves: Leaves) -> Leaves:
-    # A copy between two devices is launched on the current streams of both.
-    with route.leaving.use(), route.arriving.use():
-        moved = tuple(None if leaf is None else _copy_tensor(route, leaf) for leaf in leaves)
-    route.target.wait(route.arriving)
+def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
+    route.leaving.wait(route.ready[i])
+    moved = _move(route.leaving, route.arriving, route.target, leaves)
+    route.target.wait(route.arriving.mark())
     return moved
 
 
-def _copy_tensor(route: Route, tensor: Tensor) -> Tensor:
-    moved = tensor.to(route.arriving.device, copy=True)
-    route.leaving.record(tensor)  # allocated on the source's stream, read on this one
-    route.target.record(moved)  # allocated on the arriving stream, read by the computation
+def _move(leaving: Stream, arriving: Stream, target: Stream, leaves: Leaves) -> Leaves:
+    # A copy between two devices is launched on the current streams of both.
+    with leaving.use(), arriving.use():
+        moved = tuple([None if leaf is None else leaf.to(arriving.device, copy=True) for leaf in leaves])
+    for leaf, new in zip(leaves, moved):
+        if leaf is not None and new is not None:
+            leaving.record(leaf)  # allocated on the source's stream, read on this one
+            target.record(new)  # allocated on the arriving stream, read by the computation
     return moved
 
 
 class Wait(Function):
-    """Forward: the leaving streams wait for the source. Backward: the source waits for the leaving streams."""
+    """Forward: marks where the leaves are ready. Backward: the source waits until their gradients are back."""
 
     @staticmethod
-    def forward(ctx: Any, routes: Sequence[Route], *leaves: Leaf) -> Leaves:
+    def forward(ctx: Any, routes: Sequence[Route], i: int, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.routes = routes
-        _let_leave(routes)
-        return tuple(None if leaf is None else leaf.detach() for leaf in leaves)
+        ctx.routes, ctx.i = routes, i
+        _mark_ready(routes, i)
+        return tuple([None if leaf is None else leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         for route in ctx.routes:
-            route.source.wait(route.leaving)
-        return None, *grads
+            if ctx.i in route.back:  # What nobody has used has no gradient.
+                route.source.wait(route.back[ctx.i])
+        return None, None, *grads
 
 
 class Copy(Function):
     """Forward: brings the leaves from the source to the target. Backward: brings their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, route: Route, *leaves: Leaf) -> Leaves:
+    def forward(ctx: Any, route: Route, i: int, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.route = route
-        return _copy(route, leaves)
+        ctx.route, ctx.i = route, i
+        return _copy(route, i, leaves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
-        route: Route = ctx.route.reversed
-        route.leaving.wait(route.source)
-        with route.leaving.use(), route.arriving.use():
-            moved = tuple(None if grad is None else _copy_tensor(route, grad) for grad in grads)
-        return None, *moved
+        route: Route = ctx.route
+        route.arriving.wait(route.target.mark())
+        moved = _move(route.arriving, route.leaving, route.source, grads)
+        route.back[ctx.i] = route.leaving.mark()
+        return None, None, *moved

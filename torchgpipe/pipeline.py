@@ -29,7 +29,6 @@ from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates, share_generator
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.portal import Portal
 from torchgpipe.stream import Stream, Streams
 from torchgpipe.worker import start_workers
@@ -75,10 +74,11 @@ class Pipeline:
         # Looked up at every call, because layers can be replaced between two calls.
         modules = [list(partition.modules()) for partition in partitions]
         skips = inspect_skip_layout(modules)
-
-        def portals(ends: list[tuple[SkipKey, int, int]]) -> list[Portal]:
-            return [Portal(key, _route(streams, computing[a], computing[c], "skip ")) for key, a, c in ends]
-
+        portals = {
+            key: Portal(key, _route(streams, computing[a], computing[c], "skip "))
+            for ends in skips.leaving
+            for key, a, c in ends
+        }
         random = {
             device: RandomStates(device, beside=not self._take_turns, between=not self._inline) for device in devices
         }
@@ -90,8 +90,8 @@ class Pipeline:
                 computing[j],
                 arriving=routes[j - 1] if j > 0 else None,
                 leaving=routes[j] if j < len(routes) else None,
-                sending=portals(skips.leaving[j]),
-                receiving=portals(skips.arriving[j]),
+                sending=[portals[key] for key, _, _ in skips.leaving[j]],
+                receiving=[portals[key] for key, _, _ in skips.arriving[j]],
                 ambient=self._ambient,
                 random=random[devices[j]],
                 ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,

@@ -1,9 +1,10 @@
 """One vocabulary for the queues of work of all devices, so that nobody else asks what kind a device is.
 
 An accelerator works through streams: what is launched on one is done in order, later, and beside what is on
-the other streams. Three rules keep that right, and a stream has a word for each of them:
+the other streams. Three rules keep that right, and a stream has words for each of them:
 
-* who reads what another stream computes waits for that stream first (``wait``);
+* who reads what another stream computes waits first until it is there (``mark`` behind the one, ``wait`` before the
+  other);
 * a tensor that is freed while a foreign stream still works on it must be reported to the allocator (``record``);
 * kernels go to the stream that is current where they are launched (``use``).
 
@@ -21,7 +22,10 @@ from torch import Tensor
 
 from torchgpipe.device import device_module, same_memory
 
-__all__ = ["AcceleratorStream", "Stream", "Streams"]
+__all__ = ["AcceleratorStream", "Mark", "Stream", "Streams"]
+
+#: A place in the work of a stream: behind all that was launched there by then. None where work is done at once.
+Mark = Any
 
 
 class Stream:
@@ -30,8 +34,12 @@ class Stream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def wait(self, other: Stream) -> None:
-        """Lets the work that is launched here from now on start after the work that ``other`` has by now."""
+    def mark(self) -> Mark:
+        """Marks the end of the work that this stream has by now."""
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        """Lets the work that is launched here from now on start after what is before ``mark``."""
 
     def record(self, tensor: Tensor) -> None:
         """Tells the allocator that this stream works on ``tensor``, which another stream has allocated."""
@@ -48,10 +56,12 @@ class AcceleratorStream(Stream):
         super().__init__(device)
         self.native = native
 
-    def wait(self, other: Stream) -> None:
-        # A stream that works at once has nothing left to wait for.
-        if isinstance(other, AcceleratorStream) and other.native != self.native:
-            self.native.wait_stream(other.native)
+    def mark(self) -> Mark:
+        return self.native.record_event()
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None:
+            self.native.wait_event(mark)
 
     def record(self, tensor: Tensor) -> None:
         if tensor.device.type == self.device.type:

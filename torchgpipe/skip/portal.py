@@ -5,8 +5,8 @@ cells between in the batch, as a reference that they do not touch, so it is on n
 and autograd sees one edge between them. The life of a skip of micro-batch i, from partition a to partition c:
 
 1. Cell (i, a) computes it. If the cell is checkpointed this is a plain tensor, and its graph comes later, in 7.
-2. The stream that leaves a for c waits for the computation, in the `Wait` that closes the cell. From now on only
-   the batch holds the tensor.
+2. The `Wait` that closes the cell marks where it is ready, for the stream that leaves a for c. From now on only the
+   batch holds the tensor.
 3. The batch passes the cells (i, a+1) ... (i, c-1).
 4. Before cell (i, c) computes, the skip is copied to c, on streams of its own. The batch lets go of
    it, and with that it is gone from a, unless a graph of a's own layers needs it.
@@ -36,6 +36,6 @@ class Portal(NamedTuple):
     key: SkipKey
     route: Route | None
 
-    def receive(self, tensor: Leaf) -> Leaf:
-        """Step 4."""
-        return tensor if self.route is None else copy(self.route, (tensor,))[0]
+    def receive(self, i: int, tensor: Leaf) -> Leaf:
+        """Step 4, for micro-batch ``i``."""
+        return tensor if self.route is None else copy(self.route, i, (tensor,))[0]
