@@ -205,8 +205,15 @@ MUTATIONS = [
     Mutation(
         "a worker is on the stream of its device",
         "worker.py",
-        "with stream.use():\n    while self._serve_one():\n        pass",
-        "while self._serve_one():\n    pass",
+        """
+        with worker.stream.use():
+            while (cell := worker.cells.get()) is not None:
+                self._serve_one(worker, *cell)
+        """,
+        """
+        while (cell := worker.cells.get()) is not None:
+            self._serve_one(worker, *cell)
+        """,
     ),
     Mutation(
         "so is the caller where there is one device",
@@ -261,25 +268,11 @@ MUTATIONS = [
         "faults leaks",
     ),
     Mutation(
-        "a worker does not keep its task while it waits",
+        "... nor by the workers",
         "worker.py",
-        """
-        with stream.use():
-            while self._serve_one():
-                pass
-        """,
-        """
-        with stream.use():
-            while (task := self._tasks.get()) is not None:
-                function, args = task
-                try:
-                    result = function(*args)
-                except BaseException as error:
-                    self._outcomes.put((None, error))
-                    break
-                self._outcomes.put((result, None))
-        """,
-        "leaks streams faults",
+        "self._errors.clear()  # They know the frames they come from, and so this object.",
+        "pass",
+        "faults leaks",
     ),
     Mutation(
         "a batch lets go of a skip that has arrived",
@@ -431,10 +424,31 @@ MUTATIONS = [
         "ambient",
     ),
     Mutation(
+        "after an error no step is handed out",
+        "worker.py",
+        "if errors or step is None:",
+        "if step is None:",
+        "faults",
+    ),
+    Mutation(
+        "... and its worker runs none of the same step",
+        "worker.py",
+        "if not worker.failed:",
+        "if True:",
+        "faults",
+    ),
+    Mutation(
+        "the first error in the order of the schedule is raised",
+        "worker.py",
+        "self._outcome.put(errors[0] if errors else None)",
+        "self._outcome.put(errors[-1] if errors else None)",
+        "faults",
+    ),
+    Mutation(
         "a worker is in what the caller has set",
         "worker.py",
-        "ambient.run(self._serve, stream)",
-        "self._serve(stream)",
+        "ambient.run(self._serve_all, worker)",
+        "self._serve_all(worker)",
         "ambient",
     ),
     Mutation(

@@ -334,6 +334,17 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
         assert len(caught.value.__notes__) == 1
 
 
+def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """Where two partitions are on one device, and the devices do not have to take turns."""
+    monkeypatch.setattr(torchgpipe.pipeline, "share_generator", lambda devices: False)
+    model = GPipe(build(plan, 3), [2, 2, 2], devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
+    plan.add((2, 0), "forward")
+    with pytest.raises(Fault):
+        model(rows(3))
+    started = {cell for cell, _ in plan.runs}
+    assert (2, 0) in started and (0, 2) not in started
+
+
 @given(data=st.data())
 def test_any_faults(devices: Devices, data: st.DataObject) -> None:
     """Any cells and phases: a planned error, told where; and afterwards all is as if nothing had been."""

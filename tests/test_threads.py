@@ -261,10 +261,11 @@ def test_batch_norm_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
     layers = nn.Sequential(nn.Identity(), norms[0], nn.Linear(2, 2), norms[1])
     model = pipe(layers, [2, 2], chunks=3, checkpoint=checkpoint)
     repeats = 20
+    x = torch.rand(6, 2)  # drawn here, for what a thread draws could be what the other one's layers have drawn
 
     def train() -> None:
         for _ in range(repeats):
-            model(torch.rand(6, 2)).sum().backward()
+            model(x).sum().backward()
 
     in_threads(train, train)
     assert [int(norm.num_batches_tracked) for norm in norms] == [2 * repeats * 3] * 2
@@ -278,10 +279,11 @@ def test_batch_norm_that_two_pipelines_share(devices: Devices) -> None:
     first = GPipe(nn.Sequential(other, norm), [2], devices=devices(1), chunks=3, checkpoint="always")
     second = GPipe(nn.Sequential(norm, nn.Tanh()), [1, 1], devices=devices(2), chunks=3, checkpoint="always")
     repeats = 20
+    x = torch.rand(6, 2)
 
     def train(model: GPipe) -> None:
         for _ in range(repeats):
-            model(torch.rand(6, 2)).sum().backward()
+            model(x).sum().backward()
 
     in_threads(lambda: train(first), lambda: train(second))
     assert int(norm.num_batches_tracked) == 2 * repeats * 3

@@ -31,7 +31,7 @@ from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.portal import Portal
 from torchgpipe.stream import Stream, Streams
-from torchgpipe.worker import start_workers
+from torchgpipe.worker import run_in_workers
 
 __all__ = ["Mechanisms", "Pipeline"]
 
@@ -124,15 +124,16 @@ class Pipeline:
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
         m, n = len(batches), len(self._stages)
         lanes: list[Lane] = [None] * n
-        with start_workers([stage.stream for stage in self._stages], self._ambient) as workers:
-            for cells in clock_cycles(m, n):
-                # Cells that draw from one generator run one by one, in the order of the schedule.
-                for step in [[cell] for cell in cells] if self._take_turns else [cells]:
-                    for i, j in step:
-                        cell = Cell(self._stages[j], i, m, i < checkpoint_stop)
-                        workers[j].submit(cell.run, batches[i], lanes[j])
-                    for i, j in step:
-                        batches[i], lanes[j] = workers[j].result()
+
+        def run(i: int, j: int) -> None:
+            cell = Cell(self._stages[j], i, m, i < checkpoint_stop)
+            batches[i], lanes[j] = cell.run(batches[i], lanes[j])
+
+        steps = clock_cycles(m, n)
+        if self._take_turns:
+            # Cells that draw from one generator run one by one, in the order of the schedule.
+            steps = ([cell] for cells in steps for cell in cells)
+        run_in_workers(steps, run, [stage.stream for stage in self._stages], self._ambient)
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:
