@@ -21,12 +21,13 @@ ROOT = Path(torchgpipe.__file__).parent.parent
 
 FLOORS: list[list[str]] = [
     ["typing", "schedule", "phase", "skip.namespace", "timeline.record"],
-    ["device"],
+    ["device", "timeline.label"],
     ["function", "hooks", "microbatch", "stream", "skip.layout"],
     ["ambient", "phony", "copy", "random", "partition", "batchnorm"],
     ["worker", "dependency", "skip.portal"],
     ["checkpoint", "skip.tracker"],
     ["cell", "skip.skippable"],
+    ["recorded"],
     ["pipeline"],
     ["gpipe"],
     ["pipe", "distributed", "balance", "timeline.*"],

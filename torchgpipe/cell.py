@@ -68,6 +68,7 @@ class Stage(Site):
         random: RandomStates,
         ordered: bool,
     ) -> None:
+        self.j = j
         self.partition = partition
         self.device = stream.device
         self.stream = stream
@@ -236,7 +237,7 @@ class Cell(Recomputation):
         stage.random.forget()
         if lane is not None and (tied := tie(batch, [lane])):
             batch, lane = tied, None
-        output = stage.call(batch)
+        output = self.call(batch)
         if lane is not None and (tied := tie(output, [lane])):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
@@ -261,6 +262,10 @@ class Cell(Recomputation):
         if first is not None:
             leaves = _replace_leaf(leaves, first, Recompute.apply(node, leaves[first]))
         return self._output.replace(leaves), None
+
+    def call(self, batch: Batch) -> Batch:
+        """The layers, in a cell that is not checkpointed."""
+        return self._stage.call(batch)
 
     def compute(self, leaves: Leaves) -> Leaves:
         output = self._stage.call(self._input.replace(leaves))

@@ -30,6 +30,7 @@ import torch
 
 from torchgpipe.function import Function
 from torchgpipe.stream import Mark, Stream
+from torchgpipe.timeline.record import Step, WhatIsRecorded, recorded
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Copy", "Route", "Wait", "copy", "wait"]
@@ -40,6 +41,8 @@ class Route:
     """The streams on the way from one device to another, in the order of the figure above.
 
     Attributes:
+        ends: the partitions that it goes from and to
+        step: listens to the copies and the waits for them
         ready: where the source has computed what leaves, by micro-batch
         back: where the gradient of that is back on its device, by micro-batch
     """
@@ -48,6 +51,8 @@ class Route:
     leaving: Stream
     arriving: Stream
     target: Stream
+    ends: tuple[int, int] = (0, 1)
+    step: Step | None = None
     ready: dict[int, Mark] = field(default_factory=dict)
     back: dict[int, Mark] = field(default_factory=dict)
 
@@ -85,9 +90,12 @@ def _needs_graph(leaves: Leaves) -> bool:
 
 
 def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
+    a, c = route.ends
     route.leaving.wait(route.ready[i])
-    moved = _move(route.leaving, route.arriving, route.target, leaves)
-    route.target.wait(route.arriving.mark())
+    with recorded(route.step, WhatIsRecorded("copy", i, a, c), route.leaving):
+        moved = _move(route.leaving, route.arriving, route.target, leaves)
+    with recorded(route.step, WhatIsRecorded("wait", i, c, a), route.target):
+        route.target.wait(route.arriving.mark())
     return moved
 
 
@@ -116,7 +124,8 @@ class Wait(Function):
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         for route in ctx.routes:
             if ctx.i in route.back:  # What nobody has used has no gradient.
-                route.source.wait(route.back[ctx.i])
+                with recorded(route.step, WhatIsRecorded("wait", ctx.i, *route.ends), route.source):
+                    route.source.wait(route.back[ctx.i])
         return None, None, *grads
 
 
@@ -132,7 +141,9 @@ class Copy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         route: Route = ctx.route
+        a, c = route.ends
         route.arriving.wait(route.target.mark())
-        moved = _move(route.arriving, route.leaving, route.source, grads)
+        with recorded(route.step, WhatIsRecorded("copy", ctx.i, c, a), route.arriving):
+            moved = _move(route.arriving, route.leaving, route.source, grads)
         route.back[ctx.i] = route.leaving.mark()
         return None, None, *moved

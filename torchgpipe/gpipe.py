@@ -122,7 +122,7 @@ class GPipe(nn.Module):
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
         with mini_batch(len(batches)):
-            pipeline = Pipeline(self.partitions, self.devices, self._mechanisms)
+            pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
             return microbatch.gather(batches)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
@@ -27,10 +26,13 @@ from torchgpipe.function import refuse_transforms
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates, share_generator
+from torchgpipe.recorded import RecordedCell
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.portal import Portal
 from torchgpipe.stream import Stream, Streams
+from torchgpipe.timeline.label import labelled
+from torchgpipe.timeline.record import Place, Recorder, Step
 from torchgpipe.worker import run_in_workers
 
 __all__ = ["Mechanisms", "Pipeline"]
@@ -43,10 +45,12 @@ class Mechanisms:
     Attributes:
         streams: where streams come from
         dependency: whether to fix the order of micro-batches at backward
+        recorder: listens to what runs when, if anybody does
     """
 
     streams: Streams = field(default_factory=Streams)
     dependency: bool = True
+    recorder: Recorder | None = None
 
 
 class Pipeline:
@@ -55,30 +59,30 @@ class Pipeline:
     Args:
         partitions: the layers, on their devices
         devices: the device of each partition
+        m: the number of micro-batches
         mechanisms: what drives the pipeline
     """
 
     def __init__(
-        self,
-        partitions: Sequence[Partition],
-        devices: Sequence[torch.device],
-        mechanisms: Mechanisms,
+        self, partitions: Sequence[Partition], devices: Sequence[torch.device], m: int, mechanisms: Mechanisms
     ) -> None:
+        self._m = m
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
         self._take_turns = self._inline or share_generator(devices)
         streams = mechanisms.streams
         computing = [streams.current(device) for device in devices]
-        routes = [_route(streams, source, target) for source, target in pairwise(computing)]
+        self._step = _begin_step(m, partitions, computing, mechanisms.recorder)
+
+        def route(a: int, c: int, load: str = "") -> Route | None:
+            return _route(streams, computing, (a, c), load, self._step)
+
+        routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
 
         # Looked up at every call, because layers can be replaced between two calls.
         modules = [list(partition.modules()) for partition in partitions]
         skips = inspect_skip_layout(modules)
-        portals = {
-            key: Portal(key, _route(streams, computing[a], computing[c], "skip "))
-            for ends in skips.leaving
-            for key, a, c in ends
-        }
+        portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
         random = {
             device: RandomStates(device, beside=not self._take_turns, between=not self._inline) for device in devices
         }
@@ -115,21 +119,17 @@ class Pipeline:
             self._run_in_workers(batches, checkpoint_stop)
 
     def _run_inline(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        m = len(batches)
-        for cells in clock_cycles(m, len(self._stages)):
+        for cells in clock_cycles(self._m, len(self._stages)):
             for i, j in cells:
-                cell = Cell(self._stages[j], i, m, i < checkpoint_stop)
-                batches[i], _ = cell.run(batches[i], None)
+                batches[i], _ = self._cell(i, j, i < checkpoint_stop).run(batches[i], None)
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        m, n = len(batches), len(self._stages)
-        lanes: list[Lane] = [None] * n
+        lanes: list[Lane] = [None] * len(self._stages)
 
         def run(i: int, j: int) -> None:
-            cell = Cell(self._stages[j], i, m, i < checkpoint_stop)
-            batches[i], lanes[j] = cell.run(batches[i], lanes[j])
+            batches[i], lanes[j] = self._cell(i, j, i < checkpoint_stop).run(batches[i], lanes[j])
 
-        steps = clock_cycles(m, n)
+        steps = clock_cycles(self._m, len(self._stages))
         if self._take_turns:
             # Cells that draw from one generator run one by one, in the order of the schedule.
             steps = ([cell] for cells in steps for cell in cells)
@@ -139,10 +139,27 @@ class Pipeline:
         if open_lanes:
             batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
 
+    def _cell(self, i: int, j: int, checkpoint: bool) -> Cell:
+        if self._step is not None:
+            return RecordedCell(self._stages[j], i, self._m, checkpoint, self._step)
+        return Cell(self._stages[j], i, self._m, checkpoint)
 
-def _route(streams: Streams, source: Stream, target: Stream, load: str = "") -> Route | None:
+
+def _begin_step(
+    m: int, partitions: Sequence[Partition], computing: Sequence[Stream], recorder: Recorder | None
+) -> Step | None:
+    if recorder is None:
+        return labelled(None)
+    places = [Place(stream, list(partition._modules)) for stream, partition in zip(computing, partitions)]
+    return labelled(recorder.begin_step(m, places))
+
+
+def _route(
+    streams: Streams, computing: Sequence[Stream], ends: tuple[int, int], load: str, step: Step | None
+) -> Route | None:
+    source, target = (computing[j] for j in ends)
     if not streams.moves(source.device, target.device):
         return None
     leaving = streams.side(source.device, f"{load}leaving")
     arriving = streams.side(target.device, f"{load}arriving")
-    return Route(source, leaving, arriving, target)
+    return Route(source, leaving, arriving, target, ends, step)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from torch import Tensor
 
 from torchgpipe.device import device_module, same_memory
 
-__all__ = ["AcceleratorStream", "Mark", "Stream", "Streams"]
+__all__ = ["AcceleratorStream", "Mark", "Stream", "Streams", "Tick"]
 
 #: A place in the work of a stream: behind all that was launched there by then. None where work is done at once.
 Mark = Any
+
+#: The time of such a place: known when the stream has got there.
+Tick = Any
 
 
 class Stream:
@@ -48,6 +52,18 @@ class Stream:
         """Makes this stream, and its device, current in this thread for a ``with`` block."""
         return nullcontext()
 
+    def tick(self) -> Tick:
+        """Notes the time at which this stream gets here."""
+        return perf_counter()
+
+    def seconds(self, start: Tick, end: Tick) -> float:
+        """The time between two ticks of this device's streams; waits until the later one is there."""
+        result: float = end - start
+        return result
+
+    def synchronize(self) -> None:
+        """Lets the host wait for all work that was launched here."""
+
 
 class AcceleratorStream(Stream):
     """A stream of CUDA or of a backend that is built like it."""
@@ -62,6 +78,20 @@ class AcceleratorStream(Stream):
     def wait(self, mark: Mark) -> None:
         if mark is not None:
             self.native.wait_event(mark)
+
+    def tick(self) -> Tick:
+        event = device_module(self.device).Event(enable_timing=True)
+        event.record(self.native)
+        return event
+
+    def seconds(self, start: Tick, end: Tick) -> float:
+        start.synchronize()
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
 
     def record(self, tensor: Tensor) -> None:
         if tensor.device.type == self.device.type:

@@ -1,0 +1,88 @@
+"""A cell that tells a recorder what it does and when. It takes the place of a plain one only where somebody listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.cell import Cell, Stage
+from torchgpipe.function import Function
+from torchgpipe.microbatch import Batch
+from torchgpipe.timeline.record import Kind, Step, WhatIsRecorded, recorded
+from torchgpipe.typing import Leaf, Leaves
+
+__all__ = ["RecordedCell"]
+
+
+class RecordedCell(Cell):
+    """See :class:`torchgpipe.cell.Cell`.
+
+    Args:
+        step: listens to the mini-batch
+    """
+
+    __slots__ = ("_end", "_step")
+
+    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, step: Step) -> None:
+        super().__init__(stage, i, m, checkpoint)
+        self._step = step
+
+    def first_run(self, leaves: Leaves) -> Leaves:
+        with self._recorded("forward"):
+            return super().first_run(leaves)
+
+    def second_run(self, saved: Leaves) -> None:
+        with self._recorded("recomputation"):
+            super().second_run(saved)
+
+    def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+        with self._recorded("backward"):
+            return super()._gradients(outputs, grads, wanted)
+
+    def call(self, batch: Batch) -> Batch:
+        batch = _notice(batch, self._end_backward)
+        with self._recorded("forward"):
+            output = super().call(batch)
+        return _notice(output, self._begin_backward)
+
+    # At backward of a cell that is not checkpointed the engine is on its own. It passes two nodes, on either side of
+    # the layers; if the cell has no use for the gradient of its input, then the one that it passes last is missing, and
+    # the cell ends with the backward pass, at the latest.
+
+    def _begin_backward(self) -> None:
+        self._end = self._step.begin(self._what("backward"), self._stage.stream)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._end(False)
+
+    def _recorded(self, kind: Kind) -> AbstractContextManager[None]:
+        return recorded(self._step, self._what(kind), self._stage.stream)
+
+    def _what(self, kind: Kind) -> WhatIsRecorded:
+        return WhatIsRecorded(kind, self._i, self._stage.j)
+
+
+def _notice(batch: Batch, callback: Callable[[], None]) -> Batch:
+    """Calls back when the gradient of a batch goes by."""
+    if not torch.is_grad_enabled() or not any([leaf is not None and leaf.requires_grad for leaf in batch.leaves]):
+        return batch
+    return batch.replace(_Notice.apply(callback, *batch.leaves))
+
+
+class _Notice(Function):
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *leaves: Leaf) -> Leaves:
+        ctx.set_materialize_grads(False)
+        ctx.callback = callback
+        return tuple([None if leaf is None else leaf.detach() for leaf in leaves])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
+        ctx.callback()
+        return None, *grads
