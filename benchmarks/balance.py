@@ -286,7 +286,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.axhline(worst, color=ours, linewidth=3, label=f"ours: all of them {worst:.2f}")
     left.set(xlim=(0, 100), ylim=(0.98, top), xlabel="cost vectors, sorted (%)")
     left.set_ylabel("largest load / smallest possible")
-    left.set_title(f"{sum(row['vectors'] for row in result['vectors'])} splits by the original, and by ours", loc="left")
+    count = sum(row["vectors"] for row in result["vectors"])
+    left.set_title(f"{count} splits by the original, and by ours", loc="left")
     left.legend(loc="upper left", frameon=False)
     left.grid(axis="y", alpha=0.3)
 
