@@ -11,11 +11,13 @@ Three questions, each with a table:
 
     python benchmarks/balance.py               # a minute or two
     python benchmarks/balance.py --size full   # thousands of vectors, up to 2000 layers; more rounds
+    python benchmarks/balance.py --draw        # only draws what was measured: results/balance.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -110,12 +112,19 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
                 "missed": sum(ratio > 1 for ratio in ratios[name]) / len(ratios[name]),
                 "mean": statistics.mean(ratios[name]),
                 "worst": max(ratios[name]),
+                "percentiles": percentiles(ratios[name]),
                 "seconds": spread(seconds[name]),
                 "unfinished": row["vectors"] - len(ratios[name]),
             }
         rows.append(row)
         print(f"vectors: {kind} done", flush=True)
     return rows
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    """The 0th, 5th, 10th, ... 100th, each being one of the values."""
+    ordered = sorted(values)
+    return [ordered[round(percent / 100 * (len(ordered) - 1))] for percent in range(0, 101, 5)]
 
 
 def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -> list[dict[str, Any]]:
@@ -255,6 +264,53 @@ def show(result: dict[str, Any], limit: float) -> None:
     print("\na step of the pipeline, each partition timed in a process of its own\n\n" + table(lines, header))
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws questions 1 and 3."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    ours, theirs, ink = "#1f6f8b", ["#e07a1f", "#c2407a", "#8a5fbf", "#7a8a1f"], "#404040"
+    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink, "svg.hashsalt": "balance"})
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=ink)
+
+    top = 1.8
+    for row, color in zip(result["vectors"], theirs, strict=True):
+        ratios = row["original"]["percentiles"]
+        label = f"{row['costs']}: {row['original']['missed']:.0%} not optimal, worst {ratios[-1]:.2f}"
+        left.plot(range(0, 101, 5), ratios, color=color, linewidth=2, label=label)
+    worst = max(ratio for row in result["vectors"] for ratio in row["ours"]["percentiles"])
+    left.axhline(worst, color=ours, linewidth=3, label=f"ours: all of them {worst:.2f}")
+    left.set(xlim=(0, 100), ylim=(0.98, top), xlabel="cost vectors, sorted (%)")
+    left.set_ylabel("largest load / smallest possible")
+    count = sum(row["vectors"] for row in result["vectors"])
+    left.set_title(f"{count} splits by the original, and by ours", loc="left")
+    left.legend(loc="upper left", frameon=False)
+    left.grid(axis="y", alpha=0.3)
+
+    rows = result["reality"][::-1]
+    height = 0.36
+    for y, row in enumerate(rows):
+        low, middle, high = (row["measured"][key] * 1e3 for key in ("low", "median", "high"))
+        first = {"label": "measured, median with lowest and highest"} if y == 0 else {}
+        right.barh(y - height / 2, middle, height, color=ours, **first)
+        right.errorbar(middle, y - height / 2, xerr=[[middle - low], [high - middle]], color=ink, capsize=3)
+        first = {"label": "predicted"} if y == 0 else {}
+        right.barh(y + height / 2, row["predicted"] * 1e3, height, color="#a9cdd8", **first)
+    right.set_yticks(range(len(rows)), [f"{row['way']}\n{' '.join(map(str, row['balance']))}" for row in rows])
+    right.set(xlabel="ms a step", xlim=(0, None), ylim=(-0.6, len(rows) + 0.3))
+    right.set_title("A very uneven model on 4 partitions, by balance", loc="left")
+    right.legend(*(items[::-1] for items in right.get_legend_handles_labels()), loc="upper right", frameon=False)
+    right.grid(axis="x", alpha=0.3)
+    right.set_axisbelow(True)
+
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    print(f"\ndrawn: {path.name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=["small", "full"], default="small")
@@ -263,7 +319,11 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8, help="of the model that is really split")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
     parser.add_argument("--json", type=Path, default=RESULTS / "balance.json")
+    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
     args = parser.parse_args()
+    if args.draw:
+        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
+        return
     full = args.size == "full"
     sizes = [(50, 4), (200, 8), (1000, 32), (2000, 64)] if full else [(50, 4), (200, 8)]
     rounds = args.rounds or (9 if full else 3)
@@ -281,6 +341,7 @@ def main() -> None:
         }
     show(result, args.limit)
     write(args.json, result)
+    draw(result, args.json.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchgpipe.balance
 import torchgpipe_balancing
 from torchgpipe import GPipe
+from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe_balancing.profile import profile_sizes
 from torchgpipe_balancing.report import Report
 
@@ -56,6 +57,34 @@ def test_by_size() -> None:
     assert by_size(2, module, sample, device="cpu") == [2, 2]
     assert by_size(2, module, sample, chunks=1000, device="cpu") == [3, 1]
     assert by_size(2, module, sample, param_scale=10, device="cpu") == [3, 1]
+
+
+@skippable(stash=["skip"])
+class Start(nn.Module):
+    def forward(self, input: Tensor) -> Any:
+        yield stash("skip", input)
+        return input
+
+
+@skippable(pop=["skip"])
+class End(nn.Module):
+    def forward(self, input: Tensor) -> Any:
+        skip = yield pop("skip")
+        return input + skip
+
+
+def test_models_with_skips() -> None:
+    # The original fails with a KeyError where a layer pops what it has not stashed.
+    inner, outer = Namespace(), Namespace()
+    module = nn.Sequential(
+        Start().isolate(outer), Work(1), Start().isolate(inner), Work(400), End().isolate(inner), End().isolate(outer)
+    )
+    sample = torch.rand(100, 100)
+    assert sum(torchgpipe_balancing.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0)) == 6
+    assert torchgpipe_balancing.balance_by_size(module, sample, partitions=2, device="cpu") == [2, 4]
+    assert torchgpipe.balance.balance_by_size(2, module, sample, device="cpu") == [2, 4]
+    model = GPipe(module, [3, 3], devices=["cpu", "cpu"], chunks=4)
+    assert torch.equal(model(sample), module(sample))
 
 
 def test_by_size_is_activations_by_chunks_and_scaled_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +214,9 @@ def test_table_of_optimizers() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        # Alone, the one package does not bring in the other.
-        "import torchgpipe_balancing; assert 'torchgpipe' not in sys.modules; import torchgpipe.balance",
+        # Balancing brings in the engine, whose skips it knows, but no front; the engine does not bring in balancing.
+        "import torchgpipe_balancing; assert 'torchgpipe.balance' not in sys.modules; import torchgpipe.balance",
+        "import torchgpipe; assert 'torchgpipe_balancing' not in sys.modules; import torchgpipe_balancing",
         "import torchgpipe.balance; import torchgpipe_balancing",
     ],
 )

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip.tracker import current_skip_tracker
 from torchgpipe_balancing import Report, profile
 
 # The package has the function under the name of the file.
@@ -417,6 +419,143 @@ def test_outputs_without_gradient() -> None:
     assert sizes(report, "activations") == [80, 0, 40, 60]
 
 
+# -- Skips --
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Puts away what a function makes of its input, and passes the input on."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Tensor) -> Any:
+        yield stash("skip", self.function(input))
+        return input
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Joins the skip with its input by a function."""
+
+    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Tensor) -> Any:
+        skip = yield pop("skip")
+        return self.function(input, skip)
+
+
+def test_skips_are_outputs_and_kept_where_backward_needs_them() -> None:
+    # 32 bytes each: exp keeps its result, and a product both factors, of which the one has come on its own way.
+    module = nn.Sequential(Stash(torch.exp), nn.Tanh(), Pop(torch.mul))
+    report = quick(module, torch.rand(2, 4, requires_grad=True))
+    assert sizes(report, "output") == [64, 32, 32]
+    assert sizes(report, "activations") == [32, 32, 32]
+
+    module = nn.Sequential(Stash(torch.neg), nn.Tanh(), Pop(torch.add))
+    assert sizes(quick(module, torch.rand(2, 4, requires_grad=True)), "activations") == [0, 32, 0]
+
+
+def test_gradients_of_skips_are_part_of_backward(clock: Clock) -> None:
+    def slow(input: Tensor) -> Tensor:
+        return Slow(clock, 3, 10)(input)
+
+    stashing = quick(nn.Sequential(Stash(slow), Pop(torch.add)), torch.rand(4, requires_grad=True))
+    assert [row["forward"] for row in stashing.rows()] == [3, 0]
+    assert [row["recompute"] for row in stashing.rows()] == [3, 0]
+    assert [row["backward"] for row in stashing.rows()] == [10, 0]
+
+    # The gradient of the skip alone, as the sample needs none.
+    popping = nn.Sequential(
+        Stash(lambda input: input.clone().requires_grad_()),
+        Pop(lambda input, skip: input.detach() + slow(skip)),
+    )
+    report = quick(popping, torch.rand(4))
+    assert [row["recompute"] for row in report.rows()] == [0, 3]
+    assert [row["backward"] for row in report.rows()] == [0, 10]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (torch.sum, (True, torch.float32, ())),
+        (torch.detach, (False, torch.float32, (4, 3))),
+        (lambda input: input.argmax(1), (False, torch.int64, (4,))),
+        (lambda input: None, None),
+    ],
+)
+def test_skips_need_gradient_as_at_their_stash(function: Callable[[Tensor], Any], expected: Any) -> None:
+    seen: set[Any] = set()
+
+    def noted(input: Tensor, skip: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            seen.add(skip if skip is None else (skip.requires_grad, skip.dtype, skip.shape))
+        return input
+
+    quick(nn.Sequential(Stash(function), nn.Tanh(), Pop(noted)), torch.rand(4, 3, requires_grad=True))
+    assert seen == {expected}
+
+
+def test_skips_are_cut_off() -> None:
+    """Backward of the layer that pops must not run into the one that stashed, whose graph is gone."""
+    gradients: list[Tensor] = []
+
+    def watched(input: Tensor) -> Tensor:
+        output = input.exp()
+        if output.requires_grad:
+            output.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+        return output
+
+    quick(nn.Sequential(Stash(watched), Pop(torch.mul)), torch.rand(4, requires_grad=True))
+    assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once a walk, from what was stashed
+
+
+def test_skips_that_layers_change_in_place() -> None:
+    # A second run must not find what the first has made of the skip.
+    seen: list[float] = []
+
+    def doubled(input: Tensor, skip: Tensor) -> Tensor:
+        seen.append(skip.mul_(2).flatten()[0].item())
+        return input + skip
+
+    quick(nn.Sequential(Stash(torch.ones_like), nn.ReLU(inplace=True), Pop(doubled)), torch.rand(4))
+    assert set(seen) == {2}
+
+
+def test_skips_in_several_namespaces_and_within_a_layer() -> None:
+    inner, outer, other = Namespace(), Namespace(), Namespace()
+    module = nn.Sequential(
+        Stash(torch.exp).isolate(outer),
+        Stash(torch.tanh).isolate(other),
+        nn.Sequential(
+            Stash(torch.neg).isolate(inner), nn.Tanh(), Pop(torch.mul).isolate(inner), Pop(torch.add).isolate(other)
+        ),
+        Pop(torch.mul).isolate(outer),
+    )
+    report = quick(module, torch.rand(2, 4, requires_grad=True))
+    assert sizes(report, "output") == [64, 64, 32, 32]
+    # Inside the block nothing travels: the skip is kept for the product, and once.
+    assert sizes(report, "activations") == [32, 32, 64, 64]
+
+
+def test_skips_leave_nothing_in_the_thread() -> None:
+    tracker = current_skip_tracker()
+    quick(nn.Sequential(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), torch.rand(4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        quick(nn.Sequential(Stash(torch.exp), nn.Linear(1, 1), Pop(torch.mul)), torch.rand(4, 4))
+    assert current_skip_tracker() is tracker
+    assert not tracker.skips
+
+
+def test_pop_without_a_stash() -> None:
+    with pytest.raises(RuntimeError, match="Pop pops 'skip', which no earlier layer has stashed") as raised:
+        quick(nn.Sequential(nn.ReLU(), Pop(torch.add)), torch.rand(4))
+    assert "while profiling layer '1' (Pop)" in raised.value.__notes__[0]
+
+
 def test_layer_that_keeps_what_it_computed() -> None:
     # As weight_norm does; such a tensor cannot be deep-copied.
     class Keeping(nn.Linear):
@@ -535,6 +674,25 @@ def test_on_a_gpu() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), state)
     module.cpu()
     assert torch.cuda.memory_allocated() == held
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_skips_wait_on_the_host_while_other_layers_run() -> None:
+    held: list[int] = []
+
+    def noted(input: Tensor) -> Tensor:
+        held.append(torch.cuda.memory_allocated() - before)
+        return input + 1
+
+    def joined(input: Tensor, skip: Tensor) -> Tensor:
+        assert skip.device == input.device
+        return input + skip.sum()
+
+    module = nn.Sequential(Stash(lambda input: input.repeat(2**20)), Apply(noted), Pop(joined))
+    before = torch.cuda.memory_allocated()
+    profile_file.profile_sizes(module, torch.rand(8, requires_grad=True), device="cuda")
+    assert held[0] < 2**20
 
 
 @pytest.mark.cuda

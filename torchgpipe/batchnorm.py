@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -247,7 +247,41 @@ class DeferredBatchNorm(_BatchNorm):
         Raises:
             ValueError: ``chunks`` is not a positive integer.
         """
-        return cast(M, _convert(module, cls, _verify_chunks(chunks), {}))
+        _verify_chunks(chunks)
+
+        def deferred(module: nn.Module) -> nn.Module:
+            if not _is_to_defer(module, cls, chunks):
+                return module
+            twin = _twin(module, _deferred_type(type(module), cls))
+            vars(twin).update(chunks=chunks, _unfinished=[])
+            return twin
+
+        return cast(M, _rebuilt(module, deferred, {}))
+
+    @classmethod
+    def revert_deferred_batch_norm(cls, module: M) -> M:
+        """Gives a module in which every batch norm that was converted is what it was before.
+
+        This is the way back from :meth:`convert_deferred_batch_norm`, on the same terms: ``module`` is not
+        changed, and its parameters, buffers and hooks are shared. What is seen of an unfinished mini-batch is
+        not in it.
+
+        Args:
+            module: a converted batch norm, or a module with some inside
+
+        Returns:
+            the module with plain batch norms
+        """
+
+        def plain(module: nn.Module) -> nn.Module:
+            made_of = vars(type(module)).get("_made_of")
+            if made_of is None:
+                return module
+            twin = _twin(module, made_of[0])
+            del twin.chunks, twin._unfinished  # what the conversion has added
+            return twin
+
+        return cast(M, _rebuilt(module, plain, {}))
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises a micro-batch.
@@ -328,22 +362,23 @@ class DeferredBatchNorm(_BatchNorm):
 _NAMES_OF_THE_ORIGINAL = ("sum", "sum_squares", "counter", "tracked")
 
 
-def _convert(
-    module: nn.Module, deferred: type[DeferredBatchNorm], chunks: int, done: dict[nn.Module, nn.Module]
+def _rebuilt(
+    module: nn.Module, change: Callable[[nn.Module], nn.Module], done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """``module`` or what stands for it; ``done`` knows that of the modules that were converted before."""
+    """``module``, or a twin if ``change`` makes another of it or of something in it.
+
+    ``done`` knows what stands for the modules that were seen before.
+    """
     if module not in done:
         before: dict[str, nn.Module | None] = module._modules
         after = dict(before)
         for name, child in before.items():
-            after[name] = child if child is None else _convert(child, deferred, chunks, done)
-        result = module
-        if _is_to_defer(module, deferred, chunks):
-            result = _twin(module, _deferred_type(type(module), deferred))
-            vars(result).update(_modules=after, chunks=chunks, _unfinished=[])
-        elif any(after[name] is not child for name, child in before.items()):
+            after[name] = child if child is None else _rebuilt(child, change, done)
+        result = change(module)
+        if result is module and any(after[name] is not child for name, child in before.items()):
             result = _twin(module, type(module))
-            vars(result).update(_modules=after)
+        if result is not module:
+            vars(result)["_modules"] = after
         done[module] = result
     return done[module]
 

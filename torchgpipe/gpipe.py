@@ -87,6 +87,8 @@ class GPipe(nn.Module):
         self.training = module.training
         _verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
+        self._defers = deferred_batch_norm
+        self._unwrapped = False
         _verify_names(self, module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
@@ -116,8 +118,14 @@ class GPipe(nn.Module):
         Raises:
             TypeError: an input, or what a layer returns at the end of a partition, is something else.
             ValueError: the tensors differ in dimension 0.
+            RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
+        if self._unwrapped:
+            raise RuntimeError(
+                "this GPipe has been unwrapped, and its layers may be on other devices by now; call the module that "
+                "unwrap() has returned, or wrap it: GPipe(module, balance)"
+            )
         if not self._partitions:
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
@@ -125,6 +133,31 @@ class GPipe(nn.Module):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
             return microbatch.gather(batches)
+
+    def unwrap(self) -> nn.Sequential:
+        """Gives the layers back as a plain Sequential, to be wrapped again under another balance, say. ::
+
+            optimizer = torch.optim.Adam(model.parameters())
+            ...
+            model = GPipe(model.unwrap(), balance=[1, 3], chunks=8)
+            optimizer.load_state_dict(optimizer.state_dict())
+
+        Its layers are those of the pipeline, under their names, in their modes, and on the devices that they are
+        on. So an optimizer keeps its parameters and its state. The last line is for parameters that have come to
+        another device: it brings what the optimizer keeps for them there, and changes nothing else.
+
+        Batch norms that were deferred by ``deferred_batch_norm=True`` are plain again, new layers with the same
+        parameters, buffers and hooks. Hooks on the pipeline itself and on its partitions stay behind.
+
+        From now on this pipeline shows the layers, but runs them no more.
+
+        Returns:
+            a new Sequential
+        """
+        self._unwrapped = True
+        module = nn.Sequential(OrderedDict(self.named_children()))
+        module.training = self.training
+        return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
 
     def _checkpoint_stop(self, m: int) -> int:
         if not self.training:

@@ -14,7 +14,7 @@ keep time balanced within the devices' memory, ask for the report::
     print(report)
     balance = report.balance(4, by="time")
 
-This package stands beside `torchgpipe` and knows nothing of it.
+This package stands beside `torchgpipe`, and knows of it only how skips are stashed and popped.
 """
 
 from __future__ import annotations

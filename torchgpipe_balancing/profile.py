@@ -6,8 +6,9 @@ caller's module as it was: its parameters, gradients, buffers, mode and devices 
 
         sample --> copy of layer 0 --> cut --> copy of layer 1 --> cut --> ...
 
-A cut ends the graph, so that each layer's backward is its own. The first walk along the layers counts what is
-kept for backward, and warms up; further ones take times, until the timeout.
+A cut ends the graph, so that each layer's backward is its own. A skip waits on the host between the layer that
+stashes it and the one that pops it, and is cut as well. The first walk along the layers counts what is kept for
+backward, and warms up; further ones take times, until the timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -28,6 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchgpipe.skip.layout import skips_of
+from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe_balancing.report import LayerProfile, Report, Sizes, Times
 
 __all__ = ["Device", "layers", "profile", "profile_sizes"]
@@ -47,12 +51,15 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeou
     Layers run in training mode, each as a copy, one at a time on the device: a model larger than the device can
     be profiled, and neither the module (parameters, gradients, buffers, mode, devices) nor PyTorch's random
     streams are touched. Layers may share parameters or work in place; they may take and return nested
-    containers, integers, or tensors without gradient. What the caller set, such as autocast, holds.
+    containers, integers, or tensors without gradient, and stash and pop skips. What the caller set, such as
+    autocast, holds.
 
     Times are medians over rounds. On an accelerator they are taken by events on the device; what a copy does
     for the first time is left out. Activations are the bytes of all tensors that autograd saved for backward,
     each storage once, without parameters and buffers. A tensor that several layers save is counted for the
-    first: the sum over layers is what the whole model keeps.
+    first: the sum over layers is what the whole model keeps. A skip is part of the output of the layer that
+    stashes it, and its gradient part of backward. If backward of the layer that pops it needs it, it counts as
+    activation there too: on its way to another partition it is copied, and each end keeps its own.
 
     Args:
         module: the model, not yet wrapped
@@ -119,8 +126,15 @@ def layers(module: nn.Sequential) -> dict[str, nn.Module]:
     return dict(zip(module._modules, module, strict=True))
 
 
-# A measure runs one layer, and returns its output and what it found out.
-Measure: TypeAlias = Callable[[nn.Module, Any], tuple[Any, T]]
+class _Passed(NamedTuple):
+    """What a layer is given: its input and the skips that it pops. Or what it gives: its output and its stashes."""
+
+    value: Any
+    skips: dict[SkipKey, Tensor | None]
+
+
+# A measure runs one layer, and returns what it gave and what was found out.
+Measure: TypeAlias = Callable[[nn.Module, _Passed], tuple[_Passed, T]]
 
 
 def _walk(
@@ -133,13 +147,13 @@ def _walk(
     """Takes the sample through copies of all layers, and measures each."""
 
     def visit(layer: nn.Module, value: Any) -> tuple[Any, T]:
-        output, measured = measure(_copied(layer, device), value)
-        return _cut(output), measured
+        popped = {key: skips.pop(key) for key in skips_of(layer.modules(), "poppable_names") if key in skips}
+        output, measured = measure(_copied(layer, device), _Passed(value, _cut(_placed(popped, device))))
+        skips.update(_placed(output.skips, "cpu"))
+        return _cut(output.value), measured
 
-    def placed(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
-
-    value = _cut(tree_map_only(Tensor, placed, sample))
+    value = _cut(_placed(sample, device))
+    skips: dict[SkipKey, Tensor | None] = {}  # on the host, so that they take no place from the layers between
     found = []
     for name, layer in layers(module).items():
         try:
@@ -155,11 +169,13 @@ def _walk(
     return found
 
 
-def _call(layer: nn.Module, value: Any) -> Any:
-    """Runs a layer: the one place where that happens. `value` is all that passes from layer to layer."""
+def _call(layer: nn.Module, passed: _Passed) -> _Passed:
+    """Runs a layer: the one place where that happens."""
     # Autocast would keep what it has cast for layers that are gone, and for runs that built no graph.
     torch.clear_autocast_cache()
-    return layer(value)
+    tracker = SkipTracker(passed.skips.items())
+    with tracker:
+        return _Passed(layer(passed.value), tracker.skips)
 
 
 class _Counter:
@@ -172,7 +188,7 @@ class _Counter:
     def __init__(self) -> None:
         self._counted: set[int] = set()
 
-    def __call__(self, layer: nn.Module, value: Any) -> tuple[Any, Sizes]:
+    def __call__(self, layer: nn.Module, passed: _Passed) -> tuple[_Passed, Sizes]:
         # What autograd lets go before the layer returns is not kept: it vanishes from here too.
         saved: WeakSet[_Saved] = WeakSet()
 
@@ -182,7 +198,7 @@ class _Counter:
             return packed
 
         with saved_tensors_hooks(pack, lambda packed: packed.tensor):
-            output = _call(layer, value)
+            output = _call(layer, passed)
 
         kept = _storages([packed.tensor for packed in saved])
         owned = _storages(chain(layer.parameters(), layer.buffers()))
@@ -213,15 +229,15 @@ class _Timer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def __call__(self, layer: nn.Module, value: Any) -> tuple[Any, Times]:
-        trained = any(tensor.requires_grad for tensor in chain(layer.parameters(), _tensors(value)))
+    def __call__(self, layer: nn.Module, passed: _Passed) -> tuple[_Passed, Times]:
+        trained = any(tensor.requires_grad for tensor in chain(layer.parameters(), _tensors(passed)))
 
         # Layers may work in place: whoever is not the last to run gets an input of its own.
         with torch.no_grad():
-            _call(layer, _cloned(value))  # A copy's first run is no typical one.
-            recompute = self._timed(_call, layer, _cloned(value))[1] if trained else 0.0
+            _call(layer, _cloned(passed))  # A copy's first run is no typical one.
+            recompute = self._timed(_call, layer, _cloned(passed))[1] if trained else 0.0
 
-        output, forward = self._timed(_call, layer, value)
+        output, forward = self._timed(_call, layer, passed)
         tensors, gradients = _gradients(output)
         backward = self._timed(torch.autograd.backward, tensors, gradients)[1] if tensors else 0.0
         return output, Times(forward, recompute, backward)
@@ -279,6 +295,15 @@ def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
         if isinstance(value, Tensor) and not value.is_leaf
     }
     return copy.deepcopy(layer, computed).to(device).train()
+
+
+def _placed(value: Any, device: torch.device | str) -> Any:
+    """Copies all tensors to the device, without their graph."""
+
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, placed, value)
 
 
 def _cloned(value: Any) -> Any:

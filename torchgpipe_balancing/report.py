@@ -41,7 +41,7 @@ class Sizes:
     activations: int  #: what is kept for backward and no layer before keeps already
     parameters: int
     buffers: int
-    output: int  #: what is handed to the next layer
+    output: int  #: what is handed on, to the next layer and as skips to later ones
 
 
 def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:

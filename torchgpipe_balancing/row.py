@@ -10,7 +10,7 @@ All numbers are whole. Cut i lies before layer i; a split is the list of its cut
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,20 +120,18 @@ class Row:
                 high = middle
         return high
 
-    def leftmost_starts(self, most: int, limit: int) -> Cuts:
-        """For each cut, the leftmost where a partition may start that ends there.
+    def leftmost_start(self, end: int, most: int, limit: int) -> int:
+        """The leftmost cut where a partition may start that ends at a cut.
 
         Args:
+            end: where it ends
             most: the largest sum of costs allowed
             limit: the largest sum of sizes allowed
         """
-        starts = []
-        start = 0
-        for cost, size in zip(self.costs, self.sizes):
-            while cost - self.costs[start] > most or size - self.sizes[start] > limit:
-                start += 1
-            starts.append(start)
-        return np.array(starts)
+        return max(
+            bisect_left(self.costs, self.costs[end] - most, hi=end),
+            bisect_left(self.sizes, self.sizes[end] - limit, hi=end),
+        )
 
     def mirrored(self) -> Row:
         """The same from right to left."""

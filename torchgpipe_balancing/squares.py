@@ -76,12 +76,13 @@ def _stages(row: Row, bound: int) -> list[_Stage]:
 
     stages = []
     reached = np.array([0])
-    leftmost_starts = cache(row.leftmost_starts)  # the same for partitions that are alike
+    leftmost_start = cache(row.leftmost_start)  # the same for partitions that are alike
     for j in range(row.partitions):
         ends = np.arange(first[j + 1], last[j + 1] + 1)
         if prospects is not None:
             ends = ends[prospects.of(j + 1, first[j + 1], last[j + 1])]
-        starts = leftmost_starts(bound // row.slowness[j], row.limits[j])[ends]
+        most, limit = bound // row.slowness[j], row.limits[j]
+        starts = np.array([leftmost_start(end, most, limit) for end in ends.tolist()], dtype=np.intp)
         # With unequal devices there are gaps: cuts after a layer that this partition cannot take.
         reachable = np.searchsorted(reached, starts) < np.searchsorted(reached, ends)
         stages.append(_Stage(ends[reachable], starts[reachable]))

@@ -20,13 +20,16 @@ class SkipTracker:
 
     Args:
         arrived: skips that were stashed elsewhere
+
+    Attributes:
+        skips: those in flight
     """
 
     def __init__(self, arrived: Iterable[tuple[SkipKey, Leaf]] = ()) -> None:
-        self._skips = dict(arrived)
+        self.skips = dict(arrived)
 
     def stash(self, key: SkipKey, tensor: Leaf) -> None:
-        self._skips[key] = tensor
+        self.skips[key] = tensor
 
     def pop(self, key: SkipKey) -> Leaf:
         """Gives a skip away.
@@ -34,11 +37,11 @@ class SkipTracker:
         Raises:
             KeyError: it is not in flight.
         """
-        return self._skips.pop(key)
+        return self.skips.pop(key)
 
     def take(self, keys: Iterable[SkipKey]) -> Leaves:
         """Gives skips away that are popped elsewhere."""
-        return tuple([self._skips.pop(key) for key in keys])
+        return tuple([self.skips.pop(key) for key in keys])
 
     def __enter__(self) -> None:
         self._outer = _current.tracker
