@@ -1,41 +1,52 @@
 """Trains a convolutional network in several processes, each of which has a pipeline: DistributedDataParallel around GPipe.
 
-Each process takes its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the
-gradients. The batch norms are deferred: their running statistics are those of the mini-batch of all processes. At the
-end every process has the same parameters and statistics, and the first one evaluates alone.
+The network learns to tell from which of some modules of Python's standard library a few lines are. Each process takes
+its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the gradients. The batch
+norms are deferred: their running statistics are those of the mini-batch of all processes. At the end every process has
+the same parameters and statistics, and the first one evaluates alone, on lines that nobody has learned.
 
     python examples/ddp.py                  # two processes, some seconds on two CPU cores
     python examples/ddp.py --processes 1    # the same mini-batches in one process
 
-The images are those of ``rebalance.py``. The accelerators of the machine are dealt out to the processes; where there are
-too few, all partitions are on the CPU.
+The accelerators of the machine are dealt out to the processes; where there are too few, all partitions are on the CPU.
 """
 
 import argparse
+import sysconfig
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rebalance import CLASSES, gratings
-from torch import multiprocessing, nn
+from torch import Tensor, multiprocessing, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from torchgpipe import GPipe
 
-SIZE = 16  # pixels
+CLASSES = 8  # modules
+CONTEXT = 128  # bytes of them to tell them by
+
+
+class Embedding(nn.Module):
+    """Bytes (batch, time) to vectors (batch, width, time)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.byte(text).mT
 
 
 def build(rank: int, options: argparse.Namespace) -> GPipe:
-    """Takes images (batch, 1, SIZE, SIZE); scores each class: (batch, CLASSES). The same weights in every process."""
+    """Takes bytes (batch, CONTEXT); scores each class: (batch, CLASSES). The same weights in every process."""
     torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    channels = 1
-    for width in (16, 32, 32):
-        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        channels = width
-    model = nn.Sequential(*layers, nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(16 * channels, CLASSES))
+    layers: list[nn.Module] = [Embedding(32)]
+    for _ in range(3):
+        layers += [nn.Conv1d(32, 32, 5, padding=2, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.MaxPool1d(2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * CONTEXT // 8, CLASSES))
     n = options.partitions
     balance = [len(part) for part in torch.arange(len(model)).tensor_split(n)]
     enough = torch.accelerator.device_count() >= n * options.processes
@@ -44,22 +55,39 @@ def build(rank: int, options: argparse.Namespace) -> GPipe:
     return GPipe(model, balance, devices=devices, chunks=options.chunks, deferred_batch_norm=True)
 
 
+def read_modules() -> tuple[list[Tensor], list[Tensor]]:
+    """The largest modules of the standard library, byte by byte: what is to be learned, and the last tenth of each."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: file.stat().st_size)
+    texts = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files[-CLASSES:]]
+    return [text[: len(text) * 9 // 10] for text in texts], [text[len(text) * 9 // 10 :] for text in texts]
+
+
+def excerpts(texts: list[Tensor], batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Parts of the texts, (batch, CONTEXT), and from which of them each is."""
+    classes = torch.randint(CLASSES, (batch,), generator=draw)
+    parts = []
+    for k in classes.tolist():
+        start = int(torch.randint(len(texts[k]) - CONTEXT, (), generator=draw))
+        parts.append(texts[k][start : start + CONTEXT])
+    return torch.stack(parts).long(), classes
+
+
 def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     """What one of the processes does."""
     if not torch.accelerator.is_available():
         torch.set_num_threads(1)
-    torch.manual_seed(0)
+    learn, held_out = read_modules()
     pipeline = build(rank, options)
     backend = "gloo" if pipeline.devices[0].type == "cpu" else None
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=options.processes)
     model = DistributedDataParallel(pipeline)  # without device_ids, because it has several devices
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(1)  # all draw the same mini-batch, and take their share of it
     with tqdm(desc=f"{options.processes} processes", total=options.steps, unit=" steps", disable=rank > 0) as progress:
         for _ in range(options.steps):
-            images, classes = gratings(options.batch, SIZE, draw)
+            texts, classes = excerpts(learn, options.batch, draw)
             mine = slice(rank, None, options.processes)
-            scores = model(images[mine])
+            scores = model(texts[mine])
             loss = F.cross_entropy(scores, classes[mine].to(scores.device))
             optimizer.zero_grad()
             loss.backward()
@@ -71,11 +99,11 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     apart = float(here.sub(first_of_all(here, pipeline)).abs().max())
     print(f"process {rank} differs from process 0 by {apart}")
     if rank == 0:
-        print(f"{evaluate(pipeline):.1%} of new images are classified right")
+        print(f"{evaluate(pipeline, held_out):.1%} of new excerpts are recognised, 1 in {CLASSES} by chance")
     dist.destroy_process_group()
 
 
-def first_of_all(values: torch.Tensor, pipeline: GPipe) -> torch.Tensor:
+def first_of_all(values: Tensor, pipeline: GPipe) -> Tensor:
     """The values of process 0."""
     values = values.to(pipeline.devices[0], copy=True)
     dist.broadcast(values, 0)
@@ -83,10 +111,10 @@ def first_of_all(values: torch.Tensor, pipeline: GPipe) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(pipeline: GPipe) -> float:
+def evaluate(pipeline: GPipe, held_out: list[Tensor]) -> float:
     """The pipeline itself, without DistributedDataParallel, waits for no other process."""
-    images, classes = gratings(256, SIZE, torch.Generator().manual_seed(2))
-    scores = pipeline.eval()(images)
+    texts, classes = excerpts(held_out, 256, torch.Generator().manual_seed(2))
+    scores = pipeline.eval()(texts)
     return float((scores.argmax(1).cpu() == classes).double().mean())
 
 
@@ -99,8 +127,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--processes", type=int, default=2, help="how many pipelines there are")
     add("--partitions", type=int, default=2, help="into how many the layers are split")
     add("--chunks", type=int, default=2, help="micro-batches in the share of a process")
-    add("--batch", type=int, default=64, help="images in a mini-batch, of all processes together")
-    add("--steps", type=int, default=60, help="mini-batches to learn from")
+    add("--batch", type=int, default=64, help="excerpts in a mini-batch, of all processes together")
+    add("--steps", type=int, default=150, help="mini-batches to learn from")
     return parser.parse_args(arguments)
 
 

@@ -113,7 +113,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> list[float]:
+    """The losses of all steps, those before an interruption included."""
     options = parse_options(arguments)
     if not torch.accelerator.is_available():
         torch.set_num_threads(1)  # a model as small as this has no use for more
@@ -132,6 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
             progress.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
             progress.update()
     print(f"loss {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at last; delete {options.file} to start anew")
+    return run.losses
 
 
 if __name__ == "__main__":
