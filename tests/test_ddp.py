@@ -94,6 +94,9 @@ class Trial:
         loss_of(self.plain(x), y).backward()
 
     def check(self) -> None:
+        """The gradients are those of the plain model, and each bucket was reduced once since the last check."""
+        assert self.reduced and sorted(self.reduced) == list(range(len(self.reduced))), self.reduced
+        self.reduced.clear()
         for name, expected in gradients(self.plain).items():
             actual = gradients(self.layers)[name]
             assert (actual is None) == (expected is None), name
@@ -121,12 +124,10 @@ def each_bucket_is_reduced_once(devices: list[str], checkpoint: str) -> None:
         trial = Trial(devices, checkpoint, **options)
         counts = []
         for step in range(3):
-            trial.reduced.clear()
             trial.step(*data(12, step))
+            counts.append(len(trial.reduced))
             trial.check()
             trial.zero_grad()
-            assert sorted(trial.reduced) == list(range(len(trial.reduced)))
-            counts.append(len(trial.reduced))
         assert counts[-1] > 1 if options else counts == [1, 1, 1], counts
 
 
@@ -134,11 +135,10 @@ def fewer_micro_batches_come(devices: list[str], checkpoint: str) -> None:
     """The last batch of an epoch: some micro-batches, and one."""
     trial = Trial(devices, checkpoint)
     for step, size in enumerate([12, 4, 2, 12]):
-        trial.reduced.clear()
         trial.step(*data(size, step))
+        assert trial.reduced == [0]
         trial.check()
         trial.zero_grad()
-        assert trial.reduced == [0]
 
 
 def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
@@ -154,7 +154,9 @@ def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
             trial.check()
             trial.zero_grad()
     trial = Trial(devices, checkpoint, lambda layers: layers[2].weight.requires_grad_(False))
-    trial.step(*data(12))
+    with trial.model.no_sync():
+        trial.step(*data(12))
+    trial.step(*data(2, 1))
     trial.check()
 
 
@@ -162,16 +164,16 @@ def gradients_are_accumulated(devices: list[str], checkpoint: str) -> None:
     """`no_sync` for all but the last of several backwards: one reduction, and the sum of the gradients."""
     trial = Trial(devices, checkpoint)
     for _ in range(2):
-        trial.reduced.clear()
-        for step in range(3):
+        for step, size in enumerate([12, 4, 2]):
             with trial.model.no_sync() if step < 2 else nullcontext():
-                trial.step(*data(12, step))
+                trial.step(*data(size, step))
             assert trial.reduced == ([] if step < 2 else [0])
         trial.check()
         trial.zero_grad()
 
 
 def other_settings(devices: list[str], checkpoint: str) -> None:
+    """Fewer micro-batches, and accumulation, are no other graph to a DDP that was promised always the same."""
     for options in (
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
@@ -181,10 +183,42 @@ def other_settings(devices: list[str], checkpoint: str) -> None:
             # DDP advises against looking for unused parameters where there are none.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             trial = Trial(devices, checkpoint, **options)
-            for step in range(3):
-                trial.step(*data(12, step))
+            for step, size in enumerate([12, 4, 2, 12]):
+                trial.step(*data(size, step))
                 trial.check()
                 trial.zero_grad()
+            for step, size in enumerate([12, 4]):
+                with trial.model.no_sync() if step < 1 else nullcontext():
+                    trial.step(*data(size, step))
+            trial.check()
+
+
+def steps_are_skipped_in_all_processes(devices: list[str], checkpoint: str) -> None:
+    """What overflows in one of them overflows in the average. In float16 under a scaler, with clipping."""
+    trial = Trial(devices, checkpoint, nn.Module.float)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (trial.layers, trial.plain)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
+    scales = []
+    for step in range(4):
+        x, y = (tensor.float() for tensor in data(12, step))
+        if step == 1:
+            x[1] = torch.inf  # is in the share of process 1
+        mine = slice(dist.get_rank(), None, WORLD)
+        for net, part, scaler, optimizer in zip((trial.model, trial.plain), (mine, slice(None)), scalers, optimizers):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(net(x[part]).float(), y[part])
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        scales.append([scaler.get_scale() for scaler in scalers])
+    assert scales == [[2.0**8] * 2, [2.0**7] * 2, [2.0**7] * 2, [2.0**8] * 2]
+    for name, expected in trial.plain.state_dict().items():
+        actual = trial.layers.state_dict()[name]
+        torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.001)
+        assert torch.equal(*replicas.exchange(dist.group.WORLD, actual))
 
 
 def an_optimizer_keeps_both_processes_equal(devices: list[str], checkpoint: str) -> None:
@@ -235,6 +269,28 @@ def some_parameters_are_not_used(devices: list[str], checkpoint: str) -> None:
                 loss_of(trial.plain(x[part]), y[part]).div(WORLD).backward()
             trial.check()
             trial.zero_grad()
+
+
+def an_unused_parameter_is_refused(devices: list[str], checkpoint: str) -> None:
+    """With the default settings, as DDP refuses it where there is no pipeline: in the next forward."""
+
+    def branch(layers: nn.Sequential) -> None:
+        layers[0] = Branch().double()
+
+    trial = Trial(devices, checkpoint, branch)
+    mine = slice(dist.get_rank(), None, WORLD)
+    for step in range(2):
+        x, y = data(12, step)
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True") if step else nullcontext():
+            loss_of(trial.model(x[mine]), y[mine]).backward()
+
+
+def layers_in_ddp_are_refused(devices: list[str], checkpoint: str) -> None:
+    """Recomputation does not let the hooks run that would reduce their gradients, which would stay those of one process."""
+    layers = build()
+    layers[2] = DistributedDataParallel(layers[2])
+    with pytest.raises(ValueError, match=r"DistributedDataParallel\(GPipe\(\.\.\.\)\)"):
+        GPipe(layers, BALANCE, devices=devices, checkpoint=checkpoint)
 
 
 # Statistics of batch norms
@@ -412,8 +468,11 @@ CASES: list[Callable[[list[str], str], None]] = [
     parts_are_frozen,
     gradients_are_accumulated,
     other_settings,
+    steps_are_skipped_in_all_processes,
     an_optimizer_keeps_both_processes_equal,
     some_parameters_are_not_used,
+    an_unused_parameter_is_refused,
+    layers_in_ddp_are_refused,
     statistics_are_those_of_the_joined_batch,
     statistics_without_gradients,
     statistics_of_accumulated_batches,

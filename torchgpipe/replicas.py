@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["exchange", "replicas", "verify_even", "verify_sync"]
+__all__ = ["exchange", "replicas", "verify_even", "verify_layers"]
 
 
 def replicas() -> Any:
@@ -52,17 +52,26 @@ def exchange(group: Any, values: Tensor) -> list[Tensor]:
     return received
 
 
-def verify_sync(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raises if layers would communicate with other processes from several threads at once.
+def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raises if layers would communicate with other processes on their own.
 
     Raises:
-        ValueError: there is a :class:`~torch.nn.SyncBatchNorm`, and there are several devices and processes.
+        ValueError: there is a :class:`~torch.nn.parallel.DistributedDataParallel`; or there is a
+            :class:`~torch.nn.SyncBatchNorm`, and there are several devices and processes.
     """
-    if len(set(devices)) == 1 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()):
         return
-    if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+    threads = len(set(devices))
+    kinds = {type(module) for module in modules}
+    if any(issubclass(kind, DistributedDataParallel) for kind in kinds):
         raise ValueError(
-            f"SyncBatchNorm cannot run in a pipeline on {len(set(devices))} devices: each device has a thread, so "
+            "DistributedDataParallel cannot be a layer of a pipeline: it would wait for gradients that come to "
+            "parameters in recomputation, where they do not; put it around the pipeline: "
+            "DistributedDataParallel(GPipe(...))"
+        )
+    if threads > 1 and dist.get_world_size() > 1 and any(issubclass(kind, nn.SyncBatchNorm) for kind in kinds):
+        raise ValueError(
+            f"SyncBatchNorm cannot run in a pipeline on {threads} devices: each device has a thread, so "
             "its messages to other processes would be in no order, and they would wait for each other for ever; use "
             "BatchNorm and GPipe(..., deferred_batch_norm=True), whose running statistics are those of all processes"
         )
