@@ -286,8 +286,8 @@ MUTATIONS = [
         "a cell comes after the one before it, by its input",
         "cell.py",
         """
-        if lane is not None and (tied := tie(batch, [lane])):
-            batch, lane = tied, None
+        if lane is not None and tie(batch, [lane]):
+            lane = None
         """,
         "pass",
         "dependency",
@@ -296,10 +296,10 @@ MUTATIONS = [
         "... or by its output",
         "cell.py",
         """
-        if lane is not None and (tied := tie(output, [lane])):
+        if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
-            output, lane = tied, None
+            lane = None
         """,
         "pass",
         "streams",
@@ -333,7 +333,7 @@ MUTATIONS = [
         "pipeline.py",
         """
         if open_lanes:
-            batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
+            tie(batches[-1], open_lanes)
         """,
         "pass",
         "dependency checkpoint streams",
