@@ -497,8 +497,8 @@ MUTATIONS = [
     Mutation(
         "a skip has streams of its own",
         "pipeline.py",
-        'key: Portal(key, _route(streams, computing[a], computing[c], "skip "))',
-        "key: Portal(key, _route(streams, computing[a], computing[c]))",
+        'portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}',
+        "portals = {key: Portal(key, route(a, c)) for ends in skips.leaving for key, a, c in ends}",
         "skip/portal",
     ),
     Mutation(
@@ -541,8 +541,8 @@ MUTATIONS = [
     Mutation(
         "who pops a skip has it alone",
         "skip/tracker.py",
-        "return self._skips.pop(key)",
-        "return self._skips[key]",
+        "return self.skips.pop(key)",
+        "return self.skips[key]",
         "skip/tracker skip/leaks",
     ),
     Mutation(
