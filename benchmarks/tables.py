@@ -1,6 +1,6 @@
 """Writes the tables of README.md from the results, so that no figure is copied by hand.
 
-    python benchmarks/tables.py    # after a benchmark has written its JSON
+python benchmarks/tables.py    # after a benchmark has written its JSON
 """
 
 from __future__ import annotations
