@@ -43,7 +43,7 @@ types: $(READY)
 	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples
 
 bench: $(READY)
-	$(RUN) benchmarks/overhead.py $(ARGS)
+	$(RUN) -m benchmarks.overhead $(ARGS)
 
 docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
