@@ -40,7 +40,7 @@ format: $(READY)
 	$(RUN) -m ruff format
 
 types: $(READY)
-	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples
+	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models
 
 bench: $(READY)
 	$(RUN) -m benchmarks.overhead $(ARGS)
