@@ -33,7 +33,7 @@ FLOORS: list[list[str]] = [
     ["pipe", "distributed", "balance", "timeline.*"],
 ]
 
-PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing"]
+PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"]
 
 
 def modules(package: str) -> dict[str, Path]:

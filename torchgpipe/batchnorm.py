@@ -460,6 +460,9 @@ def _rebuilt(
     """``module``, or a twin if ``change`` makes another of it or of something in it.
 
     ``done`` knows what stands for the modules that were seen before.
+
+    Raises:
+        ValueError: what would have to be another is in a module that always calls the one it was made for.
     """
     if module not in done:
         before: dict[str, nn.Module | None] = module._modules
@@ -468,6 +471,11 @@ def _rebuilt(
             after[name] = child if child is None else _rebuilt(child, change, done)
         result = change(module)
         if result is module and any(after[name] is not child for name, child in before.items()):
+            if "_orig_mod" in before:
+                raise ValueError(
+                    "batch norms cannot be exchanged within what torch.compile() has returned, which would go on "
+                    "calling the old ones; compile in place and afterwards: GPipe(...).compile() or layer.compile()"
+                )
             result = _twin(module, type(module))
         if result is not module:
             vars(result)["_modules"] = after

@@ -106,6 +106,8 @@ class GPipe(nn.Module):
             partition.follow(self)
         return self._partitions
 
+    # The compiler would trace the engine. Layers and partitions that are compiled by themselves stay so.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -136,6 +138,15 @@ class GPipe(nn.Module):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
             return microbatch.gather(batches)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each partition by itself, with the arguments of :func:`torch.compile`.
+
+        The pipeline around them is left out: ``torch.compile(model)``, or a compiled function that calls the model,
+        runs it as it is. Single layers can be compiled as well.
+        """
+        for partition in self.partitions:
+            partition.compile(*args, **kwargs)
 
     def unwrap(self) -> nn.Sequential:
         """Gives the layers back as a plain Sequential, to be wrapped again under another balance, say. ::
