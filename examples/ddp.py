@@ -1,9 +1,9 @@
-"""Trains a convolutional network in several processes, each of which has a pipeline: DistributedDataParallel around GPipe.
+"""Trains in several processes, each of which has a pipeline: DistributedDataParallel around GPipe.
 
-The network learns to tell from which of some modules of Python's standard library a few lines are. Each process takes
-its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the gradients. The batch
-norms are deferred: their running statistics are those of the mini-batch of all processes. At the end every process has
-the same parameters and statistics, and the first one evaluates alone, on lines that nobody has learned.
+A convolutional network learns to tell from which module of Python's standard library a few lines are. Each process
+takes its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the gradients.
+The batch norms are deferred: their running statistics are those of the mini-batch of all processes. At the end every
+process has the same parameters and statistics, and the first one evaluates alone, on lines that nobody has learned.
 
     python examples/ddp.py                  # two processes, some seconds on two CPU cores
     python examples/ddp.py --processes 1    # the same mini-batches in one process
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -95,19 +96,22 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
             progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             progress.update()
 
-    here = torch.cat([tensor.detach().double().flatten().cpu() for tensor in pipeline.state_dict().values()])
-    apart = float(here.sub(first_of_all(here, pipeline)).abs().max())
-    print(f"process {rank} differs from process 0 by {apart}")
+    apart = difference(pipeline)
     if rank == 0:
+        print(f"parameters and statistics of the processes differ by {apart}")
         print(f"{evaluate(pipeline, held_out):.1%} of new excerpts are recognised, 1 in {CLASSES} by chance")
     dist.destroy_process_group()
 
 
-def first_of_all(values: Tensor, pipeline: GPipe) -> Tensor:
-    """The values of process 0."""
-    values = values.to(pipeline.devices[0], copy=True)
-    dist.broadcast(values, 0)
-    return values.cpu()
+def difference(pipeline: GPipe) -> float:
+    """The largest between any number that this process or another one keeps and that of process 0."""
+    device = pipeline.devices[0]
+    here = torch.cat([tensor.detach().flatten().to(device, torch.float64) for tensor in pipeline.state_dict().values()])
+    first = here.clone()
+    dist.broadcast(first, 0)
+    apart = (here - first).abs().max()
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    return float(apart)
 
 
 @torch.no_grad()
@@ -138,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.processes == 1:
             train(0, folder, options)
         else:
-            multiprocessing.spawn(train, (folder, options), nprocs=options.processes)
+            spawn(train, (folder, options), nprocs=options.processes)
 
 
 if __name__ == "__main__":

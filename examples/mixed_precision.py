@@ -8,8 +8,8 @@ norm over all devices, once they are unscaled.
     python examples/mixed_precision.py --dtype float16     # with a scaler
     python examples/mixed_precision.py --dtype float32     # to compare the loss with
 
-The model and the text are those of ``language_model.py``. All accelerators of the machine are used; where there is none,
-the partitions share the CPU, which takes longer: few CPUs are fast at half precision.
+The model and the text are those of ``language_model.py``. All accelerators of the machine are used; where there is
+none, the partitions share the CPU, which takes longer: few CPUs are fast at half precision.
 """
 
 import argparse

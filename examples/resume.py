@@ -4,9 +4,9 @@
     python examples/resume.py --partitions 3     # goes on with another balance
 
 A run that was killed and resumed has the losses of one that was not, on the CPU to the last bit. For that, all that
-the next step depends on is in the file: the parameters, what the optimizer and its schedule keep, and the random states,
-of the layers (there is dropout) and of the order of the batches. The file is never half written: it is made under another
-name, and takes the place of the old one when it is complete.
+the next step depends on is in the file: the parameters, what the optimizer and its schedule keep, and the random
+states, of the layers (there is dropout) and of the order of the batches. The file is never half written: it is made
+under another name, and takes the place of the old one when it is complete.
 
 The model and the text are those of ``language_model.py``. All accelerators of the machine are used; where there is
 none, the partitions share the CPU.

@@ -7,11 +7,15 @@ each. The tests read the reports.
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
+import io
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import torchgpipe
 from torchgpipe import GPipe, replicas
 from torchgpipe.batchnorm import mini_batch
 
@@ -30,6 +35,7 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
+EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 WORLD = 2
 CHUNKS = 3
 BALANCE = [2, 1, 2]
@@ -271,22 +277,40 @@ def some_parameters_are_not_used(devices: list[str], checkpoint: str) -> None:
             trial.zero_grad()
 
 
-def an_unused_parameter_is_refused(devices: list[str], checkpoint: str) -> None:
-    """With the default settings, as DDP refuses it where there is no pipeline: in the next forward."""
+def unused_parameters_with_the_default_settings(devices: list[str], checkpoint: str) -> None:
+    """DDP refuses them in the next forward, unless a checkpointed cell counts them as used: then they get zeros.
+
+    Autograd tells the hooks of a parameter that an input of `Checkpoint` has no gradient, as if that were one.
+    """
 
     def branch(layers: nn.Sequential) -> None:
+        torch.manual_seed(1)
         layers[0] = Branch().double()
 
     trial = Trial(devices, checkpoint, branch)
-    mine = slice(dist.get_rank(), None, WORLD)
-    for step in range(2):
+    for step, (first, second) in enumerate([(1, 1), (1, -1)]):
         x, y = data(12, step)
-        with pytest.raises(RuntimeError, match="find_unused_parameters=True") if step else nullcontext():
-            loss_of(trial.model(x[mine]), y[mine]).backward()
+        x[0::2] *= first
+        x[1::2] *= second
+        if checkpoint == "never" and step > 0:
+            with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+                trial.model(x)
+            return
+        mine = slice(dist.get_rank(), None, WORLD)
+        loss_of(trial.model(x[mine]), y[mine]).backward()
+        if checkpoint == "never":
+            continue
+        for part in (slice(0, None, WORLD), slice(1, None, WORLD)):
+            loss_of(trial.plain(x[part]), y[part]).div(WORLD).backward()
+        for parameter in trial.plain.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        trial.check()
+        trial.zero_grad()
 
 
 def layers_in_ddp_are_refused(devices: list[str], checkpoint: str) -> None:
-    """Recomputation does not let the hooks run that would reduce their gradients, which would stay those of one process."""
+    """Recomputation runs no hooks of parameters, so their gradients would stay those of one process."""
     layers = build()
     layers[2] = DistributedDataParallel(layers[2])
     with pytest.raises(ValueError, match=r"DistributedDataParallel\(GPipe\(\.\.\.\)\)"):
@@ -471,7 +495,7 @@ CASES: list[Callable[[list[str], str], None]] = [
     steps_are_skipped_in_all_processes,
     an_optimizer_keeps_both_processes_equal,
     some_parameters_are_not_used,
-    an_unused_parameter_is_refused,
+    unused_parameters_with_the_default_settings,
     layers_in_ddp_are_refused,
     statistics_are_those_of_the_joined_batch,
     statistics_without_gradients,
@@ -504,6 +528,20 @@ def run_all(rank: int, folder: str) -> None:
                 if failed.item():
                     dist.barrier()
     dist.destroy_process_group()
+    Path(folder, f"example-{rank}").write_text(_output_of_the_example(rank, folder))
+
+
+def _output_of_the_example(rank: int, folder: str) -> str:
+    if importlib.util.find_spec("tqdm") is None:
+        return ""
+    sys.path.append(str(EXAMPLES))
+    example = importlib.import_module("ddp")
+    meeting = Path(folder, "example")
+    meeting.mkdir(exist_ok=True)
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(io.StringIO()):
+        example.train(rank, str(meeting), example.parse_options(["--steps", "3", "--batch", "16"]))
+    return output.getvalue()
 
 
 def _report(case: Callable[..., None], variant: str, checkpoint: str, rank: int) -> str:
@@ -538,3 +576,11 @@ def test_with_ddp(reports: Path, variant: str, mode: str, case: Callable[..., No
         assert report.exists(), f"process {rank} did not get there"
         if report.read_text():
             pytest.fail(f"process {rank}: {report.read_text()}", pytrace=False)
+
+
+def test_the_example(reports: Path) -> None:
+    pytest.importorskip("tqdm")
+    lines = (reports / "example-0").read_text().splitlines()
+    assert lines[0] == "parameters and statistics of the processes differ by 0.0"
+    assert "of new excerpts are recognised" in lines[1]
+    assert (reports / "example-1").read_text() == ""

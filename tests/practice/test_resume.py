@@ -24,13 +24,14 @@ from torch.nn import functional as F
 import torchgpipe
 from tests.conftest import Pipe
 from tests.plain import run_plain
-from tests.practice.training import CHUNKS, batches
+from tests.practice.training import batches
 
+CHUNKS = 2
 EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 
 
 def make_layers() -> nn.Sequential:
-    """With running statistics and with random numbers, which one layer draws, so that there is only one order of them."""
+    """With running statistics; and with random numbers, of one layer, so that they have the same order everywhere."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Linear(8, 3)
@@ -148,8 +149,8 @@ def test_safetensors_of_tied_weights(pipe: Pipe, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------- the example, killed
 
-STEPS = 6
-SMALL = ["--steps", str(STEPS), "--every", "2", "--batch", "4", "--context", "8", "--chunks", "3"]
+STEPS = 4
+SMALL = ["--steps", str(STEPS), "--every", "2", "--batch", "3", "--context", "8", "--chunks", "2"]
 
 
 class Killed(BaseException):
@@ -184,17 +185,19 @@ def test_a_run_that_is_killed_anywhere_has_the_losses_of_one_that_is_not(
         file = ["--file", str(tmp_path / f"{moment}.pt")]
         left = moment
 
-        def dying(original: Callable[..., Any], *args: Any) -> Any:
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            return original(*args)
+        def mortal(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    raise Killed
+                left -= 1
+                return original(*args)
+
+            return call
 
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in places:
-                # A function, so that it is a method where it stands for one.
-                patch.setattr(owner, name, lambda *args, original=getattr(owner, name): dying(original, *args))
+                patch.setattr(owner, name, mortal(getattr(owner, name)))
             if moment < most:
                 with pytest.raises(Killed):
                     example.main([*SMALL, *file])

@@ -14,9 +14,7 @@ BALANCE = [2, 1, 3]
 def make_layers() -> nn.Sequential:
     """Takes (batch, 4), scores 3 classes."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3)
-    )
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3))
 
 
 def batches(steps: int, accumulate: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
