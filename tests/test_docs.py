@@ -1,22 +1,41 @@
-"""What the README shows runs as it stands there."""
+"""What the README and the guide show runs as it stands there."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
 import torchgpipe
 
-README = Path(torchgpipe.__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+ROOT = Path(torchgpipe.__file__).parent.parent
+MARKDOWN = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+RST = re.compile(r"^\.\. code-block:: python\n((?:   .*\n|\n)+)", flags=re.MULTILINE)
 
 
-def test_the_readme_has_code() -> None:
-    assert len(BLOCKS) >= 5
+def blocks(page: str) -> list[str]:
+    found = (MARKDOWN if page.endswith(".md") else RST).findall((ROOT / page).read_text())
+    return [re.sub(r"^:.*\n", "", textwrap.dedent(block), flags=re.MULTILINE).strip() + "\n" for block in found]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1])
-def test_code_of_the_readme(block: str) -> None:
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+README, PRACTICE = "README.md", "docs/practice.rst"
+BLOCKS = [
+    pytest.param(page, block, id=f"{page}: {block.splitlines()[-1]}")
+    for page in (README, PRACTICE)
+    for block in blocks(page)
+]
+
+
+def test_the_pages_have_code() -> None:
+    assert len(blocks(README)) >= 5
+    assert len(blocks(PRACTICE)) == 4
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS)
+def test_code_of_the_pages(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "safetensors" in block:
+        pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, page, "exec"), {"__name__": "page"})
