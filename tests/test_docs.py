@@ -17,7 +17,7 @@ RST = re.compile(r"^\.\. code-block:: python\n((?:   .*\n|\n)+)", flags=re.MULTI
 
 def blocks(page: str) -> list[str]:
     found = (MARKDOWN if page.endswith(".md") else RST).findall((ROOT / page).read_text())
-    return [re.sub(r"^:.*\n", "", textwrap.dedent(block), flags=re.MULTILINE).strip() + "\n" for block in found]
+    return [textwrap.dedent(block).strip() for block in found]
 
 
 README, PRACTICE = "README.md", "docs/practice.rst"

@@ -32,3 +32,20 @@ def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(" ")[0] for line in phases] == ["8", "8", "16", "16"]
     assert sum(line.startswith("The slowest partition takes") for line in lines) == 2
     assert sum(line.startswith("total") for line in lines) == 3
+
+
+def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    threads = torch.get_num_threads()
+    main = runpy.run_path(str(EXAMPLES / "mixed_precision.py"))["main"]
+    try:
+        losses = {
+            dtype: main(["--dtype", dtype, "--steps", "3", "--batch", "4", "--context", "8"])
+            for dtype in ("float32", "bfloat16", "float16")
+        }
+    finally:
+        torch.set_num_threads(threads)
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01) and losses["bfloat16"] != losses["float32"]
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=0.01) and losses["float16"] != losses["float32"]
