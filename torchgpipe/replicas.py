@@ -65,9 +65,8 @@ def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device])
     kinds = {type(module) for module in modules}
     if any(issubclass(kind, DistributedDataParallel) for kind in kinds):
         raise ValueError(
-            "DistributedDataParallel cannot be a layer of a pipeline: it would wait for gradients that come to "
-            "parameters in recomputation, where they do not; put it around the pipeline: "
-            "DistributedDataParallel(GPipe(...))"
+            "DistributedDataParallel cannot be a layer of a pipeline: in recomputation it does not see the gradients of "
+            "its parameters, and would not average them; put it around the pipeline: DistributedDataParallel(GPipe(...))"
         )
     if threads > 1 and dist.get_world_size() > 1 and any(issubclass(kind, nn.SyncBatchNorm) for kind in kinds):
         raise ValueError(
