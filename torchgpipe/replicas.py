@@ -53,24 +53,27 @@ def exchange(group: Any, values: Tensor) -> list[Tensor]:
 
 
 def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raises if layers would communicate with other processes on their own.
+    """Raises if layers would communicate with other processes from several threads at once.
 
     Raises:
-        ValueError: there is a :class:`~torch.nn.parallel.DistributedDataParallel`; or there is a
-            :class:`~torch.nn.SyncBatchNorm`, and there are several devices and processes.
+        ValueError: there is a :class:`~torch.nn.SyncBatchNorm` or a layer in
+            :class:`~torch.nn.parallel.DistributedDataParallel`, and there are several devices and processes.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if len(set(devices)) == 1 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    threads = len(set(devices))
-    kinds = {type(module) for module in modules}
-    if any(issubclass(kind, DistributedDataParallel) for kind in kinds):
-        raise ValueError(
-            "DistributedDataParallel cannot be a layer of a pipeline: in recomputation it does not see the gradients of "
-            "its parameters, and would not average them; put it around the pipeline: DistributedDataParallel(GPipe(...))"
-        )
-    if threads > 1 and dist.get_world_size() > 1 and any(issubclass(kind, nn.SyncBatchNorm) for kind in kinds):
-        raise ValueError(
-            f"SyncBatchNorm cannot run in a pipeline on {threads} devices: each device has a thread, so "
-            "its messages to other processes would be in no order, and they would wait for each other for ever; use "
-            "BatchNorm and GPipe(..., deferred_batch_norm=True), whose running statistics are those of all processes"
-        )
+    for module in modules:
+        for kind, remedy in _REMEDIES.items():
+            if isinstance(module, kind):
+                raise ValueError(
+                    f"{kind.__name__} cannot run in a pipeline on {len(set(devices))} devices: each device has a "
+                    "thread, so its messages to other processes would be in no order, and they would wait for each "
+                    f"other for ever; use {remedy}"
+                )
+
+
+_REMEDIES: dict[type[nn.Module], str] = {
+    nn.SyncBatchNorm: (
+        "BatchNorm and GPipe(..., deferred_batch_norm=True), whose running statistics are those of all processes"
+    ),
+    DistributedDataParallel: "it around the pipeline: DistributedDataParallel(GPipe(...))",
+}
