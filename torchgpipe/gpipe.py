@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -67,6 +67,13 @@ class GPipe(nn.Module):
         IndexError: there are fewer devices than partitions.
     """
 
+    # What a front with other customs has of its own: how layers follow each other, within a partition and outside of
+    # the pipeline, and how errors tell to wrap a module and to place it.
+    _partition_type: type[Partition] = Partition
+    _sequential_type: type[nn.Sequential] = nn.Sequential
+    _wrapping = "GPipe(module, balance)"
+    _placing = "give the devices when it is made: GPipe(module, balance, devices=[...])"
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -92,7 +99,7 @@ class GPipe(nn.Module):
         _verify_names(self, module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        self._partitions = split(module, self.balance)
+        self._partitions = split(module, self.balance, self._partition_type)
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
@@ -121,18 +128,23 @@ class GPipe(nn.Module):
             RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
-        if self._unwrapped:
-            raise RuntimeError(
-                "this GPipe has been unwrapped, and its layers may be on other devices by now; call the module that "
-                "unwrap() has returned, or wrap it: GPipe(module, balance)"
-            )
+        self._refuse_unwrapped()
         if not self._partitions:
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
-        batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
+        return self._run(microbatch.scatter(inputs, self.chunks, self.devices[0]), microbatch.gather)
+
+    def _run(self, batches: list[Batch], gather: Callable[[list[Batch]], Any]) -> Any:
         with mini_batch(len(batches)):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
-            return microbatch.gather(batches)
+            return gather(batches)
+
+    def _refuse_unwrapped(self) -> None:
+        if self._unwrapped:
+            raise RuntimeError(
+                f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
+                f"the module that unwrap() has returned, or wrap it: {self._wrapping}"
+            )
 
     def unwrap(self) -> nn.Sequential:
         """Gives the layers back as a plain Sequential, to be wrapped again under another balance, say. ::
@@ -155,7 +167,7 @@ class GPipe(nn.Module):
             a new Sequential
         """
         self._unwrapped = True
-        module = nn.Sequential(OrderedDict(self.named_children()))
+        module = self._sequential_type(OrderedDict(self.named_children()))
         module.training = self.training
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
 
@@ -169,7 +181,7 @@ class GPipe(nn.Module):
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         layers = list(self.named_children())
-        return nn.Sequential(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
+        return self._sequential_type(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
 
     def __iter__(self) -> Iterator[nn.Module]:
         return self.children()
@@ -177,13 +189,13 @@ class GPipe(nn.Module):
     # The pipeline manages the place of parameters and buffers; only their dtype may change.
 
     def cuda(self, device: Device | None = None) -> GPipe:
-        raise _moving_denied()
+        raise self._moving_denied()
 
     def cpu(self) -> GPipe:
-        raise _moving_denied()
+        raise self._moving_denied()
 
     def xpu(self, device: Device | None = None) -> GPipe:
-        raise _moving_denied()
+        raise self._moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Casts parameters and buffers, as ``to(dtype)`` does on any module.
@@ -192,17 +204,23 @@ class GPipe(nn.Module):
             TypeError: a device is given, or a tensor, which has one.
         """
         if any(isinstance(arg, (Tensor, torch.device, str, int)) for arg in args if not isinstance(arg, bool)):
-            raise _moving_denied()
+            raise self._moving_denied()
         if kwargs.get("device") is not None or kwargs.get("tensor") is not None:
-            raise _moving_denied()
+            raise self._moving_denied()
         return super().to(*args, **kwargs)
+
+    def _moving_denied(self) -> TypeError:
+        return TypeError(
+            f"denied to move parameters and buffers, because {type(self).__name__} should manage device placement; "
+            f"{self._placing}"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> GPipe:
         # A module around this one is moved by this method of its children, and nothing else.
         for device in set(self.devices):
             probe = torch.empty(0, device=device)
             if fn(probe).device != probe.device:
-                raise _moving_denied()
+                raise self._moving_denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -213,13 +231,6 @@ class GPipe(nn.Module):
             _, _, name = key[len(start) :].partition(".")
             state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _moving_denied() -> TypeError:
-    return TypeError(
-        "denied to move parameters and buffers, because GPipe should manage device placement; give the devices "
-        "when it is made: GPipe(module, balance, devices=[...])"
-    )
 
 
 def _verify_chunks(chunks: Any) -> int:
@@ -265,6 +276,6 @@ def _verify_names(pipeline: GPipe, module: nn.Sequential) -> None:
     taken = [name for name in module._modules if name in own]
     if taken:
         raise ValueError(
-            f"layers cannot have the names of attributes of GPipe, but there are {taken}; rename them in the "
-            "Sequential, for instance by adding an underscore"
+            f"layers cannot have the names of attributes of {type(pipeline).__name__}, but there are {taken}; rename "
+            "them in the Sequential, for instance by adding an underscore"
         )
