@@ -22,8 +22,8 @@ ROOT = Path(torchgpipe.__file__).parent.parent
 FLOORS: list[list[str]] = [
     ["typing", "schedule", "phase", "skip.namespace", "timeline.record", "twin"],
     ["device", "timeline.label"],
-    ["function", "hooks", "microbatch", "stream", "skip.layout"],
-    ["ambient", "phony", "copy", "random", "partition", "batchnorm"],
+    ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
+    ["ambient", "arguments", "phony", "copy", "random", "partition", "batchnorm"],
     ["worker", "dependency", "skip.portal"],
     ["checkpoint", "skip.tracker"],
     ["cell", "skip.skippable"],
@@ -33,7 +33,7 @@ FLOORS: list[list[str]] = [
     ["pipe", "distributed", "balance", "timeline.*"],
 ]
 
-PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing"]
+PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"]
 
 
 def modules(package: str) -> dict[str, Path]:

@@ -421,7 +421,8 @@ def test_tensors_inside_of_an_argument_are_not_split_and_have_gradients(devices:
 def test_no_chunk_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
     plain = [Apply(lambda x, table: (x * table[:2].sum(), table)), Apply(lambda x, table: x + table[0])]
     model = Pipe(placed(plain, devices(2)), 2, checkpoint)
-    x, table = torch.rand(4, 3), torch.rand(4, 3, requires_grad=True)
+    # Whole numbers, because the gradients of a table are summed in another order if a cell is checkpointed.
+    x, table = torch.randint(9, (4, 3)).float(), torch.randint(9, (4, 3)).float().requires_grad_()
     assert_same(pipe_outcome(model, x, NoChunk(table)), plain_outcome(plain, x, NoChunk(table), chunks=2))
 
 
@@ -573,7 +574,7 @@ def test_a_pipeline_is_like_a_sequential() -> None:
     ],
 )
 def test_moving_is_denied(move: Callable[[Pipe], Any]) -> None:
-    message = r"denied to move parameters and buffers, because Pipe should manage device placement; .*Pipe\(module\)"
+    message = r"denied to move parameters and buffers, because Pipe should manage device placement"
     with pytest.raises(TypeError, match=message):
         move(Pipe(nn.Sequential(nn.Linear(1, 1))))
 
@@ -644,7 +645,7 @@ def test_unwrapping_gives_layers_that_run_alone_and_can_be_wrapped_again() -> No
     module = model.unwrap()
     assert torch.equal(module(x), expected)
     assert torch.equal(value_of(Pipe(module), x), expected)
-    with pytest.raises(RuntimeError, match=r"this Pipe has been unwrapped.*wrap it: Pipe\(module\)"):
+    with pytest.raises(RuntimeError, match="this Pipe has been unwrapped"):
         model(x)
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
 from torchgpipe.pipeline import Mechanisms, Pipeline
+from torchgpipe.replicas import verify_sync
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
@@ -67,12 +67,12 @@ class GPipe(nn.Module):
         IndexError: there are fewer devices than partitions.
     """
 
-    # What a front with other customs has of its own: how layers follow each other, within a partition and outside of
-    # the pipeline, and how errors tell to wrap a module and to place it.
+    # A front with other customs has others: of how values become micro-batches and micro-batches an output, and how
+    # layers follow each other, in a partition and on their own.
+    _scatter = staticmethod(scatter)
+    _gather = staticmethod(gather)
     _partition_type: type[Partition] = Partition
     _sequential_type: type[nn.Sequential] = nn.Sequential
-    _wrapping = "GPipe(module, balance)"
-    _placing = "give the devices when it is made: GPipe(module, balance, devices=[...])"
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class GPipe(nn.Module):
         self._defers = deferred_batch_norm
         self._unwrapped = False
         _verify_names(self, module)
+        verify_sync(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(module, self.balance, self._partition_type)
@@ -111,6 +112,8 @@ class GPipe(nn.Module):
             partition.follow(self)
         return self._partitions
 
+    # The compiler would trace the engine. Layers and partitions that are compiled by themselves stay so.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -128,23 +131,28 @@ class GPipe(nn.Module):
             RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
-        self._refuse_unwrapped()
-        if not self._partitions:
-            return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
-        return self._run(microbatch.scatter(inputs, self.chunks, self.devices[0]), microbatch.gather)
-
-    def _run(self, batches: list[Batch], gather: Callable[[list[Batch]], Any]) -> Any:
-        with mini_batch(len(batches)):
-            pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
-            pipeline.run(batches, self._checkpoint_stop(len(batches)))
-            return gather(batches)
-
-    def _refuse_unwrapped(self) -> None:
         if self._unwrapped:
             raise RuntimeError(
                 f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
-                f"the module that unwrap() has returned, or wrap it: {self._wrapping}"
+                "the module that unwrap() has returned, or wrap that again"
             )
+        if not self._partitions:
+            return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
+        verify_sync(self.modules(), self.devices)
+        batches = self._scatter(inputs, self.chunks, self.devices[0])
+        with mini_batch(len(batches), self):
+            pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
+            pipeline.run(batches, self._checkpoint_stop(len(batches)))
+            return self._gather(batches)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each partition by itself, with the arguments of :func:`torch.compile`.
+
+        The pipeline around them is left out: ``torch.compile(model)``, or a compiled function that calls the model,
+        runs it as it is. Single layers can be compiled as well.
+        """
+        for partition in self.partitions:
+            partition.compile(*args, **kwargs)
 
     def unwrap(self) -> nn.Sequential:
         """Gives the layers back as a plain Sequential, to be wrapped again under another balance, say. ::
@@ -189,13 +197,13 @@ class GPipe(nn.Module):
     # The pipeline manages the place of parameters and buffers; only their dtype may change.
 
     def cuda(self, device: Device | None = None) -> GPipe:
-        raise self._moving_denied()
+        raise _moving_denied(self)
 
     def cpu(self) -> GPipe:
-        raise self._moving_denied()
+        raise _moving_denied(self)
 
     def xpu(self, device: Device | None = None) -> GPipe:
-        raise self._moving_denied()
+        raise _moving_denied(self)
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Casts parameters and buffers, as ``to(dtype)`` does on any module.
@@ -204,23 +212,17 @@ class GPipe(nn.Module):
             TypeError: a device is given, or a tensor, which has one.
         """
         if any(isinstance(arg, (Tensor, torch.device, str, int)) for arg in args if not isinstance(arg, bool)):
-            raise self._moving_denied()
+            raise _moving_denied(self)
         if kwargs.get("device") is not None or kwargs.get("tensor") is not None:
-            raise self._moving_denied()
+            raise _moving_denied(self)
         return super().to(*args, **kwargs)
-
-    def _moving_denied(self) -> TypeError:
-        return TypeError(
-            f"denied to move parameters and buffers, because {type(self).__name__} should manage device placement; "
-            f"{self._placing}"
-        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> GPipe:
         # A module around this one is moved by this method of its children, and nothing else.
         for device in set(self.devices):
             probe = torch.empty(0, device=device)
             if fn(probe).device != probe.device:
-                raise self._moving_denied()
+                raise _moving_denied(self)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -231,6 +233,13 @@ class GPipe(nn.Module):
             _, _, name = key[len(start) :].partition(".")
             state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _moving_denied(pipeline: GPipe) -> TypeError:
+    return TypeError(
+        f"denied to move parameters and buffers, because {type(pipeline).__name__} should manage device placement; "
+        "choose devices when it is made, or unwrap() it and wrap the layers again"
+    )
 
 
 def _verify_chunks(chunks: Any) -> int:

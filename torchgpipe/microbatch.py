@@ -17,7 +17,7 @@ from torchgpipe.device import bring
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.typing import Leaf, Leaves
 
-__all__ = ["Arguments", "Batch", "NoChunk", "Skips", "gather", "gather_arguments", "scatter", "scatter_arguments"]
+__all__ = ["Batch", "NoChunk", "Skips", "gather", "scatter"]
 
 
 class NoChunk:
@@ -101,58 +101,6 @@ class Batch:
         return type(self)(leaves, self.spec, self.positional)
 
 
-class Arguments(Batch):
-    """A value as :class:`~torchgpipe.pipe.PipeSequential` hands it on: a tuple is the arguments of the next layer.
-
-    What is neither a tensor nor None goes along as it is, at its place in the structure.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, value: Any, source: str) -> Arguments:
-        """Takes a value apart.
-
-        Args:
-            value: anything with a tensor in it
-            source: who has produced it, for the error
-
-        Raises:
-            TypeError: there is no tensor in it.
-        """
-        if isinstance(value, Tensor):
-            return cls((value,))
-        leaves, spec = pytree.tree_flatten(pytree.tree_map(_fixed, value))
-        if all(leaf is None for leaf in leaves):
-            raise TypeError(f"{source} must have a tensor in it, but is {type(value).__name__} without one")
-        return cls(tuple(leaves), spec, positional=isinstance(value, tuple))
-
-
-class _Fixed:
-    """A part of the structure, no leaf: what stands for it there is unpacked when the structure is filled again."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-pytree.register_pytree_node(
-    _Fixed,
-    lambda fixed: ([], fixed.value),
-    lambda _, value: value,
-    flatten_with_keys_fn=lambda fixed: ([], fixed.value),  # for the paths in errors
-)
-
-
-def _fixed(leaf: Any) -> Any:
-    return leaf if leaf is None or isinstance(leaf, Tensor) else _Fixed(leaf)
-
-
-def _whole(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return NoChunk(leaf)
-    return leaf if isinstance(leaf, NoChunk) else _fixed(leaf)
-
-
 def _unsupported(value: Any, source: str, allowed: tuple[type, ...]) -> TypeError:
     strangers = ", ".join(
         f"{_path(path)} is {type(leaf).__name__}"
@@ -197,31 +145,6 @@ def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[
     return [Batch(row, spec, positional) for row in zip(*columns)]
 
 
-def scatter_arguments(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[Batch]:
-    """Splits the tensors among the arguments of a pipeline. All others go whole to every micro-batch.
-
-    Args:
-        inputs: tensors of shape (batch, ...), :class:`NoChunk`, and anything else; tensors inside of that are not split
-        chunks: the wanted number of micro-batches
-        device: where the micro-batches are wanted
-
-    Raises:
-        TypeError: no argument is a tensor.
-        ValueError: the tensors differ in dimension 0, or have none.
-    """
-    if not any(isinstance(value, Tensor) for value in inputs):
-        raise TypeError(
-            f"the input must have at least one tensor to split into micro-batches, but got {_types(inputs)}; pass each "
-            "tensor as an argument of its own, as in model(x, y)"
-        )
-    passed = [value if isinstance(value, Tensor) else pytree.tree_map(_whole, value) for value in inputs]
-    return [Arguments(batch.leaves, batch.spec, batch.positional) for batch in scatter(tuple(passed), chunks, device)]
-
-
-def _types(values: Sequence[Any]) -> str:
-    return ", ".join(type(value).__name__ for value in values) or "nothing"
-
-
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
     """One leaf of each of ``m`` micro-batches."""
     if isinstance(leaf, Tensor):
@@ -263,25 +186,6 @@ def gather(batches: list[Batch]) -> Any:
                 f"micro-batch {i}; return the same structure for each"
             )
     return Batch(tuple(map(_concatenate, zip(*(batch.leaves for batch in batches)))), first.spec).value
-
-
-def gather_arguments(batches: list[Batch]) -> Any:
-    """Concatenates the tensors that the last layer has returned, and lists all else by micro-batch.
-
-    Returns:
-        a tensor, or for a tuple or a list a tuple with, at each place, a tensor or the list of what was returned there
-
-    Raises:
-        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0.
-    """
-    values = [batch.value for batch in batches]
-    if isinstance(values[0], Tensor):
-        return gather(batches)
-    rows = [value if isinstance(value, (tuple, list)) else (value,) for value in values]
-    tensors = [tuple([item if isinstance(item, Tensor) else None for item in row]) for row in rows]
-    gathered = gather([Batch.of(row, "the output") for row in tensors])
-    joined = tuple([list(items) if item is None else item for item, items in zip(gathered, zip(*rows))])
-    return joined if isinstance(values[0], (tuple, list)) else joined[0]
 
 
 def _concatenate(column: tuple[Any, ...]) -> Leaf:

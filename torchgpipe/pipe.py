@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils import _pytree as pytree
 
-from torchgpipe import microbatch
+from torchgpipe import arguments
 from torchgpipe.device import canonical_device
 from torchgpipe.gpipe import GPipe
-from torchgpipe.microbatch import Arguments, NoChunk
+from torchgpipe.microbatch import NoChunk
 from torchgpipe.partition import Partition, verify_module
 from torchgpipe.twin import twin
 from torchgpipe.typing import Device
@@ -92,7 +92,7 @@ class LocalRRef:
         return True
 
 
-# DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused: in a dataclass it
+# DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass it
 # does, except for a static graph, where it knows containers only.
 pytree.register_pytree_node(
     LocalRRef, lambda reference: ([reference.value], None), lambda values, _: LocalRRef(*values)
@@ -126,13 +126,14 @@ class Pipe(GPipe):
 
     Raises:
         TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
-        ValueError: a layer is on several devices or on the meta device, an argument is out of its range, or layers cannot be partitioned.
+        ValueError: a layer is on several devices or on the meta device, an argument is out of its range, or layers
+            cannot be partitioned because they share parameters or have a name that the pipeline needs.
     """
 
+    _scatter = staticmethod(arguments.scatter)
+    _gather = staticmethod(arguments.gather)
     _partition_type = _Partition
     _sequential_type = PipeSequential
-    _wrapping = "Pipe(module)"
-    _placing = "place the layers, and then wrap them: Pipe(module)"
 
     def __init__(
         self,
@@ -152,6 +153,7 @@ class Pipe(GPipe):
             deferred_batch_norm=deferred_batch_norm,
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -172,11 +174,7 @@ class Pipe(GPipe):
             RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
-        self._refuse_unwrapped()
-        if not self._partitions:
-            return _reference(Arguments.of(inputs[0] if len(inputs) == 1 else inputs, "input").value)
-        batches = microbatch.scatter_arguments(inputs, self.chunks, self.devices[0])
-        return _reference(self._run(batches, microbatch.gather_arguments))
+        return _reference(super().forward(*inputs))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then.
