@@ -7,7 +7,9 @@ Parameters can be on one kind of CPU only. So it is `WithDevice` that places lay
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+import torchgpipe
 from tests.conftest import Devices
 from tests.fake_accelerator import on_fake_devices
 from tests.plain import Outcome, assert_same, outcome, run_plain
@@ -119,6 +122,9 @@ class Kind(NamedTuple):
     returns: int
 
 
+#: A tensor and a number, in place of a count of tensors.
+NUMBERED = -1
+
 KINDS = [
     Kind(lambda: nn.Linear(3, 3), 1, 1),
     Kind(lambda: nn.Tanh(), 1, 1),
@@ -128,6 +134,9 @@ KINDS = [
     Kind(lambda: Apply(lambda x: (x, x.exp())), 1, 2),
     Kind(lambda: Apply(lambda x, y: (y, x)), 2, 2),
     Kind(Join, 2, 1),
+    Kind(lambda: Apply(lambda x: (x, 2)), 1, NUMBERED),
+    Kind(lambda: Apply(lambda x, n: (x.sin(), n + 1)), NUMBERED, NUMBERED),
+    Kind(lambda: Apply(lambda x, n: n * x), NUMBERED, 1),
 ]
 
 
@@ -138,8 +147,10 @@ def models(draw: st.DrawFn) -> tuple[list[nn.Module], int]:
     result = []
     for _ in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from([kind for kind in KINDS if kind.takes == width]))
-        result.append(kind.make())
+        result.append(kind.make().double())
         width = kind.returns
+    if width == NUMBERED:
+        result.append(KINDS[-1].make())
     return result, first
 
 
@@ -150,7 +161,7 @@ def test_a_pipeline_computes_the_same_wherever_its_layers_are(
     plain, width = drawn
     places = [data.draw(st.sampled_from([None, "cpu", "cpu:0", "cpu:1"])) for _ in plain]
     model = Pipe(placed(copy.deepcopy(plain), places), chunks, mode)
-    inputs = [torch.rand(size, 3, requires_grad=True) for _ in range(width)]
+    inputs = [torch.rand(size, 3, dtype=torch.float64, requires_grad=True) for _ in range(width)]
     assert_same(pipe_outcome(model, *inputs), plain_outcome(plain, *inputs, chunks=chunks))
     assert [str(device) for j, device in enumerate(model.devices) for _ in range(model.balance[j])] == expected_places(
         plain, places
@@ -212,6 +223,50 @@ def test_skips_go_through_the_pipeline(devices: Devices, checkpoint: str) -> Non
     model = Pipe(placed(copy.deepcopy(plain), devices(3)), 3, checkpoint)
     x = torch.rand(6, 3, requires_grad=True)
     assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_no_tensor_is_let_go_with_the_last_thing_that_needs_it(devices: Devices, mode: str) -> None:
+    """A micro-batch holds it in its structure, and a checkpointed one holds that until its graph is gone."""
+
+    class Settings:
+        scale = 2.0
+
+    model = Pipe(placed([Apply(lambda x, s: (x * s.scale, s)), Apply(lambda x, s: x + s.scale)], devices(2)), 2, mode)
+    settings = Settings()
+    alive = weakref.ref(settings)
+    gc.disable()  # A cycle would be seen.
+    try:
+        with torch.no_grad():
+            kept = value_of(model, torch.rand(4, 3), settings)
+        output = value_of(model, torch.rand(4, 3, requires_grad=True), settings)
+        output.sum().backward()
+        del settings
+        assert (alive() is None) == (mode == "never")
+        del output
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert kept.shape == (4, 3)
+
+
+def test_a_timeline_is_recorded(devices: Devices) -> None:
+    model = Pipe(placed([nn.Linear(3, 3), Fork(), Join()], devices(3)), chunks=2)
+    x = torch.rand(4, 3)
+    expected = pipe_outcome(model, x)
+    with torchgpipe.record(model) as timeline:
+        recorded = pipe_outcome(model, x)
+    assert_same(recorded, expected)
+    cells = {(span.i, span.j) for span in timeline.spans if span.kind == "forward"}
+    assert cells == {(i, j) for i in range(2) for j in range(len(model.devices))}
+
+
+def test_partitions_are_compiled_each_by_itself(devices: Devices, checkpoint: str) -> None:
+    plain = layers()
+    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2, checkpoint)
+    model.compile(backend="eager")
+    x = torch.rand(4, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
 
 
 # Where layers are
@@ -612,6 +667,16 @@ def test_a_state_dict_of_the_removed_pipe_can_be_loaded() -> None:
         around.load_state_dict({f"pipe.{name}": tensor for name, tensor in old.items()})
         for name, tensor in around["pipe"].state_dict().items():
             assert torch.equal(tensor, state[name]), name
+
+
+def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
+    """Its keys look the same, but have the names of the layers after the number of the partition."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 3))
+    state = module.state_dict()
+    old = {f"partitions.{0 if name.startswith('0') else 1}.{name}": torch.ones_like(x) for name, x in state.items()}
+    model = Pipe(module)
+    model.load_state_dict(old)
+    assert all([bool((tensor == 1).all()) for tensor in model.state_dict().values()])
 
 
 def test_a_state_dict_with_other_layers_is_refused() -> None:

@@ -92,8 +92,8 @@ class LocalRRef:
         return True
 
 
-# DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass it
-# does, except for a static graph, where it knows containers only.
+# DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass
+# it does, except for a static graph, where it knows containers only.
 pytree.register_pytree_node(
     LocalRRef, lambda reference: ([reference.value], None), lambda values, _: LocalRRef(*values)
 )
@@ -179,11 +179,13 @@ class Pipe(GPipe):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then.
 
-        It counted the layers of each partition from 0, so only their order tells which is which.
+        It counted the layers of each partition from 0, so only their order tells which is which. In a file of the
+        original GPipe the names tell.
         """
         start = prefix + "partitions."
         keys = {key: key[len(start) :].split(".", 2) for key in state_dict if key.startswith(start)}
-        if all(len(parts) == 3 and parts[0].isdecimal() and parts[1].isdecimal() for parts in keys.values()):
+        numbered = all(len(parts) == 3 and parts[0].isdecimal() and parts[1].isdecimal() for parts in keys.values())
+        if numbered and {".".join(parts[1:]) for parts in keys.values()} != {*self.state_dict()}:
             theirs = sorted({(int(j), int(k)) for j, k, _ in keys.values()})
             ours = [name for name, layer in _flat(self) if layer.state_dict()]
             if len(theirs) == len(ours):
