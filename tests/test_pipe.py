@@ -257,7 +257,7 @@ def test_a_timeline_is_recorded(devices: Devices) -> None:
     with torchgpipe.record(model) as timeline:
         recorded = pipe_outcome(model, x)
     assert_same(recorded, expected)
-    cells = {(span.i, span.j) for span in timeline.spans if span.kind == "forward"}
+    cells = {(span.micro_batch, span.partition) for span in timeline.spans if span.kind == "forward"}
     assert cells == {(i, j) for i in range(2) for j in range(len(model.devices))}
 
 
