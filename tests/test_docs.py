@@ -16,7 +16,9 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), flags=re.MULT
 MIGRATING = [
     textwrap.dedent(block)
     for block in re.findall(
-        r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", (ROOT / "docs" / "migrating.rst").read_text(), flags=re.MULTILINE
+        r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)",
+        (ROOT / "docs" / "migrating.rst").read_text(),
+        flags=re.MULTILINE,
     )
 ]
 

@@ -261,6 +261,7 @@ def test_a_timeline_is_recorded(devices: Devices) -> None:
     assert cells == {(i, j) for i in range(2) for j in range(len(model.devices))}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
 def test_partitions_are_compiled_each_by_itself(devices: Devices, checkpoint: str) -> None:
     plain = layers()
     model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2, checkpoint)
