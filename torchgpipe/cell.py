@@ -153,7 +153,7 @@ class Stage(Site):
 
 def _call(partition: Partition, source: str, batch: Batch) -> Batch:
     output = partition(*batch.value) if batch.positional else partition(batch.value)
-    return Batch.of(output, source)
+    return batch.of(output, source)  # of the kind that has come in
 
 
 def _call_with_skips(
