@@ -1,4 +1,4 @@
-"""What the README and the guide show runs as it stands there."""
+"""What the README and the guides show runs as it stands there."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def blocks(page: str) -> list[str]:
     return [textwrap.dedent(block).strip() for block in found]
 
 
-README, PRACTICE = "README.md", "docs/practice.rst"
+README, PRACTICE, MIGRATING = "README.md", "docs/practice.rst", "docs/migrating.rst"
 BLOCKS = [
     pytest.param(page, block, id=f"{page}: {block.splitlines()[-1]}")
-    for page in (README, PRACTICE)
+    for page in (README, PRACTICE, MIGRATING)
     for block in blocks(page)
 ]
 
@@ -31,6 +31,7 @@ BLOCKS = [
 def test_the_pages_have_code() -> None:
     assert len(blocks(README)) >= 5
     assert len(blocks(PRACTICE)) == 4
+    assert len(blocks(MIGRATING)) >= 5
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
