@@ -50,12 +50,14 @@ aten = torch.ops.aten
 
 
 class Launch(NamedTuple):
-    """One operation: the ``tick``-th thing on ``stream``, and what is certain to be over when it starts."""
+    """One operation: the ``tick``-th thing on ``stream``, what is certain to be over when it starts, and where its
+    result is."""
 
     stream: FakeStream
     name: str
     tick: int
     seen: dict[FakeStream, int]
+    target: torch.device
 
     def precedes(self, other: Launch) -> bool:
         """Whether this is certain to be over when ``other`` starts."""
@@ -229,7 +231,7 @@ class FakeAccelerator(TorchDispatchMode):
                 return func(*args, **kwargs)
             stream, home = self.current_stream(source or target), self.current_stream(target)
             stream.merge(home.seen)  # rule 4; elsewhere they are the same stream
-            launch = self._launch(stream, func)
+            launch = self._launch(stream, func, target)
             home.merge(stream.seen)
 
             written = _written(func, args, kwargs)
@@ -259,9 +261,9 @@ class FakeAccelerator(TorchDispatchMode):
                 _spoil(memory)
             return result
 
-    def _launch(self, stream: FakeStream, func: Any) -> Launch:
+    def _launch(self, stream: FakeStream, func: Any, target: torch.device) -> Launch:
         stream.seen[stream] += 1
-        launch = Launch(stream, func.overloadpacket.__name__, stream.seen[stream], dict(stream.seen))
+        launch = Launch(stream, func.overloadpacket.__name__, stream.seen[stream], dict(stream.seen), target)
         launch.seen[stream] -= 1  # is not over yet
         self.launches.append(launch)
         return launch

@@ -44,7 +44,7 @@ class Mutation(NamedTuple):
         file: where, in torchgpipe/
         old: the lines as they are; how far they are indented does not matter
         new: the lines without it
-        tests: the files that should notice, without ``test_`` and ``.py``
+        tests: the files that should notice, without ``test_`` and ``.py``, as in ``skip/portal``
     """
 
     name: str
@@ -286,8 +286,8 @@ MUTATIONS = [
         "a cell comes after the one before it, by its input",
         "cell.py",
         """
-        if lane is not None and (tied := tie(batch, [lane])):
-            batch, lane = tied, None
+        if lane is not None and tie(batch, [lane]):
+            lane = None
         """,
         "pass",
         "dependency",
@@ -296,10 +296,10 @@ MUTATIONS = [
         "... or by its output",
         "cell.py",
         """
-        if lane is not None and (tied := tie(output, [lane])):
+        if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
-            output, lane = tied, None
+            lane = None
         """,
         "pass",
         "streams",
@@ -333,7 +333,7 @@ MUTATIONS = [
         "pipeline.py",
         """
         if open_lanes:
-            batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
+            tie(batches[-1], open_lanes)
         """,
         "pass",
         "dependency checkpoint streams",
@@ -486,6 +486,107 @@ MUTATIONS = [
         "return gradients(roots, root_grads, wanted)",
         "autograd",
     ),
+    # ------------------------------------------------------------------------------------------------------ skips
+    Mutation(
+        "a skip is brought to the device of its pop",
+        "skip/portal.py",
+        "return tensor if self.route is None else copy(self.route, i, (tensor,))[0]",
+        "return tensor",
+        "skip/portal",
+    ),
+    Mutation(
+        "a skip has streams of its own",
+        "pipeline.py",
+        'portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}',
+        "portals = {key: Portal(key, route(a, c)) for ends in skips.leaving for key, a, c in ends}",
+        "skip/portal",
+    ),
+    Mutation(
+        "a skip goes no way that the batch goes",
+        "cell.py",
+        """
+        skips.update(zip([portal.key for portal in portals], batch.leaves[width:]))
+        return batch.replace(batch.leaves[:width])
+        """,
+        """
+        skips.update(zip([portal.key for portal in portals], batch.leaves[width:]))
+        return batch
+        """,
+        "skip/portal",
+    ),
+    Mutation(
+        "a skip within a partition has no portal",
+        "skip/layout.py",
+        "if source != target:",
+        "if True:",
+        "skip/portal",
+    ),
+    Mutation(
+        "a skip that is popped goes with the layer that pops it",
+        "cell.py",
+        "batch.leaves = batch.leaves[:width]",
+        "batch = batch.replace(batch.leaves[:width])",
+        "skip/leaks",
+    ),
+    Mutation(
+        "... also if the partition works on copies",
+        "cell.py",
+        """
+        batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
+        return call(batch)
+        """,
+        "return call(batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])))",
+        "skip/leaks",
+    ),
+    Mutation(
+        "who pops a skip has it alone",
+        "skip/tracker.py",
+        "return self.skips.pop(key)",
+        "return self.skips[key]",
+        "skip/tracker skip/leaks",
+    ),
+    Mutation(
+        "a cell leaves its tracker",
+        "skip/tracker.py",
+        "_current.tracker = self._outer",
+        "pass",
+        "skip/tracker",
+    ),
+    Mutation(
+        "a skip that a plain model has left goes with its layer",
+        "skip/tracker.py",
+        "self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))",
+        "pass",
+        "skip/tracker",
+    ),
+    Mutation(
+        "... and no later one goes with it",
+        "skip/tracker.py",
+        "self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))",
+        "weakref.finalize(layer, skips.pop, key, None)",
+        "skip/tracker",
+    ),
+    Mutation(
+        "a layer hears of an error where it has yielded",
+        "skip/skippable.py",
+        "step = steps.throw(error)",
+        "raise error",
+        "skip/skippable",
+    ),
+    Mutation(
+        "what a layer has declared it does",
+        "skip/skippable.py",
+        "if open_:",
+        "if False:",
+        "skip/skippable",
+    ),
+    Mutation(
+        "skips that no longer match are refused",
+        "skip/layout.py",
+        "if source is None or source > target:",
+        "if False:",
+        "skip/layout",
+    ),
 ]
 
 
@@ -531,7 +632,8 @@ def make_copy(folder: Path) -> Path:
 
 
 def targets(mutation: Mutation) -> list[str]:
-    return [f"tests/test_{name}.py" for name in mutation.tests.split()]
+    paths = [Path("tests", name) for name in mutation.tests.split()]
+    return [str(path.with_name(f"test_{path.name}.py")) for path in paths]
 
 
 def noticed(mutation: Mutation, copy: Path) -> str | None:

@@ -161,8 +161,10 @@ def _call_with_skips(
 ) -> Batch:
     width = len(batch.leaves) - len(receiving)
     tracker = SkipTracker(zip([portal.key for portal in receiving], batch.leaves[width:]))
+    # A skip that is popped goes with the layer that pops it, and not with the cell.
+    batch.leaves = batch.leaves[:width]
     with tracker:
-        output = call(batch.replace(batch.leaves[:width]))
+        output = call(batch)
     return output.replace(output.leaves + tracker.take([portal.key for portal in sending]))
 
 
@@ -173,7 +175,8 @@ def _call_alone(call: Callable[[Batch], Batch], norms: Sequence[nn.Module], batc
 
 def _call_on_copies(call: Callable[[Batch], Batch], batch: Batch) -> Batch:
     # Neither the user's mini-batch nor what a recomputation starts from may change.
-    return call(batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])))
+    batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
+    return call(batch)
 
 
 def _starts_in_place(layer: nn.Module) -> bool:
@@ -235,13 +238,13 @@ class Cell(Recomputation):
     def _run_plain(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         stage.random.forget()
-        if lane is not None and (tied := tie(batch, [lane])):
-            batch, lane = tied, None
+        if lane is not None and tie(batch, [lane]):
+            lane = None
         output = self.call(batch)
-        if lane is not None and (tied := tie(output, [lane])):
+        if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
-            output, lane = tied, None
+            lane = None
         if stage.leaving:
             output = output.replace(wait(stage.leaving, self._i, output.leaves))
         if stage.phony is not None and lane is None and self._i < self._m - 1:
@@ -299,15 +302,16 @@ def _replace_leaf(leaves: Leaves, k: int, leaf: Tensor) -> Leaves:
     return (*leaves[:k], leaf, *leaves[k + 1 :])
 
 
-def tie(batch: Batch, lanes: Sequence[Tensor]) -> Batch | None:
+def tie(batch: Batch, lanes: Sequence[Tensor]) -> bool:
     """Ends lanes in a batch, so that their other ends are differentiated after it.
 
-    None if nothing in the batch requires grad.
+    False if nothing in the batch requires grad.
     """
     for k, leaf in enumerate(batch.leaves):
         if leaf is not None and leaf.requires_grad:
-            return batch.replace(_replace_leaf(batch.leaves, k, join(leaf, *lanes)))
-    return None
+            batch.leaves = _replace_leaf(batch.leaves, k, join(leaf, *lanes))
+            return True
+    return False
 
 
 def _branch(batch: Batch) -> tuple[Batch, Lane]:

@@ -137,7 +137,7 @@ class Pipeline:
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:
-            batches[-1] = tie(batches[-1], open_lanes) or batches[-1]
+            tie(batches[-1], open_lanes)
 
     def _cell(self, i: int, j: int, checkpoint: bool) -> Cell:
         if self._step is not None:

@@ -44,10 +44,11 @@ class RecordedCell(Cell):
             return super()._gradients(outputs, grads, wanted)
 
     def call(self, batch: Batch) -> Batch:
-        batch = _notice(batch, self._end_backward)
+        _notice(batch, self._end_backward)
         with self._recorded("forward"):
             output = super().call(batch)
-        return _notice(output, self._begin_backward)
+        _notice(output, self._begin_backward)
+        return output
 
     # At backward of a cell that is not checkpointed the engine is on its own. It passes two nodes, on either side of
     # the layers; if the cell has no use for the gradient of its input, then the one that it passes last is missing, and
@@ -68,11 +69,10 @@ class RecordedCell(Cell):
         return WhatIsRecorded(kind, self._i, self._stage.j)
 
 
-def _notice(batch: Batch, callback: Callable[[], None]) -> Batch:
+def _notice(batch: Batch, callback: Callable[[], None]) -> None:
     """Calls back when the gradient of a batch goes by."""
-    if not torch.is_grad_enabled() or not any([leaf is not None and leaf.requires_grad for leaf in batch.leaves]):
-        return batch
-    return batch.replace(_Notice.apply(callback, *batch.leaves))
+    if torch.is_grad_enabled() and any([leaf is not None and leaf.requires_grad for leaf in batch.leaves]):
+        batch.leaves = _Notice.apply(callback, *batch.leaves)
 
 
 class _Notice(Function):

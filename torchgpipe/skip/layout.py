@@ -24,6 +24,10 @@ class SkipLayout:
         stashed: the skips that are stashed in each partition
         popped: the skips that are popped in each partition
 
+    Raises:
+        TypeError: a skip is popped in a partition before that of its stash, or stashed in none. The model was verified,
+            so its layers have been replaced or isolated since.
+
     Attributes:
         leaving: for each partition, the skips that it sends, with the partitions they go from and to
         arriving: for each partition, the skips that it receives, likewise
@@ -35,7 +39,14 @@ class SkipLayout:
         self.arriving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in stashed]
         for target, keys in enumerate(popped):
             for key in keys:
-                source = sources[key]
+                source = sources.get(key)
+                if source is None or source > target:
+                    raise TypeError(
+                        f"'{key.name}' is popped in partition {target}, but "
+                        + ("not stashed" if source is None else f"stashed in partition {source}")
+                        + "; layers were replaced or isolated since the model was wrapped, and "
+                        "verify_skippables(model) tells which no longer match"
+                    )
                 if source != target:
                     self.leaving[source].append((key, source, target))
                     self.arriving[target].append((key, source, target))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from functools import total_ordering
 from typing import NamedTuple
 
 __all__ = ["Namespace", "SkipKey"]
 
 
+@total_ordering
 class Namespace:
     """Keeps skips of the same name apart, where a block of layers occurs several times.
 
@@ -31,8 +33,8 @@ class Namespace:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Namespace) and self.id == other.id
 
-    def __lt__(self, other: Namespace) -> bool:
-        return self.id < other.id
+    def __lt__(self, other: object) -> bool:
+        return self.id < other.id if isinstance(other, Namespace) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.id)

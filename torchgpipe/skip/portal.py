@@ -11,7 +11,7 @@ and autograd sees one edge between them. The life of a skip of micro-batch i, fr
 4. Before cell (i, c) computes, the skip is copied to c, on streams of its own. The batch lets go of
    it, and with that it is gone from a, unless a graph of a's own layers needs it.
 5. Cell (i, c) pops it. If the cell is checkpointed, its `Checkpoint` keeps the copy to compute again from; else
-   the layers' graph keeps what it needs. In inference the copy is gone when the layer lets go of it.
+   the layers' graph keeps what it needs, and beyond that the copy is gone when the layer that pops it is through.
 6. Backward of cell (i, c) gives its gradient, or none, if the layer had no use for it. The copy is gone. The gradient
    goes straight back to a.
 7. Cell (i, a) is computed again, the skip with it, and differentiated with the gradients of all its outputs.

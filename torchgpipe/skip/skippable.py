@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from abc import ABC
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Set
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -24,17 +25,12 @@ class stash:
 
     Args:
         name: the name of the skip, as the layer has declared it
-        tensor: a tensor of any shape, or None
-
-    Raises:
-        TypeError: ``tensor`` is something else.
+        tensor: a tensor of any shape, or None; anything else is a :exc:`TypeError` where it is yielded
     """
 
     __slots__ = ("name", "tensor")
 
     def __init__(self, name: str, tensor: Leaf) -> None:
-        if not (tensor is None or isinstance(tensor, Tensor)):
-            raise TypeError(f"only a tensor or None can be stashed, but '{name}' is {type(tensor).__name__}")
         self.name = name
         self.tensor = tensor
 
@@ -77,7 +73,7 @@ class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers cl
             ValueError: a name in ``only`` is not declared.
         """
         declared = type(self).stashable_names | type(self).poppable_names  # type: ignore[attr-defined]
-        names = declared if only is None else frozenset(only)
+        names = declared if only is None else _several(only, "only")
         if not names <= declared:
             raise ValueError(
                 f"{type(self).__name__} declares {sorted(declared)}, so {sorted(names - declared)} cannot be isolated"
@@ -118,27 +114,65 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     the layers do the same without one. Every declared name must be stashed, or popped, at each call.
 
     The class remains the same class: its constructor, attributes and the keys of its ``state_dict`` are those that
-    it was written with. It gains what :class:`Skippable` has.
+    it was written with. It gains what :class:`Skippable` has. A subclass has the same skips, whether it has a
+    ``forward`` of its own or not, unless it is decorated itself: then it has those.
 
     Args:
         stash: the names that the class stashes
         pop: the names that the class pops
+
+    Raises:
+        TypeError: ``stash`` or ``pop`` is a string, not several of them.
     """
-    stashable, poppable = frozenset(stash), frozenset(pop)
+    stashable, poppable = _several(stash, "stash"), _several(pop, "pop")
 
     def decorate(cls: type[M]) -> type[M]:
         own: Any = cls
         own.stashable_names = stashable
         own.poppable_names = poppable
-        own.isolate = Skippable.isolate
-        own.skip_key = Skippable.skip_key
         own.forward = _driven(own.forward)
-        own.__repr__ = _marked(own.__repr__)
-        own._load_from_state_dict = _taking_wrapped_keys(own._load_from_state_dict)
-        Skippable.register(cls)
+        if not issubclass(cls, Skippable):
+            own.isolate = Skippable.isolate
+            own.skip_key = Skippable.skip_key
+            own.__repr__ = _marked(own.__repr__)
+            own._load_from_state_dict = _taking_wrapped_keys(own._load_from_state_dict)
+            own.__init_subclass__ = _driving_subclasses(cls)
+            Skippable.register(cls)
         return cls
 
     return decorate
+
+
+def _several(names: Iterable[str], argument: str) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{argument} takes a list of names, but got the string '{names}'; write {argument}=['{names}']")
+    return frozenset(names)
+
+
+def _driving_subclasses(cls: Any) -> Any:
+    """Makes what a subclass defines as its forward run like that of ``cls``."""
+    own = cls.__dict__.get("__init_subclass__")
+
+    def __init_subclass__(subclass: Any, /, **options: Any) -> None:
+        (super(cls, subclass).__init_subclass__ if own is None else own.__get__(None, subclass))(**options)
+        if "forward" in subclass.__dict__:
+            subclass.forward = _driven(subclass.forward)
+
+    return classmethod(__init_subclass__)
+
+
+#: What a layer has declared and not done yet in a call: pairs of `stash` or `pop` and a name.
+_Open = set[tuple[type, str]]
+
+
+class _Driving(threading.local):
+    """The layer that this thread is in, and what it still has to do."""
+
+    layer: Any = None
+    open: _Open | None = None
+
+
+_driving = _Driving()
 
 
 def _driven(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,46 +180,71 @@ def _driven(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def driven(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = forward(self, *args, **kwargs)
-        steps = result if isinstance(result, Generator) else _no_steps(result)
-        open_names = {(stash, name) for name in self.stashable_names} | {(pop, name) for name in self.poppable_names}
-        reply = None
-        while True:
-            try:
-                step = steps.send(reply)
-            except StopIteration as end:
-                if open_names:
-                    names = ", ".join(f"{kind.__name__}('{name}')" for kind, name in sorted(open_names, key=str))
-                    raise RuntimeError(f"{type(self).__name__} has declared but not done: {names}") from None
-                return end.value
-            reply = _do(self, step)
-            open_names.discard((type(step), step.name))
+        outer, outer_open = _driving.layer, _driving.open
+        if outer is self:  # super().forward(...), a part of the layer's call
+            return _run(self, forward(self, *args, **kwargs), outer_open)  # type: ignore[arg-type]
+        open_: _Open = {(stash, name) for name in self.stashable_names}
+        open_.update([(pop, name) for name in self.poppable_names])
+        _driving.layer, _driving.open = self, open_
+        try:
+            output = _run(self, forward(self, *args, **kwargs), open_)
+        finally:
+            _driving.layer, _driving.open = outer, outer_open
+        if open_:
+            names = ", ".join(sorted(f"{kind.__name__}('{name}')" for kind, name in open_))
+            raise RuntimeError(
+                f"{type(self).__name__} has declared but not done: {names}; yield each declared name at every call "
+                "(None can be stashed), or do not declare it"
+            )
+        return output
 
     return driven
 
 
-def _no_steps(output: Any) -> Generator[Any, Any, Any]:
-    return output
-    yield
+def _run(layer: Any, steps: Any, open_: _Open) -> Any:
+    """Does what a forward yields, and gives what it returns."""
+    if not isinstance(steps, Generator):
+        return steps
+    try:
+        step = next(steps)
+        while True:
+            try:
+                reply = _do(layer, step, open_)
+            except BaseException as error:
+                # Where the layer has yielded: the traceback shows its line, and its with blocks are left.
+                step = steps.throw(error)
+            else:
+                step = steps.send(reply)
+    except StopIteration as end:
+        return end.value
 
 
-def _do(layer: Any, step: Any) -> Leaf:
+def _do(layer: Any, step: Any, open_: _Open) -> Leaf:
     """Does what a layer has yielded."""
     kind = type(layer).__name__
     if isinstance(step, stash):
         if step.name not in layer.stashable_names:
             raise RuntimeError(f"'{step.name}' has not been declared as stashable by {kind}: @skippable(stash=[...])")
-        current_skip_tracker().stash(layer.skip_key(step.name), step.tensor)
+        if not (step.tensor is None or isinstance(step.tensor, Tensor)):
+            raise TypeError(
+                f"{kind} stashes '{step.name}', which is {type(step.tensor).__name__}, but only a tensor or None can "
+                "be stashed; stash each tensor under a name of its own"
+            )
+        current_skip_tracker().stash(layer.skip_key(step.name), step.tensor, layer)
+        open_.discard((stash, step.name))
         return None
     if isinstance(step, pop):
         if step.name not in layer.poppable_names:
             raise RuntimeError(f"'{step.name}' has not been declared as poppable by {kind}: @skippable(pop=[...])")
         try:
-            return current_skip_tracker().pop(layer.skip_key(step.name))
+            tensor = current_skip_tracker().pop(layer.skip_key(step.name))
         except KeyError:
             raise RuntimeError(
-                f"{kind} pops '{step.name}', which no earlier layer has stashed, or another one has popped"
+                f"{kind} pops '{step.name}', which no earlier layer has stashed, or which was popped already; stash "
+                "it in a layer before, in the same namespace, and pop it once"
             ) from None
+        open_.discard((pop, step.name))
+        return tensor
     raise TypeError(f"{kind} yielded {type(step).__name__}, but a skippable layer yields stash(...) and pop(...) only")
 
 
@@ -211,58 +270,83 @@ def _taking_wrapped_keys(load: Callable[..., None]) -> Callable[..., None]:
     return taking
 
 
-def verify_skippables(module: nn.Sequential) -> None:
+def verify_skippables(module: nn.Module) -> None:
     """Checks that every skip of a model is stashed once and popped once, in this order.
 
     A layer's skips are those of all modules in it.
 
+    Args:
+        module: the layers are its children, in their order
+
     Raises:
         TypeError: some are not; the message lists all of them and what to do.
     """
+    layers = [_skippables(index, *layer) for index, layer in enumerate(module.named_children())]
+    later = {key: end for ends in layers for end in ends for key in end.stashes}
     faults: list[str] = []
-    stashed: dict[SkipKey, str] = {}
+    stashed: dict[SkipKey, _End] = {}
     popped: set[SkipKey] = set()
-    later = {
-        key: name for name, layer in module.named_children() for key in skips_of(layer.modules(), "stashable_names")
-    }
 
-    for index, (name, layer) in enumerate(module.named_children()):
-        what = f"layer {index}, {type(layer).__name__}"
-        own = list(skips_of(layer.modules(), "stashable_names"))
-        for key in own:
-            if isinstance(layer, Skippable) and {key.name} <= layer.stashable_names & layer.poppable_names:
+    for ends in layers:
+        for end in ends:
+            for key in end.stashes & end.pops:
                 faults.append(
-                    f"'{name}' declared '{key.name}' both as stashable and as poppable ({what}); "
+                    f"'{end.path}' declared '{key.name}' both as stashable and as poppable ({end.what}); "
                     "use two names, or a variable"
                 )
-            elif key in stashed:
-                faults.append(
-                    f"'{name}' redeclared '{key.name}' as stashable ({what}), after '{stashed[key]}'; isolate each "
-                    "pair: layer.isolate(Namespace())"
-                )
-            stashed.setdefault(key, name)
-        for key in skips_of(layer.modules(), "poppable_names"):
-            if isinstance(layer, Skippable) and {key.name} <= layer.stashable_names & layer.poppable_names:
+            for key in end.stashes:
+                if key in stashed:
+                    faults.append(
+                        f"'{end.path}' redeclared '{key.name}' as stashable but not isolated by namespace "
+                        f"({end.what}), after '{stashed[key].path}'; isolate each pair: layer.isolate(Namespace())"
+                    )
+                stashed.setdefault(key, end)
+        for end in ends:
+            for key in end.pops:
+                if key not in stashed:
+                    hint = (
+                        f"'{later[key].path}' stashes it only afterwards; change their order"
+                        if key in later
+                        else "stash it in an earlier layer, in the same namespace"
+                    )
+                    faults.append(
+                        f"'{end.path}' declared '{key.name}' as poppable but it was not stashed ({end.what}); {hint}"
+                    )
+                elif key in popped:
+                    faults.append(
+                        f"'{end.path}' redeclared '{key.name}' as poppable but not isolated by namespace "
+                        f"({end.what}); a skip is popped once, so stash it again under another name, or isolate each "
+                        "pair: layer.isolate(Namespace())"
+                    )
                 popped.add(key)
-            elif key not in stashed:
-                hint = (
-                    f"'{later[key]}' stashes it only afterwards; change their order"
-                    if key in later
-                    else "stash it in an earlier layer, in the same namespace"
-                )
-                faults.append(f"'{name}' declared '{key.name}' as poppable but it was not stashed ({what}); {hint}")
-            elif key in popped:
-                faults.append(
-                    f"'{name}' redeclared '{key.name}' as poppable ({what}); a skip is popped once, so stash it again "
-                    "under another name, or isolate each pair: layer.isolate(Namespace())"
-                )
-            popped.add(key)
 
-    for key, name in stashed.items():
+    for key, end in stashed.items():
         if key not in popped:
             faults.append(
-                f"no module declared '{key.name}' as poppable but stashed by '{name}'; pop it in a later layer, in the "
-                "same namespace, or do not stash it"
+                f"no module declared '{key.name}' as poppable but stashed by '{end.path}' ({end.what}); pop it in a "
+                "later layer, in the same namespace, or do not stash it"
             )
     if faults:
         raise TypeError("stashes and pops of the model do not match:\n\n" + "\n".join(f"* {fault}" for fault in faults))
+
+
+class _End(NamedTuple):
+    """A module with skips: its name in the model, which layer it is in, and its skips."""
+
+    path: str
+    what: str
+    stashes: Set[SkipKey]
+    pops: Set[SkipKey]
+
+
+def _skippables(index: int, name: str, layer: nn.Module) -> list[_End]:
+    return [
+        _End(
+            path,
+            f"layer {index}, {type(module).__name__}",
+            # Dicts, which are sets with an order.
+            dict.fromkeys(skips_of([module], "stashable_names")).keys(),
+            dict.fromkeys(skips_of([module], "poppable_names")).keys(),
+        )
+        for path, module in layer.named_modules(prefix=name)
+    ]

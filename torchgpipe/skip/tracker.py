@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.typing import Leaf, Leaves
@@ -28,7 +30,8 @@ class SkipTracker:
     def __init__(self, arrived: Iterable[tuple[SkipKey, Leaf]] = ()) -> None:
         self.skips = dict(arrived)
 
-    def stash(self, key: SkipKey, tensor: Leaf) -> None:
+    def stash(self, key: SkipKey, tensor: Leaf, layer: Any) -> None:
+        """Holds a skip that ``layer`` puts away."""
         self.skips[key] = tensor
 
     def pop(self, key: SkipKey) -> Leaf:
@@ -53,9 +56,32 @@ class SkipTracker:
         _current.tracker = self._outer
 
 
+class _ThreadTracker(SkipTracker):
+    """Holds the skips of plain models.
+
+    A cell's tracker ends with the cell. Here nobody says that a call has failed between a stash and its pop, so a
+    skip that was left is held until its layer stashes the next one, and not when the layer itself is gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layers: dict[SkipKey, weakref.ref[Any]] = {}
+
+    def stash(self, key: SkipKey, tensor: Leaf, layer: Any) -> None:
+        super().stash(key, tensor, layer)
+        skips = self.skips  # and not the tracker, which would be a cycle
+        self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))
+
+    def pop(self, key: SkipKey) -> Leaf:
+        self._layers.pop(key, None)
+        return super().pop(key)
+
+
 class _Current(threading.local):
+    tracker: SkipTracker
+
     def __init__(self) -> None:  # for each thread
-        self.tracker = SkipTracker()
+        self.tracker = _ThreadTracker()
 
 
 _current = _Current()

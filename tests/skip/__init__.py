@@ -1,0 +1,1 @@
+"""Tests of `torchgpipe.skip` and of the way of skips through the pipeline."""

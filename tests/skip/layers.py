@@ -1,0 +1,58 @@
+"""The two smallest layers with a skip, for tests that look at its way and not at what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+__all__ = ["Apply", "Pop", "Stash", "pair"]
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Stashes ``function(x)`` and goes on with another tensor."""
+
+    def __init__(self, function: Callable[[Tensor], Any] = lambda x: x * 2) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", self.function(x))
+        return x.sin()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Goes on with ``function(x, skip)``."""
+
+    def __init__(self, function: Callable[[Tensor, Any], Tensor] = lambda x, skip: x + skip.tanh()) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return self.function(x, skip)
+
+
+class Apply(nn.Module):
+    """A layer of a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def pair(*options: Any) -> tuple[Any, Any]:
+    """A `Stash` and its `Pop`."""
+    ns = Namespace()
+    stashing, popping = Stash(*options[:1]), Pop(*options[1:])
+    stashing.isolate(ns)  # type: ignore[operator]
+    popping.isolate(ns)  # type: ignore[operator]
+    return stashing, popping

@@ -1,0 +1,241 @@
+"""A skip is dropped right after its last use, in every mode, and whatever happens between its stash and its pop.
+
+No test calls `gc.collect()` before it looks: a cycle would hold its tensors until a collection, and that is a leak.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.conftest import Pipe
+from tests.skip.layers import Apply, pair
+from torchgpipe import is_recomputing
+
+Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+M = 3
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Scene:
+    """A model with a skip from its first layer to its third, and what of the skips there is in the fourth.
+
+    Attributes:
+        first: the skips of the first runs, by micro-batch
+        again: those of recomputations
+        after_pop: which skips were there right after one was popped: pairs of whether recomputed, and for each of
+            ``first`` and ``again``, the micro-batches
+    """
+
+    def __init__(self, stashed: Callable[[Tensor], Tensor] = lambda x: x + 1) -> None:
+        self.first: list[StorageWeakRef] = []
+        self.again: list[StorageWeakRef] = []
+        self.after_pop: list[tuple[bool, list[int], list[int]]] = []
+        self.stashed = stashed
+
+    def layers(self, popped: Callable[[Tensor, Tensor], Tensor] = torch.add) -> nn.Sequential:
+        stashing, popping = pair(self._stash, popped)
+        return nn.Sequential(stashing, nn.Linear(2, 2), popping, Apply(self._look), nn.Linear(2, 2))
+
+    def _stash(self, x: Tensor) -> Tensor:
+        skip = self.stashed(x)
+        (self.again if is_recomputing() else self.first).append(StorageWeakRef(skip.untyped_storage()))
+        return skip
+
+    def _look(self, x: Tensor) -> Tensor:
+        self.after_pop.append((is_recomputing(), self.alive(self.first), self.alive(self.again)))
+        return x * 1
+
+    def alive(self, skips: list[StorageWeakRef]) -> list[int]:
+        return [k for k, storage in enumerate(skips) if not storage.expired()]
+
+    def all_gone(self) -> bool:
+        return not self.alive(self.first) and not self.alive(self.again)
+
+
+def mini_batch(requires_grad: bool = True) -> Tensor:
+    return torch.rand(M, 2, requires_grad=requires_grad)
+
+
+# ---------------------------------------------------------------------------------------------------- during forward
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_plain_model_drops_a_skip_when_it_is_popped(context: Context) -> None:
+    scene = Scene()
+    with context():
+        scene.layers()(mini_batch(requires_grad=False))
+    assert scene.after_pop == [(False, [], [])]
+
+
+@pytest.mark.parametrize("balance", [[1, 1, 3], [1, 4], [5]], ids=str)
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_so_does_a_pipeline_that_does_not_recompute(pipe: Pipe, balance: list[int], context: Context) -> None:
+    """Not only when its partition is through. The graph of a sum needs neither."""
+    scene = Scene()
+    model = pipe(scene.layers(), balance, chunks=M, checkpoint="never")
+    with context():
+        output = model(mini_batch())
+    for i, (again, first, _) in enumerate(scene.after_pop):
+        assert not again and set(first) <= set(range(i + 1, M))  # on their way
+    assert len(scene.after_pop) == M and scene.all_gone()
+    del output
+
+
+def test_an_evaluated_model_drops_it_too(pipe: Pipe) -> None:
+    scene = Scene()
+    model = pipe(scene.layers(), [1, 1, 3], chunks=M, checkpoint="always").eval()
+    with torch.no_grad():
+        model(mini_batch())
+    assert all(i not in first for i, (_, first, _) in enumerate(scene.after_pop)) and scene.all_gone()
+
+
+def test_a_partition_that_works_on_copies_of_its_input_keeps_no_original(pipe: Pipe) -> None:
+    scene = Scene()
+    layers = scene.layers()
+    layers[2].inplace = True  # type: ignore[assignment]
+    model = pipe(layers, [1, 1, 3], chunks=M, checkpoint="never")
+    model(mini_batch())
+    assert all(i not in first for i, (_, first, _) in enumerate(scene.after_pop)) and scene.all_gone()
+
+
+def test_a_checkpointed_partition_keeps_what_it_recomputes_from_and_no_more(pipe: Pipe) -> None:
+    """The skip of the first run. A skip within a partition is not kept."""
+    scene, inner = Scene(), Scene()
+    layers = scene.layers()
+    layers.insert(1, nn.Sequential(*inner.layers()))
+    model = pipe(layers, [2, 1, 3], chunks=M, checkpoint="always")
+    output = model(mini_batch())
+    assert scene.alive(scene.first) == [0, 1, 2] and not inner.alive(inner.first)
+    output.sum().backward()
+    assert len(scene.again) == len(inner.again) == M and scene.all_gone() and inner.all_gone()
+
+
+# --------------------------------------------------------------------------------------------------- during backward
+
+
+def test_backward_drops_the_skip_of_each_micro_batch_that_is_through(pipe: Pipe) -> None:
+    """In recomputation of the pop of micro-batch i those that came after it are gone."""
+    scene = Scene()
+    model = pipe(scene.layers(), [1, 1, 3], chunks=M, checkpoint="always")
+    model(mini_batch()).sum().backward()
+    recomputed = [(first, again) for was, first, again in scene.after_pop if was]
+    assert len(recomputed) == M
+    for k, (first, _) in enumerate(recomputed):
+        assert first == list(range(M - k))
+    assert scene.all_gone()
+
+
+@pytest.mark.parametrize("popped", [torch.add, torch.mul, lambda x, skip: x, lambda x, skip: x + skip.detach()])
+@pytest.mark.parametrize("stashed", [lambda x: x + 1, lambda x: x.detach() + 1, lambda x: (x > 0).float()])
+@pytest.mark.parametrize("balance", [[1, 1, 3], [5], [1, 4]], ids=str)
+def test_after_backward_nothing_is_left(
+    pipe: Pipe,
+    checkpoint: str,
+    balance: list[int],
+    stashed: Callable[[Tensor], Tensor],
+    popped: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Whether a gradient comes back or not."""
+    scene = Scene(stashed)
+    model = pipe(scene.layers(popped), balance, chunks=M, checkpoint=checkpoint)
+    output = model(mini_batch())
+    output.sum().backward()
+    assert scene.all_gone()
+    del output
+
+
+def test_an_output_that_is_dropped_leaves_nothing(pipe: Pipe, checkpoint: str) -> None:
+    scene = Scene()
+    output = pipe(scene.layers(torch.mul), [1, 1, 3], chunks=M, checkpoint=checkpoint)(mini_batch())
+    assert scene.alive(scene.first) == [0, 1, 2]
+    del output
+    assert scene.all_gone()
+
+
+def test_the_last_micro_batch_that_is_not_checkpointed(pipe: Pipe) -> None:
+    """Its stash has a graph, and so has its pop, beside others that have none."""
+    scene = Scene()
+    model = pipe(scene.layers(torch.mul), [1, 1, 3], chunks=M, checkpoint="except_last")
+    output = model(mini_batch())
+    assert scene.alive(scene.first) == [0, 1, 2]
+    output.sum().backward()
+    assert len(scene.again) == M - 1 and scene.all_gone()
+
+
+# ------------------------------------------------------------------------------------------------------ after a fault
+
+
+class Fault(Exception):
+    pass
+
+
+def failing_model(scene: Scene, at: int, phase: list[str]) -> nn.Sequential:
+    """`Scene.layers`, in which layer ``at`` fails at its second micro-batch, if it is the phase."""
+
+    def fail(x: Tensor) -> Tensor:
+        now = "recomputation" if is_recomputing() else "forward"
+        calls.append(now)
+        if phase == [now] and calls.count(now) == 2:
+            raise Fault
+        return x * 1
+
+    def pop_and_fail(x: Tensor, skip: Tensor) -> Tensor:
+        return fail(x) + skip
+
+    def stash_and_fail(x: Tensor) -> Tensor:
+        return fail(scene._stash(x))
+
+    calls: list[str] = []
+    layers = scene.layers(pop_and_fail if at == 2 else torch.add)
+    if at == 0:
+        layers[0].function = stash_and_fail  # type: ignore[assignment]
+    elif at != 2:
+        layers[at] = Apply(fail)
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "phase"),
+    [("always", "forward"), ("except_last", "forward"), ("never", "forward"), ("always", "recomputation")],
+)
+@pytest.mark.parametrize("at", [0, 1, 2, 4], ids=["in the stash", "between", "in the pop", "after"])
+def test_after_a_fault_nothing_is_left_and_the_model_works_on(pipe: Pipe, checkpoint: str, at: int, phase: str) -> None:
+    scene, phases = Scene(), [phase]
+    model = pipe(failing_model(scene, at, phases), [1, 1, 3], chunks=M, checkpoint=checkpoint)
+    x = mini_batch()
+    with pytest.raises(Fault) as info:
+        model(x).sum().backward()
+    partition, i = min(at, 2), 1
+    (note,) = info.value.__notes__
+    assert note.startswith(f"micro-batch {i} of {M}, partition {partition} ") and note.endswith(f"during {phase}")
+    del info
+    # After an error, the queue of the autograd engine keeps what was ready, until the next backward.
+    torch.ones((), requires_grad=True).backward()
+    assert scene.all_gone()
+
+    phases.clear()
+    x.grad = None
+    output = model(x)
+    output.sum().backward()
+    grad = x.grad
+    x.grad = None
+    model.checkpoint = "never"
+    expected = model(x)
+    expected.sum().backward()
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grad, x.grad, rtol=0, atol=0)

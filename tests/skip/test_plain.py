@@ -1,0 +1,110 @@
+"""Layers with skips in a plain Sequential compute what the same computation without skips does, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.plain import assert_same, outcome
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+
+@skippable(stash=["skip"])
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return self.linear(x).tanh()
+
+
+@skippable(pop=["skip"])
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return self.linear(x * skip)
+
+
+def nested(depth: int) -> nn.Sequential:
+    downs: list[Any] = [Down() for _ in range(depth)]
+    ups: list[Any] = [Up() for _ in range(depth)]
+    for down, up in zip(downs, reversed(ups), strict=True):
+        ns = Namespace()
+        down.isolate(ns)
+        up.isolate(ns)
+    return nn.Sequential(*downs, *ups)
+
+
+def without_skips(model: nn.Sequential, x: Tensor) -> Tensor:
+    layers: list[Any] = list(model)
+    skips = []
+    for down in layers[: len(layers) // 2]:
+        skips.append(x)
+        x = down.linear(x).tanh()
+    for up in layers[len(layers) // 2 :]:
+        x = up.linear(x * skips.pop())
+    return x
+
+
+CONTEXTS: list[Context] = [
+    nullcontext,
+    torch.no_grad,
+    torch.inference_mode,
+    partial(torch.autocast, "cpu", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_it_computes_the_same(context: Context) -> None:
+    model = nested(3).double()
+    x = torch.rand(2, 4, dtype=torch.float64, requires_grad=context not in CONTEXTS[1:3])
+
+    def within(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            with context():
+                return run(x)
+
+        return call
+
+    actual = outcome(model, x, run=within(model))
+    other = copy.deepcopy(model)
+    assert_same(actual, outcome(other, x, run=within(partial(without_skips, other))))
+
+
+def test_several_threads_may_call_one_model() -> None:
+    """Each has its own skips in flight."""
+
+    def call(number: int) -> None:
+        x = torch.full((1, 4), float(number))
+        for layer in model:
+            meeting.wait()
+            x = layer(x)
+        outputs[number] = x
+
+    model, outputs = nested(2), {}
+    meeting = threading.Barrier(3, timeout=60)
+    threads = [threading.Thread(target=call, args=[number]) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, output in outputs.items():
+        expected = without_skips(model, torch.full((1, 4), float(number)))
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    assert len(outputs) == 3

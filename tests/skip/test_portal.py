@@ -1,0 +1,219 @@
+"""The way of a skip on several devices: straight there once, straight back once, beside all computation.
+
+See `fake_accelerator`, where a copy is a launch between two devices, and what may run at the same time is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
+from tests.skip.layers import Pop, Stash, pair
+from torchgpipe import GPipe
+from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.skip.portal import Portal
+
+M = 3
+
+
+def pipeline(layers: list[Any], devices: list[int], balance: list[int] | None = None, **options: Any) -> GPipe:
+    """A partition for each layer, on fake devices of these numbers."""
+    balance = balance or [1] * len(layers)
+    names = [f"cpu:{k}" for k in devices]
+    return GPipe(nn.Sequential(*layers), balance, devices=names, chunks=options.pop("chunks", M), **options)
+
+
+def train(model: GPipe, width: int = 2) -> FakeAccelerator:
+    x = torch.rand(model.chunks, width, requires_grad=True)
+    with on_fake_devices(model) as fake:
+        model(x).sum().backward()
+    return fake
+
+
+def copies(fake: FakeAccelerator) -> list[tuple[int, int]]:
+    """Between which devices something was copied, in order."""
+    ends = [(launch.stream.device.index, launch.target.index) for launch in fake.launches]
+    return [(source, target) for source, target in ends if source != target]
+
+
+def there_and_back(ways: list[tuple[int, int]]) -> Counter[tuple[int, int]]:
+    """Each way once for each micro-batch and once back."""
+    moving = [(source, target) for source, target in ways if source != target]
+    return Counter(M * (moving + [(target, source) for source, target in moving]))
+
+
+class Linear(nn.Module):
+    """Has something to differentiate, so that backward goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        return output
+
+
+# ---------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("devices", [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 0], [0, 0, 1, 1], [1, 0, 0, 2]], ids=str)
+def test_a_skip_is_copied_once_there_and_its_gradient_once_back(checkpoint: str, devices: list[int]) -> None:
+    """Between the devices of its ends, and never through others; not at all if they are one device."""
+    stashing, popping = pair()
+    model = pipeline([stashing, Linear(), Linear(), popping], devices, checkpoint=checkpoint)
+    assert Counter(copies(train(model))) == there_and_back([*pairwise(devices), (devices[0], devices[3])])
+
+
+def test_a_skip_between_neighbours_goes_the_same_way_as_the_batch(checkpoint: str) -> None:
+    model = pipeline([*pair()], [0, 1], checkpoint=checkpoint)
+    assert Counter(copies(train(model))) == there_and_back([(0, 1), (0, 1)])
+
+
+def test_a_skip_within_a_partition_is_not_copied(checkpoint: str) -> None:
+    a, b = pair(), pair()
+    model = pipeline([a[0], a[1], b[0], nn.Tanh(), b[1]], [0, 1], balance=[2, 3], checkpoint=checkpoint)
+    fake = train(model)
+    assert Counter(copies(fake)) == there_and_back([(0, 1)])
+    assert not any("skip" in launch.stream.name for launch in fake.launches)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(data=st.data())
+def test_any_skips_are_copied_once_there_and_once_back(data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 4))
+    devices = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    blocks: list[list[nn.Module]] = [[Linear()] for _ in range(n)]
+    ways = [*pairwise(devices)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        a, c = sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))))
+        stashing, popping = pair()
+        blocks[a].append(stashing)
+        blocks[c].insert(blocks[c].index(stashing) + 1 if a == c else 0, popping)
+        ways.append((devices[a], devices[c]))
+    mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
+    model = pipeline([nn.Sequential(*block) for block in blocks], devices, checkpoint=mode)
+    assert Counter(copies(train(model))) == there_and_back(ways)
+
+
+def test_without_gradients_it_is_copied_once_there() -> None:
+    model = pipeline([Stash(), Linear(), Pop()], [0, 1, 2])
+    with on_fake_devices(model) as fake, torch.no_grad():
+        model(torch.rand(M, 2))
+    assert Counter(copies(fake)) == Counter(M * [(0, 1), (1, 2), (0, 2)])
+
+
+@pytest.mark.parametrize("function", [lambda x: None, lambda x: x[:0]], ids=["None", "empty"])
+def test_what_has_no_elements_is_not_copied(function: Any, checkpoint: str) -> None:
+    model = pipeline([Stash(function), Linear(), Pop(lambda x, skip: x)], [0, 1, 2], checkpoint=checkpoint)
+    assert Counter(copies(train(model))) == there_and_back([(0, 1), (1, 2)])
+
+
+@pytest.mark.parametrize("popping", [lambda x, skip: x, lambda x, skip: x + skip.detach()], ids=["unused", "detached"])
+def test_a_gradient_that_never_comes_is_not_copied(popping: Any, checkpoint: str) -> None:
+    model = pipeline([Stash(), Linear(), Pop(popping)], [0, 1, 2], checkpoint=checkpoint)
+    assert Counter(copies(train(model))) == there_and_back([(0, 1), (1, 2)]) + Counter(M * [(0, 2)])
+
+
+def test_what_needs_no_gradient_has_none_to_copy(checkpoint: str) -> None:
+    model = pipeline(
+        [Stash(lambda x: x > 0), Linear(), Pop(lambda x, skip: x * skip)], [0, 1, 2], checkpoint=checkpoint
+    )
+    assert Counter(copies(train(model))) == there_and_back([(0, 1), (1, 2)]) + Counter(M * [(0, 2)])
+
+
+def test_a_pipeline_of_one_device_has_portals_without_a_route() -> None:
+    """The tensor is handed over as it is."""
+    x = torch.ones(1)
+    assert Portal(SkipKey(None, "skip"), None).receive(0, x) is x
+
+
+# --------------------------------------------------------------------------------------------------------- overlap
+
+
+def launches(fake: FakeAccelerator, name: str, device: int, target: int | None = None) -> list[Launch]:
+    """The operations of a device, in the order of its launches; with ``target``, what they send there."""
+    wanted = device if target is None else target
+    return [
+        launch
+        for launch in fake.launches
+        if launch.name == name and launch.stream.device.index == device and launch.target.index == wanted
+    ]
+
+
+def test_the_copy_of_a_skip_overlaps_with_the_computation_between() -> None:
+    """It begins when its stash is computed, and nobody but its pop waits until it is over."""
+    m = 4
+    model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.add)], [0, 1, 2, 3], chunks=m)
+    with on_fake_devices(model) as fake, torch.no_grad():
+        model(torch.rand(m, 2))
+    stashes, skips, pops = launches(fake, "exp", 0), launches(fake, "_to_copy", 0, 3), launches(fake, "add", 3)
+    assert len(stashes) == len(skips) == len(pops) == m
+    between = [launches(fake, "tanh", 1), launches(fake, "tanh", 2)]
+    batches = [launches(fake, "_to_copy", k, k + 1) for k in range(3)]
+    for i in range(m):
+        assert stashes[i].precedes(skips[i]) and skips[i].precedes(pops[i])
+        assert all(skips[i].overlaps(cells[i]) for cells in between)
+        assert all(skips[i].overlaps(later) for later in stashes[i + 1 :])
+        assert all(skips[i].overlaps(earlier) for earlier in pops[:i])
+        assert all(skips[i].overlaps(way[i]) for way in batches)
+
+
+def test_the_copy_of_its_gradient_overlaps_with_the_computation_between(checkpoint: str) -> None:
+    m = 4
+    model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.mul)], [0, 1, 2, 3], chunks=m)
+    model.checkpoint = checkpoint
+    with on_fake_devices(model) as fake:
+        model(torch.rand(m, 2, requires_grad=True)).sum().backward()
+    grads = launches(fake, "_to_copy", 3, 0)[::-1]
+    between = [launches(fake, "tanh_backward", k)[::-1] for k in (1, 2)]
+    batch = launches(fake, "_to_copy", 3, 2)[::-1]
+    assert len(grads) == len(batch) == m and all(len(cells) == m for cells in between)
+    for i in range(m):
+        assert all(grads[i].overlaps(cells[i]) for cells in between)
+        assert grads[i].overlaps(batch[i])
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_skip_is_on_one_device_at_a_time() -> None:
+    """It has left the one when it has come to the other, and that when it was popped."""
+
+    def make(x: Tensor) -> Tensor:
+        skip = x * 2
+        sources.append(StorageWeakRef(skip.untyped_storage()))
+        return skip
+
+    def popped(x: Tensor, skip: Tensor) -> Tensor:
+        targets.append(StorageWeakRef(skip.untyped_storage()))
+        i = len(targets) - 1
+        alive.append([not storage.expired() for storage in [*sources[: i + 1], *targets[: i + 1]]])
+        return x + skip
+
+    sources: list[StorageWeakRef] = []
+    targets: list[StorageWeakRef] = []
+    alive: list[list[bool]] = []
+    model = pipeline([Stash(make), nn.Identity(), Pop(popped)], [0, 1, 2])
+    with on_fake_devices(model), torch.no_grad():
+        model(torch.rand(M, 2))
+    assert alive == [[False] * (i + 1) + [False] * i + [True] for i in range(M)]
+    assert targets[-1].expired()
+
+
+def test_after_backward_only_gradients_are_left_on_the_devices(checkpoint: str) -> None:
+    model = pipeline([Stash(), Linear(), Pop()], [0, 1, 2], checkpoint=checkpoint)
+    x = torch.rand(M, 2, requires_grad=True)
+    with on_fake_devices(model) as fake:
+        model(x).sum().backward()
+        kept = [x.grad, *[parameter.grad for parameter in model.parameters()]]
+        assert fake.alive() == len(kept) and None not in kept

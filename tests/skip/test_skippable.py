@@ -1,0 +1,618 @@
+"""The decorator: what becomes of a class, what its layers may do, and what they are told if they do anything else."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Pipe
+from tests.skip.layers import Pop, Stash, pair
+from torchgpipe import GPipe
+from torchgpipe.skip import Namespace, Skippable, pop, skippable, stash
+
+
+def equal(actual: Tensor, expected: Tensor) -> bool:
+    return torch.equal(actual, expected)
+
+
+# ------------------------------------------------------------------------------------------ the class as it was
+
+
+@skippable(stash=["a", "b"], pop=["c"])
+class Layer(nn.Module):
+    """Documented."""
+
+    GREETING = "hello"
+
+    def __init__(self, width: int, *, bias: bool = True) -> None:
+        """Takes a width."""
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+        self.register_buffer("count", torch.tensor(0))
+
+    @property
+    def width(self) -> int:
+        return self.linear.in_features
+
+    def extra_repr(self) -> str:
+        return "extra"
+
+    def forward(self, x: Tensor, factor: int = 1) -> Any:
+        """Runs."""
+        c = yield pop("c")
+        yield stash("a", x * factor)
+        yield stash("b", c)
+        return self.linear(x)
+
+
+def test_it_stays_the_class_that_it_was() -> None:
+    layer = Layer(3, bias=False)
+    assert type(layer) is Layer and isinstance(layer, Layer) and isinstance(layer, nn.Module)
+    assert Layer.__bases__ == (nn.Module,) and Layer.__name__ == "Layer" and Layer.__module__ == __name__
+    assert Layer.__doc__ == "Documented." and Layer.__init__.__doc__ == "Takes a width."
+    assert Layer.GREETING == layer.GREETING == "hello" and layer.width == 3 and layer.linear.bias is None
+    assert list(inspect.signature(Layer).parameters) == ["width", "bias"]
+    with pytest.raises(TypeError, match="width"):
+        Layer()  # type: ignore[call-arg]
+
+
+def test_its_forward_stays_documented() -> None:
+    assert Layer.forward.__doc__ == "Runs." and Layer.forward.__name__ == "forward"
+    assert list(inspect.signature(Layer.forward).parameters) == ["self", "x", "factor"]
+
+
+def test_it_is_skippable() -> None:
+    layer = Layer(3)
+    assert isinstance(layer, Skippable) and issubclass(Layer, Skippable)
+    assert layer.stashable_names == {"a", "b"} and layer.poppable_names == {"c"}  # type: ignore[attr-defined]
+    assert not isinstance(nn.Linear(1, 1), Skippable)
+
+
+def test_its_representation_says_so() -> None:
+    assert repr(Layer(3)).startswith("@skippable(Layer(\n  extra\n")
+    assert repr(nn.Sequential(Stash())) == "Sequential(\n  (0): @skippable(Stash())\n)"
+
+
+def test_its_state_dict_has_its_own_keys() -> None:
+    assert list(Layer(3).state_dict()) == ["count", "linear.weight", "linear.bias"]
+    assert [name for name, _ in nn.Sequential(Layer(3)).named_parameters()] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_names_are_given_in_a_list() -> None:
+    with pytest.raises(TypeError, match=r"stash takes a list of names, but got the string 'skip'.*stash=\['skip'\]"):
+        skippable(stash="skip")
+    with pytest.raises(TypeError, match=r"pop=\['skip'\]"):
+        skippable(pop="skip")
+    with pytest.raises(TypeError, match=r"only=\['a'\]"):
+        Layer(3).isolate(Namespace(), only="a")  # type: ignore[operator]
+    assert skippable(pop=iter("ab"))(type("Both", (nn.Module,), {})).poppable_names == {"a", "b"}  # type: ignore[attr-defined]
+
+
+def test_as_a_function() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x)
+            return x
+
+    assert skippable(stash=["skip"])(Plain) is Plain
+    assert equal(nn.Sequential(Plain(), Pop(lambda x, skip: skip))(torch.ones(1)), torch.ones(1))
+
+
+# --------------------------------------------------------------------------------------------- what can be loaded
+
+
+class Around(nn.Module):
+    """As the original has kept a skippable layer: in an attribute of a wrapper."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@skippable(stash=["outer"])
+class Outer(nn.Module):
+    def __init__(self, wrapped: bool = False) -> None:
+        super().__init__()
+        inner = Layer(2)
+        self.inner = Around(inner) if wrapped else inner
+        self.weight = nn.Parameter(torch.rand(2))
+
+
+def wrapped_model() -> nn.Sequential:
+    return nn.Sequential(Around(Pop()), Around(Outer(wrapped=True)), nn.Linear(2, 2))
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Pop(), Outer(), nn.Linear(2, 2))
+
+
+def test_keys_of_the_original_load() -> None:
+    saved, target = wrapped_model().state_dict(), model()
+    target.load_state_dict(saved)
+    for (name, tensor), (own, loaded) in zip(saved.items(), target.state_dict().items(), strict=True):
+        assert name.replace("module.", "") == own and equal(loaded, tensor)
+
+
+def test_keys_of_the_original_pipeline_load() -> None:
+    @skippable(stash=["skip"])
+    class Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x)
+            return super().forward(x)
+
+    saved = {"partitions.0.0.module.weight": torch.eye(2), "partitions.1.1.weight": torch.ones(2, 2)}
+    model = GPipe(nn.Sequential(Linear(2, 2, bias=False), Around(Pop())), [1, 1], devices=["cpu"] * 2)
+    del saved["partitions.1.1.weight"]
+    model.load_state_dict(saved)
+    assert equal(model[0].weight, torch.eye(2))  # type: ignore[arg-type]
+
+
+def test_an_attribute_of_that_name_keeps_it() -> None:
+    @skippable(stash=["skip"])
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+    source, target = Mine(), Mine()
+    target.load_state_dict(source.state_dict())
+    assert equal(source.module.weight, target.module.weight)
+
+
+def test_keys_that_are_not_there_are_still_reported() -> None:
+    with pytest.raises(RuntimeError, match=r"Missing key.*1\.inner\.count.*\n.*Unexpected key.*1\.inner\.other"):
+        model().load_state_dict({"1.inner.module.other": torch.zeros(1)})
+
+
+# ---------------------------------------------------------------------------------------------------------- copies
+
+
+def run(*layers: nn.Module) -> Tensor:
+    output: Tensor = nn.Sequential(*layers)(torch.ones(2))
+    return output
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_work(copied: Callable[[nn.Sequential], nn.Sequential]) -> None:
+    stashing: Any = Base()
+    popping: Any = PopBase()
+    stashing.isolate(ns := Namespace())
+    again = copied(nn.Sequential(stashing, popping.isolate(ns)))
+    assert isinstance(again[0], Base) and isinstance(again[0], Skippable)
+    assert again[0].skip_key("skip") == again[1].skip_key("skip") == stashing.skip_key("skip")  # type: ignore[operator]
+    assert equal(run(*again), torch.full((2,), 2.0))
+
+
+def test_copies_of_a_pair_that_were_made_apart_still_find_each_other() -> None:
+    namesakes = pair(lambda x: x), pair(lambda x: -x, lambda x, skip: skip)
+    (a, b), (c, d) = namesakes
+    for function in (copy.copy, copy.deepcopy):
+        assert equal(run(function(a), function(c), function(b), function(d)), -torch.ones(2).sin())
+
+
+def test_isolation_of_a_copy_is_its_own() -> None:
+    layer = Layer(2).isolate(first := Namespace())  # type: ignore[operator]
+    again = copy.deepcopy(layer).isolate(Namespace())
+    assert layer.skip_key("a").namespace == first != again.skip_key("a").namespace
+
+
+# -------------------------------------------------------------------------------------------------------- isolation
+
+
+def test_isolate() -> None:
+    """All names, or some; the last one counts; the layer is given back."""
+    alice, bob = Namespace(), Namespace()
+    layer: Any = Layer(2)
+    assert [layer.skip_key(name) for name in "abc"] == [(None, "a"), (None, "b"), (None, "c")]
+    assert layer.isolate(alice) is layer
+    assert [layer.skip_key(name).namespace for name in "abc"] == [alice, alice, alice]
+    layer.isolate(bob, only=["b"])
+    assert [layer.skip_key(name).namespace for name in "abc"] == [alice, bob, alice]
+    layer.isolate(bob, only=["c"]).isolate(alice, only=["b"])
+    assert [layer.skip_key(name).namespace for name in "abc"] == [alice, alice, bob]
+    layer.isolate(bob, only=[])
+    assert [layer.skip_key(name).namespace for name in "abc"] == [alice, alice, bob]
+
+
+def test_isolate_takes_declared_names_only() -> None:
+    with pytest.raises(ValueError, match=r"Layer declares \['a', 'b', 'c'\], so \['d'\] cannot be isolated"):
+        Layer(2).isolate(Namespace(), only=["a", "d"])  # type: ignore[operator]
+
+
+def test_isolation_is_the_layers_and_not_its_classes() -> None:
+    Layer(2).isolate(Namespace())  # type: ignore[operator]
+    assert Layer(2).skip_key("a").namespace is None  # type: ignore[operator]
+
+
+def test_isolate_a_block_says_nothing_about_the_layers_in_it() -> None:
+    @skippable(stash=["outer"])
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Stash()
+
+    block: Any = Block().isolate(Namespace())  # type: ignore[operator]
+    assert block.inner.skip_key("skip").namespace is None
+
+
+# ------------------------------------------------------------------------------------------------------- subclasses
+
+
+@skippable(stash=["skip"])
+class Base(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x
+
+
+@skippable(pop=["skip"])
+class PopBase(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return (yield pop("skip"))
+
+
+class Inherits(Base):
+    pass
+
+
+class Overrides(Base):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 3)
+        return x
+
+
+class Extends(Base):
+    def forward(self, x: Tensor) -> Any:
+        output: Tensor = super().forward(x * 4)
+        return output / 4
+
+
+class ExtendsInSteps(Base):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 0)  # The later one counts.
+        output = super().forward(x * 5)
+        return output / 5
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Inherits, 2), (Overrides, 3), (Extends, 8), (ExtendsInSteps, 10)])
+def test_subclasses_are_skippable(kind: type[nn.Module], expected: int) -> None:
+    layer = kind()
+    assert isinstance(layer, Skippable) and isinstance(layer, Base)
+    assert equal(
+        run(layer, Pop(lambda x, skip: torch.stack([x, skip]))), torch.tensor([[1.0], [expected]]).expand(2, 2)
+    )
+    assert repr(layer) == f"@skippable({kind.__name__}())"
+
+
+def test_a_subclass_may_declare_other_skips() -> None:
+    @skippable(stash=["skip", "other"])
+    class More(Base):
+        def forward(self, x: Tensor) -> Any:
+            output = super().forward(x)
+            yield stash("other", x * 7)
+            return output
+
+    @skippable(pop=["other"])
+    class PopOther(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x + (yield pop("other"))
+
+    layer = More()
+    assert Base.stashable_names == {"skip"} and layer.stashable_names == {"skip", "other"}  # type: ignore[attr-defined]
+    assert equal(run(layer, Pop(lambda x, skip: x + skip), PopOther()), torch.full((2,), 10.0))
+    assert repr(layer) == "@skippable(More())"
+
+
+def test_a_subclass_is_told_as_well() -> None:
+    class Forgets(Base):
+        def forward(self, x: Tensor) -> Any:
+            return x
+
+    with pytest.raises(RuntimeError, match=r"Forgets has declared but not done: stash\('skip'\)"):
+        Forgets()(torch.ones(1))
+
+
+def test_the_class_may_have_to_say_something_about_its_subclasses() -> None:
+    @skippable(stash=["skip"])
+    class Registry(nn.Module):
+        known: ClassVar[list[tuple[type, int]]] = []
+
+        def __init_subclass__(cls, number: int = 0) -> None:
+            super().__init_subclass__()
+            Registry.known.append((cls, number))
+
+    class One(Registry, number=1):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x)
+            return x
+
+    assert Registry.known == [(One, 1)]
+    assert equal(run(One(), Pop()), torch.ones(2) + torch.ones(2).tanh())
+
+
+# --------------------------------------------------------------------------------------------------- what is allowed
+
+
+def layer_of(forward: Callable[..., Any], **names: Any) -> nn.Module:
+    """A layer of the class Mine."""
+    return skippable(**names)(type("Mine", (nn.Module,), {"forward": forward}))()
+
+
+def test_several_names() -> None:
+    @skippable(stash=["a", "b"])
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("a", x * 2)
+            yield stash("b", x * 3)
+            return x
+
+    @skippable(stash=["c"], pop=["b", "a"])
+    class Three(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            b = yield pop("b")
+            yield stash("c", b * 10)
+            a = yield pop("a")
+            return torch.stack([x, a, b])
+
+    @skippable(pop=["c"])
+    class One(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            c = yield pop("c")
+            return torch.cat([x, c[None]])
+
+    assert equal(run(Two(), Three(), One())[:, 0], torch.tensor([1.0, 2, 3, 30]))
+
+
+@pytest.mark.parametrize("skip", [None, torch.arange(3), torch.tensor([True]), torch.zeros(0), torch.tensor(2.0)])
+def test_what_can_be_stashed(skip: Tensor | None) -> None:
+    popped: list[Tensor | None] = []
+
+    def keep(x: Tensor, it: Any) -> Tensor:
+        popped.append(it)
+        return x
+
+    run(Stash(lambda x: skip), Pop(keep))
+    assert popped[0] is skip
+
+
+def test_a_forward_without_skips_need_not_be_a_generator() -> None:
+    layer = layer_of(lambda self, x: x + 1)
+    assert equal(run(layer), torch.full((2,), 2.0)) and isinstance(layer, Skippable)
+
+
+def test_a_forward_with_several_arguments() -> None:
+    def forward(self: nn.Module, x: Tensor, y: Tensor, *, factor: int) -> Any:
+        yield stash("skip", y)
+        return x * factor
+
+    layer = layer_of(forward, stash=["skip"])
+    assert layer(torch.ones(1), torch.zeros(1), factor=3).item() == 3
+
+
+@pytest.mark.parametrize("value", [None, (1, 2), [3], {"a": 4}, StopIteration])
+def test_a_forward_returns_anything(value: Any) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return value
+
+    assert layer_of(forward, stash=["skip"])(torch.ones(1)) is value
+
+
+def test_hooks_see_the_output() -> None:
+    layer, seen = Stash(), []
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer(torch.zeros(1))
+    assert isinstance(seen[0], Tensor)
+
+
+def test_blocks_with_skips_in_them(pipe: Pipe) -> None:
+    """A layer may contain both ends, one end, or one end of another's."""
+
+    @skippable(stash=["outer"])
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open, self.close = pair()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.linear(self.open(x))
+            yield stash("outer", h)
+            return self.close(h)
+
+    @skippable(pop=["outer"])
+    class PopOuter(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x + (yield pop("outer"))
+
+    far = pair()
+    layers = nn.Sequential(
+        nn.Sequential(Block(), nn.ModuleList([far[0]])[0]), nn.Linear(2, 2), nn.Sequential(PopOuter(), far[1])
+    )
+    x = torch.rand(4, 2)
+    expected = layers(x)
+    model = pipe(layers, [1, 1, 1], chunks=1, checkpoint="always")
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------- what is not, and what it says
+
+
+def never(self: nn.Module, x: Tensor) -> Any:
+    return x
+
+
+def stash_undeclared(self: nn.Module, x: Tensor) -> Any:
+    yield stash("other", x)
+    return x
+
+
+def pop_undeclared(self: nn.Module, x: Tensor) -> Any:
+    yield pop("other")
+    return x
+
+
+def pop_nothing(self: nn.Module, x: Tensor) -> Any:
+    yield pop("skip")
+    return x
+
+
+def stash_list(self: nn.Module, x: Tensor) -> Any:
+    yield stash("skip", [x])  # type: ignore[arg-type]
+    return x
+
+
+def yield_tensor(self: nn.Module, x: Tensor) -> Any:
+    yield x
+    return x
+
+
+def yield_class(self: nn.Module, x: Tensor) -> Any:
+    yield stash
+    return x
+
+
+Wrong = tuple[Callable[..., Any], dict[str, Any], type[Exception], str]
+
+WRONG: list[Wrong] = [
+    (never, {"stash": ["skip"]}, RuntimeError, r"^Mine has declared but not done: stash\('skip'\); yield each"),
+    (never, {"pop": ["skip"]}, RuntimeError, r"^Mine has declared but not done: pop\('skip'\); yield each"),
+    (never, {"pop": "ab", "stash": "c"}, RuntimeError, r"^Mine .* done: pop\('a'\), pop\('b'\), stash\('c'\)"),
+    (stash_undeclared, {}, RuntimeError, r"^'other' has not been declared as stashable by Mine: @skippable\(stash="),
+    (stash_undeclared, {"pop": ["other"]}, RuntimeError, "^'other' has not been declared as stashable by Mine"),
+    (pop_undeclared, {}, RuntimeError, r"^'other' has not been declared as poppable by Mine: @skippable\(pop="),
+    (pop_undeclared, {"stash": ["other"]}, RuntimeError, "^'other' has not been declared as poppable by Mine"),
+    (pop_nothing, {"pop": ["skip"]}, RuntimeError, "^Mine pops 'skip', which no earlier layer has stashed, or which"),
+    (stash_list, {"stash": ["skip"]}, TypeError, "^Mine stashes 'skip', which is list, but only a tensor or None can"),
+    (yield_tensor, {"stash": ["skip"]}, TypeError, "^Mine yielded Tensor, but a skippable layer yields stash"),
+    (yield_class, {"stash": ["skip"]}, TypeError, "^Mine yielded type, but a skippable layer yields stash"),
+]
+
+
+@pytest.mark.parametrize(("forward", "names", "kind", "message"), WRONG)
+def test_an_error_names_the_layer(
+    forward: Callable[..., Any], names: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    names = {end: list(given) for end, given in names.items()}
+    with pytest.raises(kind, match=message):
+        layer_of(forward, **names)(torch.ones(1))
+
+
+def test_a_skip_is_popped_once() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        yield pop("skip")
+        yield pop("skip")
+
+    with pytest.raises(RuntimeError, match=r"Mine pops 'skip', .* or which was popped already"):
+        run(Stash(), layer_of(forward, pop=["skip"]))
+
+
+def test_an_error_is_raised_where_the_layer_has_yielded() -> None:
+    with pytest.raises(TypeError) as info:
+        layer_of(stash_list, stash=["skip"])(torch.ones(1))
+    lines = [frame.line for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert any(line is not None and line.startswith('yield stash("skip", [x])') for line in lines)
+
+
+def test_an_error_leaves_the_blocks_that_the_layer_is_in() -> None:
+    """Before it is handled: a frame that is still suspended would keep its tensors, and here the mode."""
+    events: list[str] = []
+
+    @contextmanager
+    def block() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            events.append("left")
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        mine = torch.ones(1)
+        tensors.append(weakref.ref(mine))
+        with block(), torch.no_grad():
+            yield stash("other", x)
+
+    tensors: list[weakref.ref[Tensor]] = []
+    layer = layer_of(forward)
+    try:
+        layer(torch.ones(1))
+    except RuntimeError:
+        events.append("caught")
+    assert events == ["left", "caught"] and torch.is_grad_enabled()
+    assert tensors[0]() is None
+
+
+def test_a_layer_may_catch_it() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        try:
+            skip = yield pop("skip")
+        except RuntimeError:
+            skip = x * 2
+        yield stash("next", skip)
+        return x
+
+    with pytest.raises(RuntimeError, match=r"done: pop\('skip'\)"):
+        layer_of(forward, pop=["skip"], stash=["next"])(torch.ones(1))
+
+
+def test_an_error_of_the_layer_is_its_own() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        yield stash("skip", x)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        layer_of(forward, stash=["skip"])(torch.ones(1))
+
+
+def test_an_error_in_a_layer_of_a_layer_is_no_business_of_the_next_call() -> None:
+    """What a thread is in is left again, however a call ends."""
+
+    class Fails(Base):
+        def forward(self, x: Tensor) -> Any:
+            super().forward(x)
+            if x.item() < 0:
+                raise ZeroDivisionError
+            return x
+
+    layer = Fails()
+    with pytest.raises(ZeroDivisionError):
+        layer(-torch.ones(1))
+    assert layer(torch.ones(1)).item() == 1
+
+
+@pytest.mark.parametrize(("forward", "names", "kind", "message"), WRONG)
+def test_in_a_pipeline_the_error_tells_where(
+    pipe: Pipe, forward: Callable[..., Any], names: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    names = {end: list(given) for end, given in names.items()}
+    layer = layer_of(forward, **names)
+
+    def other_end(self: nn.Module, x: Tensor) -> Any:
+        for name in names.get("pop", ()):
+            yield stash(name, x)
+        return x
+
+    def last(self: nn.Module, x: Tensor) -> Any:
+        for name in names.get("stash", ()):
+            yield pop(name)
+        return x
+
+    first, last_ = layer_of(other_end, stash=names.get("pop", ())), layer_of(last, pop=names.get("stash", ()))
+    model = pipe(nn.Sequential(first, nn.Sequential(layer), last_), [1, 1, 1], chunks=2)
+    if forward is pop_nothing:
+        model(torch.ones(2, 1))
+        return
+    with pytest.raises(kind, match=message) as info:
+        model(torch.ones(2, 1))
+    assert info.value.__notes__[0].startswith("micro-batch 0 of 2, partition 1 (layers '1'..'1')")
