@@ -20,7 +20,7 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent.parent
 
 FLOORS: list[list[str]] = [
-    ["typing", "schedule", "phase", "skip.namespace", "timeline.record"],
+    ["typing", "schedule", "phase", "skip.namespace", "timeline.record", "uncompiled"],
     ["device", "timeline.label"],
     ["function", "hooks", "microbatch", "stream", "skip.layout"],
     ["ambient", "phony", "copy", "random", "partition", "batchnorm"],
