@@ -5,7 +5,7 @@ loop, as the least of several rounds: the parts add up to about a cell, not exac
 counts the autograd nodes of a cell, ours and the original's, by walking the graph of a step: the count is
 exact, and each node of Python costs what the first table says.
 
-    python benchmarks/profile_cell.py
+    python -m benchmarks.profile_cell
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from overhead import MODES, cells, devices
-from peers import Peer
-from records import RESULTS, environment, spread, table, write
 from torch import Tensor, nn
+
+from benchmarks.overhead import MODES, cells, devices
+from benchmarks.peers import Peer
+from benchmarks.records import RESULTS, environment, spread, table, write
 
 Run = Callable[[int], float]  # repeats -> seconds
 

@@ -9,8 +9,8 @@ The bytes are counted as they are copied (`examples/traffic.py` says how), not e
 and on how it is split, not on the machine. On the CPU the devices are called cpu:0, cpu:1, ... and tensors are
 copied between them as between GPUs.
 
-    python benchmarks/skips.py                                  # -> results/skips.json and skips.svg, in seconds
-    python benchmarks/skips.py --devices cuda:0 cuda:1 cuda:2   # the same on GPUs
+    python -m benchmarks.skips                                  # -> results/skips.json and skips.svg, in seconds
+    python -m benchmarks.skips --devices cuda:0 cuda:1 cuda:2   # the same on GPUs
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from records import RESULTS, environment, table, write
 from torch import Tensor, nn
+
+from benchmarks.records import RESULTS, environment, table, write
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from unet import counted_step, draw_images, unet, without_portals

@@ -1,6 +1,6 @@
 """Writes the tables of README.md from the results, so that no figure is copied by hand.
 
-python benchmarks/tables.py    # after a benchmark has written its JSON
+python -m benchmarks.tables    # after a benchmark has written its JSON
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from overhead import shown
-from records import RESULTS, table
+from benchmarks.overhead import shown
+from benchmarks.records import RESULTS, table
 
 README = Path(__file__).resolve().parent / "README.md"
 

@@ -100,8 +100,7 @@ def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_the_benchmark_of_skips_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    skips = importlib.import_module("skips")
+    skips = importlib.import_module("benchmarks.skips")
     small = ["--depth", "2", "--width", "2", "--size", "16", "--batch", "4"]
     devices = ["--devices", "cpu:0", "cpu:1", "cpu:2"]
     monkeypatch.setattr(sys, "argv", ["skips.py", *small, *devices, "--json", str(tmp_path / "skips.json")])
