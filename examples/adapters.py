@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(repr("".join(generate(model, "The ", 80, options.seed))))
 
     layers = model.unwrap().requires_grad_(False)
-    for block in layers[-1 - options.blocks : -1]:
+    for block in list(layers)[-1 - options.blocks : -1]:
         adapt(block, options.rank)
     model = wrap(layers, options)
     train(model, encode(names()), options.steps // 2, 1e-2, options, "adapters")

@@ -99,7 +99,9 @@ def gpt2_layers(model: Any) -> nn.Sequential:
         ValueError: the last layer has weights of its own, which these layers would not use.
     """
     if model.lm_head.weight is not model.transformer.wte.weight:
-        raise ValueError("lm_head has weights of its own; set tie_word_embeddings=True, or write a layer that uses them")
+        raise ValueError(
+            "lm_head has weights of its own; set tie_word_embeddings=True, or write a layer that uses them"
+        )
     blocks = [(f"h_{index}", Block(block)) for index, block in enumerate(model.transformer.h)]
     return nn.Sequential(
         OrderedDict([("embed", Embed(model.transformer)), *blocks, ("score", Score(model.transformer))])
@@ -236,7 +238,9 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.inference_mode():
         scores, actual = original.eval()(input), model.eval()(input)
     scores = getattr(scores, "logits", scores)
-    print(f"the original, with what was learnt: {loss_of(scores, target):.3f}; the pipeline: {loss_of(actual, target):.3f}")
+    print(
+        f"the original, with what was learnt: {loss_of(scores, target):.3f}; the pipeline: {loss_of(actual, target):.3f}"
+    )
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:

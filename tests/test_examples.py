@@ -37,5 +37,5 @@ def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
 def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm")
     main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]
-    main("--steps 2 --batch 8 --width 4 --longest 5".split())
+    main(["--steps", "2", "--batch", "8", "--width", "4", "--longest", "5"])
     assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", capsys.readouterr().out)

@@ -18,7 +18,7 @@ from tests.plain import assert_same, outcome, plain_outcome
 sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
 pytest.importorskip("tqdm")
 
-from adapters import Adapted, Block, adapt, main  # noqa: E402
+from adapters import Adapted, Block, adapt, main
 
 
 @pytest.fixture
@@ -104,6 +104,6 @@ def test_adapters_are_saved_alone_and_put_beside_the_same_model(pipe: Pipe, modu
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    main("--steps 2 --batch 4 --width 8 --layers 3 --blocks 1 --rank 1".split())
+    main(["--steps", "2", "--batch", "4", "--width", "8", "--layers", "3", "--blocks", "1", "--rank", "1"])
     out = capsys.readouterr().out
     assert "8 of " in out and "down.weight" in out

@@ -20,7 +20,7 @@ from tests.plain import assert_same, outcome, plain_outcome
 sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
 pytest.importorskip("tqdm")
 
-from adapters import Block, Embedding, generate  # noqa: E402
+from adapters import Block, Embedding, generate
 
 OFF = [torch.inference_mode, torch.no_grad, nullcontext]
 
