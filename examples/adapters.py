@@ -1,7 +1,7 @@
 """Teaches a frozen language model a new text through small adapters, and lets it write before and after.
 
-First a model learns English from the licenses and docstrings that come with Python. Then all of its parameters are frozen,
-and beside every linear layer of the last blocks an adapter of low rank (LoRA) learns the names of Python's modules, one in
+First a model learns English from the docstrings that come with Python. Then all of its parameters are frozen, and
+beside every linear layer of the last blocks an adapter of low rank (LoRA) learns the names of Python's modules, one in
 each line. A pipeline has nothing to do for that but to be called: the frozen layers in front of the first adapter are
 neither run again nor differentiated, and what is saved is the adapters alone.
 

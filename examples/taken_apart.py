@@ -1,13 +1,14 @@
 """Takes a model that is not sequential apart into layers, and trains it through a pipeline: ResNet-50 and GPT-2.
 
-Both come as their libraries make them, with random weights, so nothing is downloaded. What their `forward` does is written
-down once more as an `nn.Sequential` of the very same modules; then it is seen that logits and gradients are the original's.
+Both come as their libraries make them, with random weights, so nothing is downloaded. What their `forward` does is
+written down once more as an `nn.Sequential` of the very same modules; then it is seen that logits and gradients are
+those of the original.
 
     python examples/taken_apart.py gpt2          # needs transformers; learns Python's own source code, byte by byte
     python examples/taken_apart.py resnet50      # needs torchvision; tells source code from bytecode by its picture
 
-Each takes less than a minute on two CPU cores. `state_dict`s of the original are loaded under the names of the layers, and
-what is saved gets the names of the original again: `names_in` is the table.
+Each takes less than a minute on two CPU cores. A `state_dict` of the original is loaded under the names of the layers,
+and what is saved gets the names of the original again: `names_in` is the table.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 
 def resnet_layers(model: nn.Module) -> nn.Sequential:
-    """The layers of a torchvision ResNet, cut between its blocks: images (batch, 3, height, width) to (batch, classes)."""
+    """The layers of a torchvision ResNet, with its blocks: images (batch, 3, height, width) to (batch, classes)."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, child in model.named_children():
         if name == "fc":
@@ -192,7 +193,7 @@ def loss_of(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def original_step(model: nn.Module, input: Tensor, target: Tensor, chunks: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and gradients of the original, micro-batch by micro-batch: batch norm sees no more of them in a pipeline."""
+    """Logits and gradients of the original, micro-batch by micro-batch, as batch norm sees them in a pipeline."""
     outputs = [model(part) for part in input.chunk(chunks)]
     scores = torch.cat([getattr(output, "logits", output) for output in outputs])
     loss_of(scores, target).backward()
@@ -217,8 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     scores, gradients = original_step(original, input, target, options.chunks)
     actual = model(input)
     loss_of(actual, target).backward()
-    ours = dict(model.named_parameters())
-    apart = max(float((ours[names[name]].grad.cpu() - gradient).abs().max()) for name, gradient in gradients.items())
+    ours: dict[str, Any] = {name: model.get_parameter(names[name]).grad for name in gradients}
+    apart = max(float((ours[name].cpu() - gradient).abs().max()) for name, gradient in gradients.items())
     print(f"{len(layers)} layers, {balance} of them on {[str(device) for device in model.devices]}")
     print(f"logits differ by at most {float((actual.detach().cpu() - scores).abs().max()):.1e} from the original's")
     print(f"gradients differ by at most {apart:.1e}")
@@ -238,9 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.inference_mode():
         scores, actual = original.eval()(input), model.eval()(input)
     scores = getattr(scores, "logits", scores)
-    print(
-        f"the original, with what was learnt: {loss_of(scores, target):.3f}; the pipeline: {loss_of(actual, target):.3f}"
-    )
+    losses = [float(loss_of(each, target)) for each in [scores, actual]]
+    print("the original, with what was learnt: {:.3f}; the pipeline: {:.3f}".format(*losses))
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """The way out of what `torch.compile` traces, for what has to run as it is written.
 
 `torch.compiler.disable` as a decorator does the same, but it brings the compiler along, whose import takes longer than
-all the rest, and puts a wrapper around every call. So this file is imported only where the compiler is at work already::
+all the rest, and puts a wrapper around every call. So this file is imported only where the compiler is at work::
 
     if torch.compiler.is_dynamo_compiling():
         from torchgpipe.uncompiled import uncompiled
