@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchgpipe
 
@@ -40,3 +41,17 @@ def test_code_of_the_pages(page: str, block: str, tmp_path: Path, monkeypatch: p
         pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     exec(compile(block, page, "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", ["recipes"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+def test_code_of_a_page_that_goes_on(page: str) -> None:
+    """From top to bottom: what a block has defined is there in the next one."""
+    found = blocks(f"docs/{page}.rst")
+    assert len(found) >= 5
+    names = {"__name__": page}
+    try:
+        for block in found:
+            exec(compile(block, page, "exec"), names)
+    finally:
+        torch.compiler.reset()

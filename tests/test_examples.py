@@ -49,3 +49,10 @@ def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(threads)
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01) and losses["bfloat16"] != losses["float32"]
     assert losses["float16"] == pytest.approx(losses["float32"], rel=0.01) and losses["float16"] != losses["float32"]
+
+
+def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]
+    main(["--steps", "2", "--batch", "8", "--width", "4", "--longest", "5"])
+    assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", capsys.readouterr().out)
