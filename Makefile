@@ -29,7 +29,7 @@ demo: $(READY)
 	$(RUN) examples/language_model.py $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check
