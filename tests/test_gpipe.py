@@ -459,6 +459,14 @@ def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
         model.partitions[0][0] = nn.Identity()
 
 
+def test_a_layer_that_was_deleted_is_an_error_at_the_call(pipe: Pipe) -> None:
+    """It was a KeyError of the name alone."""
+    model = pipe(make_model(3), [1, 2])
+    delattr(model, "1")
+    with pytest.raises(RuntimeError, match=r"layers \['1'\] have been deleted .* nn.Identity\(\)"):
+        model(make_input())
+
+
 # Partitions as modules
 
 

@@ -41,6 +41,12 @@ class Partition(nn.Sequential):
         """Takes over the layers that the owner has by now under the same names, and its mode."""
         self.training = owner.training
         layers: dict[str, Any] = owner._modules
+        missing = [name for name in self._modules if name not in layers]
+        if missing:
+            raise RuntimeError(
+                f"layers {missing} have been deleted from the pipeline, whose balance counts them; put nn.Identity() "
+                "in their place, or wrap what is left again: GPipe(model.unwrap(), ...)"
+            )
         for name in self._modules:
             self._modules[name] = layers[name]
 
