@@ -552,6 +552,17 @@ def test_training_mode_that_changes_before_backward(pipe: Pipe, checkpoint: str)
     assert not model[1].training
 
 
+def test_training_mode_that_was_left_and_entered_again_before_backward(model: GPipe) -> None:
+    """Nothing has changed. But the views of the partitions take over a mode when they are called, and no sooner."""
+    loss = model(batch()).square().sum()
+    model.eval()
+    with torch.no_grad():
+        model(batch())
+    model.train()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 # ------------------------------------------------------------------------------------------ unused and frozen
 
 

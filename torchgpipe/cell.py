@@ -85,7 +85,9 @@ class Stage(Site):
         self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
         self.source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
         # Looked up anew for each call, because layers and parameters can be replaced between calls.
-        self._layers = [(module, module.training, list(module._parameters.items())) for module in modules]
+        # Not the partition, a view, which takes over the mode of the model when that is called.
+        layers = [module for module in modules if module is not partition]
+        self._layers = [(module, module.training, list(module._parameters.items())) for module in layers]
         self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
         self._buffers = [
             (module, name)
