@@ -475,11 +475,14 @@ def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
         model.partitions[0][0] = nn.Identity()
 
 
-def test_a_layer_that_was_deleted_is_an_error_at_the_call(pipe: Pipe) -> None:
-    """It was a KeyError of the name alone."""
+def test_layers_that_come_or_go_are_an_error_at_the_call(pipe: Pipe) -> None:
+    """One that was added was listed and saved, but never ran; one that had gone was a KeyError of its name alone."""
     model = pipe(make_model(3), [1, 2])
-    delattr(model, "1")
-    with pytest.raises(RuntimeError, match=r"layers \['1'\] have been deleted .* nn.Identity\(\)"):
+    model.add_module("head", nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"\['head'\] was added; .*unwrap\(\)"):
+        model(make_input())
+    del model.head, model._modules["1"]
+    with pytest.raises(RuntimeError, match=r"\['1'\] was deleted; put nn.Identity\(\)"):
         model(make_input())
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
+from torchgpipe.partition import Partition, place, split, verify_balance, verify_divided, verify_module
 from torchgpipe.pipeline import Mechanisms, Pipeline
 from torchgpipe.replicas import verify_layers
 from torchgpipe.skip.skippable import verify_skippables
@@ -108,6 +108,7 @@ class GPipe(nn.Module):
     @property
     def partitions(self) -> list[Partition]:
         """Views on the layers of each partition, up to date with those that are registered now."""
+        verify_divided(self._modules, self._partitions)
         for partition in self._partitions:
             partition.follow(self)
         return self._partitions

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchgpipe.device import same_memory
 
-__all__ = ["Partition", "place", "split", "verify_balance", "verify_module"]
+__all__ = ["Partition", "place", "split", "verify_balance", "verify_divided", "verify_module"]
 
 
 class Partition(nn.Sequential):
@@ -42,12 +42,6 @@ class Partition(nn.Sequential):
         """Takes over the layers that the owner has by now under the same names, and its mode."""
         self.training = owner.training
         layers: dict[str, Any] = owner._modules
-        missing = [name for name in self._modules if name not in layers]
-        if missing:
-            raise RuntimeError(
-                f"layers {missing} have been deleted from the pipeline, whose balance counts them; put nn.Identity() "
-                "in their place, or wrap what is left again: GPipe(model.unwrap(), ...)"
-            )
         for name in self._modules:
             self._modules[name] = layers[name]
 
@@ -124,6 +118,28 @@ Let the balance be measured, here for 4 partitions:
     balance = balance_by_time(module, sample, partitions=4)
 
 (or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
+
+
+def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> None:
+    """Raises if some of the layers are in no partition, and would not run, or the other way round.
+
+    Raises:
+        RuntimeError: layers were added or deleted since they were divided.
+    """
+    divided = dict.fromkeys([name for partition in partitions for name in partition._modules])
+    now = dict.fromkeys(layers)
+    if now.keys() != divided.keys():
+        added, deleted = list(now.keys() - divided.keys()), list(divided.keys() - now.keys())
+        raise RuntimeError(
+            "the balance of a pipeline is made for the layers that it had, but since then "
+            + " and ".join(
+                f"{sorted(names)} {'was' if len(names) == 1 else 'were'} {what}"
+                for names, what in [(added, "added"), (deleted, "deleted")]
+                if names
+            )
+            + "; put nn.Identity() in the place of a layer instead of deleting it, keep other modules outside, or "
+            "wrap the layers again: GPipe(model.unwrap(), ...)"
+        )
 
 
 def split(module: nn.Sequential, balance: Sequence[int], kind: type[Partition] = Partition) -> list[Partition]:
