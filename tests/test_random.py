@@ -341,3 +341,22 @@ def test_another_thread_that_replays_meanwhile_is_no_silent_error(pipe: Pipe) ->
         replayed.set()
         outcomes.append(backward(later.result(), y))
     assert all(outcome == "right" or "checkpoint='never'" in outcome for outcome in outcomes), outcomes
+
+
+@pytest.mark.xfail(strict=True, reason="what draws and puts the generator back seems to have drawn nothing")
+@pytest.mark.parametrize("checkpoint", CHECKPOINTED)
+def test_a_layer_that_puts_the_generator_back(pipe: Pipe, checkpoint: str) -> None:
+    """`fork_rng` leaves no trace in the state, but what is drawn in it depends on the state that it begins with."""
+
+    def draw(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return torch.rand(x.shape, dtype=x.dtype)
+
+    layer = Draw(draw)
+    output = pipe(nn.Sequential(layer, nn.Tanh()), [1, 1], chunks=2, checkpoint=checkpoint)(
+        torch.ones(4, 2, requires_grad=True)
+    )
+    torch.rand(100)
+    output.sum().backward()
+    assert len(layer.again) == {"always": 2, "except_last": 1}[checkpoint]
+    assert all(any(torch.equal(again, first) for first in layer.first) for again in layer.again)
