@@ -384,6 +384,18 @@ def test_checkpoint_must_be_one_of_three(mode: Any) -> None:
     assert str(mode) in str(caught.value)
 
 
+def test_lazy_layers_get_their_shape_in_the_pipeline_or_are_refused(pipe: Pipe, checkpoint: str) -> None:
+    """Nearly nothing can be asked of a parameter without a shape, and a checkpoint would have to know it."""
+    module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 2)).double()
+    if checkpoint != "never":
+        with pytest.raises(ValueError, match="parameters without a shape cannot be checkpointed"):
+            pipe(module, [1, 2], checkpoint=checkpoint)
+        return
+    model = pipe(module, [1, 2], chunks=2, checkpoint=checkpoint)
+    model(make_input()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_checkpoint_mode_that_is_set_later_is_checked_at_the_call() -> None:
     model = GPipe(make_model(1), [1], devices=["cpu"])
     model.checkpoint = "nevr"

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.batchnorm import STATISTICS, Norm, exclusive, scratch_statistics
@@ -100,7 +101,8 @@ class Stage(Site):
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
         self._all_parameters = tuple(parameters)
-        self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
+        # Those of a lazy layer cannot even be asked. They are not checkpointed.
+        self._versioned = [one for one in parameters if not (is_lazy(one) or one.is_inference())]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
 
         #: From the input of a cell to its output. Skips that arrive are behind the input's leaves, and those that leave
