@@ -30,7 +30,7 @@ FLOORS: list[list[str]] = [
     ["recorded"],
     ["pipeline"],
     ["gpipe"],
-    ["pipe", "distributed", "balance", "timeline.*"],
+    ["pipe", "distributed.*", "balance", "timeline.*"],
 ]
 
 PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing"]

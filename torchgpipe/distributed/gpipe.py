@@ -1,0 +1,549 @@
+"""The pipeline over several processes, as users see it: a module that holds the layers of its own stage.
+
+A step, on every process:
+
+1. The input is split into micro-batches, as in one process. Nothing is sent yet.
+2. The shapes at all boundaries follow from it; for shapes that are new a schedule of PyTorch's is made.
+3. The processes agree: whether all could prepare the same step, and how much the losses of all weigh.
+4. The schedule runs the stages of this process, forward and backward.
+5. Replicas add up their gradients. The last stage tells all others the loss.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+
+from torchgpipe import microbatch
+from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
+from torchgpipe.device import canonical_device
+from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
+from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
+from torchgpipe.distributed.stage import Call, StageModule, WatchedStage
+from torchgpipe.microbatch import Batch
+from torchgpipe.partition import place, split, verify_balance, verify_module, verify_sharing
+from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.skippable import verify_skippables
+from torchgpipe.typing import Device
+
+__all__ = ["DistributedGPipe"]
+
+#: By PyTorch's names without the word Schedule, in any case: what runs one stage in each process, and what several.
+_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL: dict[str, Any] = {
+    "loopedbfs": ScheduleLoopedBFS,
+    "interleaved1f1b": ScheduleInterleaved1F1B,
+    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
+}
+_MODES = ("always", "except_last", "never")
+
+#: From the output and the target of a micro-batch to its mean loss.
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+#: From the target of a micro-batch to how much its mean loss weighs.
+Weight: TypeAlias = Callable[[Any], float | int | Tensor]
+
+
+class DistributedGPipe(nn.Module):
+    """Trains a :class:`~torch.nn.Sequential` in several processes, each of which holds one part of the layers.
+
+    Every process makes the same model, best on the meta device, and calls the same methods in the same order::
+
+        torch.distributed.init_process_group(timeout=timedelta(minutes=2))
+        model = DistributedGPipe(module, balance=[2, 2], chunks=8, loss_fn=torch.nn.functional.cross_entropy)
+        optimizer = torch.optim.Adam(model.parameters())
+        for input, target in data:
+            loss = model.step(input, target)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The stages and their schedules are those of ``torch.distributed.pipelining``. Micro-batches, skips, checkpointing,
+    batch norms and names are those of :class:`~torchgpipe.GPipe`; losses and gradients are those of the plain model.
+
+    Args:
+        module: the model; this process keeps the layers of its own partitions
+        balance: the number of layers in each partition; their number is that of the processes of a pipeline or,
+            for the schedules that interleave, a multiple of it
+        chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
+        schedule: by its name in PyTorch without the word Schedule: ``'GPipe'`` or ``'1F1B'``; with several partitions
+            in each process ``'LoopedBFS'``, ``'Interleaved1F1B'`` or ``'InterleavedZeroBubble'``
+        checkpoint: which micro-batches are computed again at backward, as in :class:`~torchgpipe.GPipe`
+        loss_fn: gives the mean loss of a micro-batch, from its output and its target
+        weight: gives what that loss weighs in the mean over all micro-batches, from the target; for a mean over tokens,
+            their number (default: the size of the micro-batch)
+        deferred_batch_norm: as in :class:`~torchgpipe.GPipe`
+        mesh: the processes: (stages,) or (replicas, stages); default: one pipeline of all
+        device: where this process computes (default: its current accelerator, or the CPU where there is none)
+
+    Attributes:
+        balance (list[int]): the number of layers in each partition
+        stages (list[int]): the indices of the partitions in this process
+        device (torch.device): where they are
+        steps (int): how many calls were made
+
+    Raises:
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        ValueError: the balance does not fit the module or the processes, another argument is out of its range, or
+            partitions share a parameter.
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        chunks: int = 1,
+        schedule: str = "1F1B",
+        checkpoint: str = "except_last",
+        loss_fn: LossFunction | None = None,
+        weight: Weight | None = None,
+        deferred_batch_norm: bool = False,
+        mesh: DeviceMesh | None = None,
+        device: Device | None = None,
+    ) -> None:
+        super().__init__()
+        verify_module(module)
+        verify_skippables(module)
+        self.balance = verify_balance(balance, len(module))
+        self._pipeline, self._replicas = _groups(mesh)
+        self._rank, self._processes = dist.get_rank(self._pipeline), dist.get_world_size(self._pipeline)
+        self._schedule = _verify_schedule(schedule, len(self.balance), self._processes)
+        self.chunks, self.checkpoint = _verify_chunks(chunks), _verify_checkpoint(checkpoint, self._schedule)
+        self.device = _default_device() if device is None else canonical_device(device)
+        self.stages = list(range(self._rank, len(self.balance), self._processes))
+        self.steps = 0
+        self.training = module.training
+        self._loss_fn, self._weight = loss_fn, weight
+        self._plans: dict[Any, _Plan] = {}
+
+        self._shapes = Shapes(module, self.balance, self.device)
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+        partitions = split(module, self.balance)
+        verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
+        self._partitions = [partitions[j] for j in self.stages]
+        place(self._partitions, [self.device] * len(self.stages))
+        mine = {name for partition in self._partitions for name in partition._modules}
+        self._elsewhere = [name for name in module._modules if name not in mine]
+        for partition in self._partitions:
+            for name, layer in partition._modules.items():
+                self.add_module(name, layer)
+        # What the schedule does not allow is an error now and not at the first step.
+        sample = [Boundary([Batch((torch.empty(1, device="meta"),))] * self.chunks, "a sample")]
+        self._make(sample * (len(self.balance) + 1), self.chunks, backward=True)
+
+    def step(self, input: Any, target: Any = None) -> Tensor:
+        """Runs a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
+
+        Gradients are added to those that the parameters have, as ``backward()`` does. A mini-batch may be smaller than
+        the others. In replicas, each gives its own part of the data, and the loss and the gradients are those of all.
+
+        Args:
+            input: a tensor of shape (batch, ...), or nested tensors as in :class:`~torchgpipe.GPipe`. Only the first
+                stage reads it; the others may be given a tensor on the meta device, for its shape.
+            target: likewise, for the loss function; only the last stage reads it
+
+        Returns:
+            the mean loss, a tensor without dimensions, in every process
+
+        Raises:
+            TypeError, ValueError: the input or the target does not fit; nothing was sent.
+            RuntimeError: another process was called with something else, has refused, has failed, or did not answer
+                within the timeout of the process group. The message names this process and the one that it waited for.
+            Exception: what a layer raises, with notes.
+        """
+        backward = torch.is_grad_enabled()
+        losses: list[Tensor] = []
+        if self._loss_fn is None:
+            raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
+        targets: list[Batch] = []
+        weights: list[float] = []
+
+        def prepare(m: int, size: int) -> float:
+            if self._is_last:
+                targets.extend(microbatch.scatter((target,), self.chunks, self.device))
+                _verify_target(target, targets, m, size)
+                weights.extend(float(self._weigh(each)) for each in targets)
+            return sum(weights)
+
+        def finish(i: int, output: Batch) -> Tensor:
+            loss = self._loss(output, targets[i], weights[i] / total if weights[i] else 0.0)
+            losses.append(loss.detach())
+            return loss.reshape(1)
+
+        with self._at_step():
+            self.steps += 1
+            plan, total = self._prepare(input, prepare, backward)
+            gradients = Gradients(self.parameters() if backward else [], self._replicas)
+            try:
+                self._run(plan, finish)
+            except BaseException:
+                gradients.restore()
+                raise
+            with self._exchanging("the gradients of the replicas and the loss"):
+                gradients.reduce()
+                loss = torch.zeros((), dtype=torch.float64, device=self.device)
+                for part in losses:
+                    loss += part
+                dist.broadcast(loss, group=self._pipeline, group_src=self._owner(len(self.balance) - 1))
+                if self._replicas is not None:
+                    dist.all_reduce(loss, group=self._replicas)
+        return loss
+
+    @torch.no_grad()
+    def eval_step(self, input: Any, *, gather: bool = False) -> Any:
+        """Runs a mini-batch forward.
+
+        Args:
+            input: as in :meth:`step`
+            gather: whether all processes of a pipeline get the output
+
+        Returns:
+            what the last layer returns, gathered along dimension 0, in the process of the last stage, and None in
+            the others
+
+        Raises:
+            as :meth:`step`
+        """
+        outputs: dict[int, Batch] = {}
+
+        def finish(i: int, output: Batch) -> Tensor:
+            outputs[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
+            return torch.zeros(1, device=self.device)
+
+        with self._at_step():
+            self.steps += 1
+            plan, _ = self._prepare(input, lambda m, size: 0.0, backward=False)
+            self._run(plan, finish)
+            if not (self._is_last or gather):
+                return None
+            batches = [outputs[i] for i in sorted(outputs)] or [_empty(form, self.device) for form in plan.outputs]
+            if gather:
+                with self._exchanging("the output"):
+                    for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
+                        dist.broadcast(leaf, group=self._pipeline, group_src=self._owner(len(self.balance) - 1))
+            return microbatch.gather(batches)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does those of a plain model.
+
+        Returns:
+            the norm of the gradients of all stages before, in every process
+        """
+        with self._at_step(), self._exchanging("the norm of the gradients"):
+            return clip_grad_norm(self.parameters(), max_norm, norm_type, self._pipeline, self.device)
+
+    # ---- The steps above.
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stages[-1] == len(self.balance) - 1
+
+    def _owner(self, j: int) -> int:
+        """The rank, in the pipeline, of the process that has stage ``j``."""
+        return j % self._processes
+
+    def _weigh(self, target: Batch) -> float | int | Tensor:
+        if self._weight is not None:
+            return self._weight(target.value)
+        return next(len(leaf) for leaf in target.leaves if leaf is not None)
+
+    def _loss(self, output: Batch, target: Batch, share: float) -> Tensor:
+        assert self._loss_fn is not None
+        if share == 0:  # The mean of nothing may be nan.
+            return sum([(leaf * 0).sum() for leaf in output.leaves if leaf is not None], torch.zeros(()))
+        loss = self._loss_fn(output.value, target.value)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn must return the mean loss of a micro-batch, but its shape is {tuple(loss.shape)}"
+            )
+        return loss * share
+
+    def _prepare(self, input: Any, weigh: Callable[[int, int], float], backward: bool) -> tuple[_Plan, float]:
+        """Makes or finds the plan of a step, and gives what all targets weigh together."""
+        try:
+            # Only the first stage reads the input. To the others it is a form.
+            where = self.device if 0 in self.stages else torch.device("meta")
+            batches = microbatch.scatter((input,), self.chunks, where)
+            weight = weigh(len(batches), _rows(batches))
+            plan = self._plan(batches, backward)
+        except Exception:
+            with self._exchanging("whether all are ready"):
+                self._agree(0, 0.0, failed=True)
+            raise
+        with self._exchanging("whether all are ready"):
+            total = self._agree(plan.checksum, weight, failed=False)
+        plan.batches = batches
+        return plan, total
+
+    def _agree(self, checksum: int, weight: float, *, failed: bool) -> float:
+        mine = torch.tensor([float(failed), float(checksum), weight], dtype=torch.float64, device=self.device)
+        replies = [torch.empty_like(mine) for _ in range(self._processes)]
+        dist.all_gather(replies, mine, group=self._pipeline)
+        rows = torch.stack(replies)
+        last = self._owner(len(self.balance) - 1)
+        refused = [rank for rank, row in enumerate(rows.tolist()) if row[0]]
+        others = [rank for rank, row in enumerate(rows.tolist()) if row[1] != checksum]
+        together = torch.stack([rows[:, 0].sum() + len(others), rows[last, 2]])
+        if self._replicas is not None:
+            dist.all_reduce(together, group=self._replicas)
+        faults, total = map(float, together.tolist())
+        if failed or not faults:
+            return total
+        ranks = [dist.get_global_rank(self._pipeline, rank) for rank in (refused or others)]
+        if refused:
+            raise _Disagreement(f"rank {_listed(ranks)} could not prepare it, and says why; nothing was sent")
+        if others:
+            raise _Disagreement(
+                f"rank {_listed(ranks)} prepares another one: the shapes of the input, train() or eval(), grad mode "
+                "and what requires grad must be the same in all processes; freeze layers before the model is wrapped. "
+                "Nothing was sent"
+            )
+        raise _Disagreement("another replica could not prepare it, and says why; nothing was sent")
+
+    def _plan(self, batches: list[Batch], backward: bool) -> _Plan:
+        forms = [on_meta(batch) for batch in batches]
+        described = [_describe(form) for form in forms]
+        frozen = tuple([not parameter.requires_grad for parameter in self.parameters()])
+        key = (tuple(described), backward, self.training, frozen)
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            self._shapes.follow(self)
+            distinct = {text: self._shapes.forms(form) for text, form in zip(described, forms)}
+            columns = zip(*[distinct[text] for text in described])
+            boundaries = [Boundary(column, f"the output of stage {j - 1}") for j, column in enumerate(columns)]
+            plan = self._make(boundaries, len(batches), backward)
+            known = [backward, self.training, self.checkpoint, *[list(map(_describe, b.forms)) for b in boundaries]]
+            plan.checksum = zlib.crc32(repr(known).encode())
+        self._plans[key] = plan
+        while len(self._plans) > _MOST_PLANS:  # Each holds the buffers of its micro-batches.
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+    def _make(self, boundaries: list[Boundary], m: int, backward: bool) -> _Plan:
+        n = len(self.balance)
+        modules = [StageModule(j, p, self.device, boundaries) for j, p in zip(self.stages, self._partitions)]
+        stages = [WatchedStage(module, j, n, self.device, self._pipeline) for j, module in zip(self.stages, modules)]
+        several = self._schedule in _SEVERAL.values()
+        drain: Any = ScheduleLoopedBFS if several else ScheduleGPipe
+        made: Any = stages if several else stages[0]
+        if not backward:
+            schedule = drain(made, m)
+        else:
+            try:
+                schedule = self._schedule(made, m, loss_fn=_passed_on, scale_grads=False)
+            except ValueError:
+                if m == self.chunks:
+                    raise
+                # A smaller mini-batch may give fewer micro-batches than the schedule can do with.
+                schedule = drain(made, m, loss_fn=_passed_on, scale_grads=False)
+        return _Plan(schedule, modules, stages, boundaries[-1].forms)
+
+    def _run(self, plan: _Plan, finish: Callable[[int, Batch], Tensor]) -> None:
+        m = len(plan.batches)
+        stop = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
+        call = Call(plan.batches, stop, finish)
+        layout = inspect_skip_layout([list(partition.modules()) for partition in self._shapes.partitions])
+        for partition, module in zip(self._partitions, plan.modules):
+            partition.follow(self)
+            module.begin(call, layout)
+        numbers = torch.arange(m)
+        try:
+            with mini_batch(m):
+                plan.schedule.step(i=numbers, target=numbers)
+        except Exception as error:
+            self._plans.clear()
+            if error.__cause__ is not None:  # A layer's own error, which PyTorch has put into one of its own.
+                raise error.__cause__ from error.__cause__.__cause__
+            self._lost(error, *plan.awaited(self._owner))
+        finally:
+            plan.end()
+
+    # ---- Errors.
+
+    @contextmanager
+    def _at_step(self) -> Iterator[None]:
+        """Notes on any error where and when it was."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"{self._place} at step {self.steps}")
+            raise
+
+    @property
+    def _place(self) -> str:
+        place = f"rank {dist.get_rank()}, stage {_listed(self.stages)} of {len(self.balance)}"
+        return place if self._replicas is None else f"{place} in replica {dist.get_rank(self._replicas)}"
+
+    @contextmanager
+    def _exchanging(self, what: str) -> Iterator[None]:
+        """Makes an error of a collective tell who took part."""
+        try:
+            yield
+        except _Disagreement:
+            raise
+        except RuntimeError as error:
+            others = [rank for rank in range(self._processes) if rank != self._rank]
+            self._lost(error, what, others)
+
+    def _lost(self, error: Exception, what: str, peers: Sequence[int]) -> NoReturn:
+        ranks = [dist.get_global_rank(self._pipeline, peer) for peer in peers]
+        raise RuntimeError(
+            f"{self._place} has waited in step {self.steps} for {what} from rank {_listed(ranks)}, in vain: {error}; "
+            "see what that process says, and start all of them again from the last checkpoint"
+        ) from error
+
+
+#: As many shapes of mini-batches are prepared for: training, its last mini-batch, and evaluation likewise.
+_MOST_PLANS = 4
+
+
+class _Disagreement(RuntimeError):
+    """Not all processes are ready for the same step. Nothing was sent."""
+
+
+@dataclass
+class _Plan:
+    """What is made once for mini-batches of one shape.
+
+    Attributes:
+        schedule: PyTorch's
+        modules: what it calls, one for each stage of this process
+        stages: PyTorch's stages around them
+        outputs: the form of each micro-batch's output
+        checksum: equal in all processes that have the same plan
+        batches: the micro-batches of the step that is under way
+    """
+
+    schedule: Any
+    modules: list[StageModule]
+    stages: list[WatchedStage]
+    outputs: Sequence[Batch]
+    checksum: int = 0
+    batches: list[Batch] = field(default_factory=list)
+
+    def awaited(self, owner: Callable[[int], int]) -> tuple[str, list[int]]:
+        """What these stages wait for, and from which ranks of the pipeline: from one, if they wait for input."""
+        for stage in self.stages:
+            for (what, i), neighbour in stage.awaited.items():
+                return f"the {what} of micro-batch {i}", [owner(neighbour)]
+        neighbours = {owner(k) for stage in self.stages for k in stage.neighbours}
+        return "room for what it sends", sorted(neighbours)
+
+    def end(self) -> None:
+        """Lets go of what belongs to a step."""
+        self.batches = []
+        for module in self.modules:
+            module.end()
+        for stage in self.stages:
+            stage.clear_runtime_states()
+            stage.awaited.clear()
+
+
+def _passed_on(loss: Tensor, number: Tensor) -> Tensor:
+    return loss  # The last stage has computed it.
+
+
+def _groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The processes of this pipeline, and those that hold the same stages of others, if any."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "DistributedGPipe needs a process group: call torch.distributed.init_process_group(...) first, in every "
+            "process, which torchrun starts; in a single process, use GPipe"
+        )
+    if mesh is None:
+        group = dist.group.WORLD
+        assert group is not None
+        return group, None
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has shape {mesh.shape}")
+    return mesh.get_group(mesh.ndim - 1), (mesh.get_group(0) if mesh.ndim == 2 else None)
+
+
+def _verify_schedule(name: str, partitions: int, processes: int) -> Any:
+    known = {**_SINGLE, **_SEVERAL}
+    schedule = known.get(name.lower())
+    if schedule is None:
+        names = [each.__name__.removeprefix("Schedule") for each in known.values()]
+        raise ValueError(f"schedule is not one of {', '.join(names)}, but {name!r}")
+    if name.lower() in _SINGLE and partitions != processes:
+        raise ValueError(
+            f"{name} has one stage in each process, but there are {partitions} partitions in the balance and "
+            f"{processes} processes in a pipeline; for several stages in each, use schedule='Interleaved1F1B'"
+        )
+    if partitions % processes:
+        raise ValueError(
+            f"the number of partitions must be a multiple of that of the processes in a pipeline, but there are "
+            f"{partitions} and {processes}"
+        )
+    return schedule
+
+
+def _verify_chunks(chunks: Any) -> int:
+    if not isinstance(chunks, int) or chunks <= 0:
+        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
+    return chunks
+
+
+def _verify_checkpoint(checkpoint: str, schedule: Any) -> str:
+    if checkpoint not in _MODES:
+        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
+    if schedule is ScheduleInterleavedZeroBubble and checkpoint != "never":
+        raise ValueError(
+            "the zero bubble schedule differentiates each micro-batch twice, which would also compute it again twice; "
+            "use checkpoint='never'"
+        )
+    return checkpoint
+
+
+def _verify_target(target: Any, targets: list[Batch], m: int, rows: int) -> None:
+    its = _rows(targets)
+    if (len(targets), its) != (m, rows):
+        raise ValueError(
+            f"input and target must have the same size in dimension 0, the batch, but have {rows} and {its}"
+        )
+
+
+def _default_device() -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return canonical_device(kind)
+
+
+def _rows(batches: list[Batch]) -> int:
+    """The size of a mini-batch, which was split: of the leaves that are not passed whole, so of the most varied."""
+    return max(
+        sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])
+        for column in zip(*[batch.leaves for batch in batches])
+    )
+
+
+def _empty(form: Batch, device: torch.device) -> Batch:
+    leaves = [None if leaf is None else torch.empty_like(leaf, device=device) for leaf in form.leaves]
+    return form.replace(tuple(leaves))
+
+
+def _describe(form: Batch) -> str:
+    leaves = [leaf if leaf is None else (leaf.dtype, tuple(leaf.shape), leaf.requires_grad) for leaf in leaves_of(form)]
+    return f"{form.spec} {leaves}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
