@@ -56,7 +56,7 @@ def launch(n: int, function: Callable[..., Any], *args: Any, timeout: float = 20
         end = monotonic() + _LIMIT
         replies: list[Any] = []
         try:
-            for rank, (receiver, _) in enumerate(pipes):
+            for receiver, _ in pipes:
                 try:
                     replies.append(receiver.recv() if receiver.poll(max(0.0, end - monotonic())) else "hangs")
                 except EOFError:

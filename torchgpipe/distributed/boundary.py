@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from torchgpipe.batchnorm import Norm
+from torchgpipe.function import Function
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import split
 from torchgpipe.skip.tracker import SkipTracker
@@ -95,11 +97,12 @@ class Boundary:
         if len(leaves) != len(expected) or any([not _fits(*pair) for pair in zip(leaves, expected)]):
             raise RuntimeError(
                 f"{self._where} is {_describe(leaves)} for micro-batch {i}, but {_describe(expected)} was foreseen "
-                "from the shapes of the input; what a stage returns must depend on these shapes alone, and what "
-                "requires grad must not be changed after the model was wrapped"
+                "from the shapes of the input; what a stage returns must depend on these shapes alone"
             )
         present = [leaf for leaf in leaves if leaf is not None]
-        return tuple([_fill(leaf.reshape(-1), buffer.numel()) for leaf, buffer in zip(present, self.buffers)])
+        # Of what a checkpointed cell returns, everything seems to require grad.
+        needed = [leaf if buffer.requires_grad else leaf.detach() for leaf, buffer in zip(present, self.buffers)]
+        return tuple([Flat.apply(leaf, buffer.numel()) for leaf, buffer in zip(needed, self.buffers)])
 
     def unpack(self, i: int, wires: Sequence[Tensor]) -> Batch:
         """What has arrived for micro-batch ``i``."""
@@ -114,11 +117,21 @@ class Boundary:
 def _fits(leaf: Leaf, form: Leaf) -> bool:
     if leaf is None or form is None:
         return leaf is form
-    return leaf.shape == form.shape and leaf.dtype == form.dtype and (form.requires_grad or not leaf.requires_grad)
+    return leaf.shape == form.shape and leaf.dtype == form.dtype
 
 
-def _fill(flat: Tensor, size: int) -> Tensor:
-    return flat.contiguous() if len(flat) == size else F.pad(flat, (0, size - len(flat)))
+class Flat(Function):
+    """Makes a tensor flat, and fills it up to ``size``. The result is no view, which PyTorch could not detach."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, size: int) -> Tensor:
+        ctx.shape = leaf.shape
+        flat = leaf.detach().reshape(-1)
+        return F.pad(flat, (0, size - len(flat))) if len(flat) < size else flat.contiguous().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[: ctx.shape.numel()].view(ctx.shape), None
 
 
 def _cut(flat: Tensor, form: Tensor) -> Tensor:
@@ -126,12 +139,7 @@ def _cut(flat: Tensor, form: Tensor) -> Tensor:
 
 
 def _describe(leaves: Leaves) -> str:
-    return ", ".join(
-        "None"
-        if leaf is None
-        else f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{' with grad' if leaf.requires_grad else ''}"
-        for leaf in leaves
-    )
+    return str([leaf if leaf is None else (str(leaf.dtype).removeprefix("torch."), *leaf.shape) for leaf in leaves])
 
 
 class Shapes:

@@ -184,7 +184,7 @@ class DistributedGPipe(nn.Module):
         def finish(i: int, output: Batch) -> Tensor:
             loss = self._loss(output, targets[i], weights[i] / total if weights[i] else 0.0)
             losses.append(loss.detach())
-            return loss.reshape(1)
+            return loss
 
         with self._at_step():
             self.steps += 1
@@ -199,7 +199,7 @@ class DistributedGPipe(nn.Module):
                 gradients.reduce()
                 loss = torch.zeros((), dtype=torch.float64, device=self.device)
                 for part in losses:
-                    loss += part
+                    loss += part.squeeze()
                 dist.broadcast(loss, group=self._pipeline, group_src=self._owner(len(self.balance) - 1))
                 if self._replicas is not None:
                     dist.all_reduce(loss, group=self._replicas)
@@ -266,13 +266,15 @@ class DistributedGPipe(nn.Module):
     def _loss(self, output: Batch, target: Batch, share: float) -> Tensor:
         assert self._loss_fn is not None
         if share == 0:  # The mean of nothing may be nan.
-            return sum([(leaf * 0).sum() for leaf in output.leaves if leaf is not None], torch.zeros(()))
+            return sum(
+                [(leaf * 0).sum() for leaf in output.leaves if leaf is not None], torch.zeros(1, device=self.device)
+            )
         loss = self._loss_fn(output.value, target.value)
         if loss.numel() != 1:
             raise ValueError(
                 f"loss_fn must return the mean loss of a micro-batch, but its shape is {tuple(loss.shape)}"
             )
-        return loss * share
+        return loss.reshape(1) * share
 
     def _prepare(self, input: Any, weigh: Callable[[int, int], float], backward: bool) -> tuple[_Plan, float]:
         """Makes or finds the plan of a step, and gives what all targets weigh together."""

@@ -33,17 +33,12 @@ class Gradients:
         self.restore()
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        # Behind the gradients: how many replicas have one. Nobody has one for a parameter that was not used.
+        # Behind the gradients: how many replicas have one. Where nobody has, the parameter was not used.
         used = torch.tensor([parameter.grad is not None for parameter in parameters]).to(parameters[0])
-        grads = [parameter if parameter.grad is None else parameter.grad for parameter in parameters]
-        flat = torch.cat([*[grad.detach().flatten() for grad in grads], used])
-        start = 0
-        for parameter in parameters:
-            if parameter.grad is None:
-                flat[start : start + parameter.numel()] = 0
-            start += parameter.numel()
+        grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+        flat = torch.cat([*[grad.flatten() for grad in grads], used])
         dist.all_reduce(flat, group=self._group)
-        *sums, users = torch.split(flat, [*[parameter.numel() for parameter in parameters], len(parameters)])
+        *sums, users = torch.split(flat, [*[grad.numel() for grad in grads], len(grads)])
         for parameter, total, count in zip(parameters, sums, users.tolist()):
             parameter.grad = total.view_as(parameter).clone() if count else None
 
