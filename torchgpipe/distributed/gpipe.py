@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -88,6 +89,8 @@ class DistributedGPipe(nn.Module):
         deferred_batch_norm: as in :class:`~torchgpipe.GPipe`
         mesh: the processes: (stages,) or (replicas, stages); default: one pipeline of all
         device: where this process computes (default: its current accelerator, or the CPU where there is none)
+        timeout: how long a process waits for another before it gives up (default: that of the groups of ``mesh``, or
+            of the process group)
 
     Attributes:
         balance (list[int]): the number of layers in each partition
@@ -115,12 +118,13 @@ class DistributedGPipe(nn.Module):
         deferred_batch_norm: bool = False,
         mesh: DeviceMesh | None = None,
         device: Device | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
         verify_module(module)
         verify_skippables(module)
         self.balance = verify_balance(balance, len(module))
-        self._pipeline, self._replicas = _groups(mesh)
+        self._pipeline, self._replicas = _groups(mesh, timeout)
         self._rank, self._processes = dist.get_rank(self._pipeline), dist.get_world_size(self._pipeline)
         self._schedule = _verify_schedule(schedule, len(self.balance), self._processes)
         self.chunks, self.checkpoint = _verify_chunks(chunks), _verify_checkpoint(checkpoint, self._schedule)
@@ -384,11 +388,12 @@ class DistributedGPipe(nn.Module):
         try:
             yield
         except Exception as error:
-            error.add_note(f"{self._place} at step {self.steps}")
+            error.add_note(f"{self.place} at step {self.steps}")
             raise
 
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
+        """Which process this is, and what it holds, in words."""
         place = f"rank {dist.get_rank()}, stage {_listed(self.stages)} of {len(self.balance)}"
         return place if self._replicas is None else f"{place} in replica {dist.get_rank(self._replicas)}"
 
@@ -406,7 +411,7 @@ class DistributedGPipe(nn.Module):
     def _lost(self, error: Exception, what: str, peers: Sequence[int]) -> NoReturn:
         ranks = [dist.get_global_rank(self._pipeline, peer) for peer in peers]
         raise RuntimeError(
-            f"{self._place} has waited in step {self.steps} for {what} from rank {_listed(ranks)}, in vain: {error}; "
+            f"{self.place} has waited in step {self.steps} for {what} from rank {_listed(ranks)}, in vain: {error}; "
             "see what that process says, and start all of them again from the last checkpoint"
         ) from error
 
@@ -461,7 +466,9 @@ def _passed_on(loss: Tensor, number: Tensor) -> Tensor:
     return loss  # The last stage has computed it.
 
 
-def _groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+def _groups(
+    mesh: DeviceMesh | None, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     """The processes of this pipeline, and those that hold the same stages of others, if any."""
     if not dist.is_initialized():
         raise RuntimeError(
@@ -469,12 +476,16 @@ def _groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.ProcessGro
             "process, which torchrun starts; in a single process, use GPipe"
         )
     if mesh is None:
-        group = dist.group.WORLD
+        group = dist.group.WORLD if timeout is None else dist.new_group(timeout=timeout)
         assert group is not None
         return group, None
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has shape {mesh.shape}")
-    return mesh.get_group(mesh.ndim - 1), (mesh.get_group(0) if mesh.ndim == 2 else None)
+    if timeout is None:
+        return mesh.get_group(mesh.ndim - 1), (mesh.get_group(0) if mesh.ndim == 2 else None)
+    ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (ranks, ranks.T)]
+    return groups[0], (groups[1] if mesh.ndim == 2 else None)
 
 
 def _verify_schedule(name: str, partitions: int, processes: int) -> Any:
