@@ -40,10 +40,10 @@ format: $(READY)
 	$(RUN) -m ruff format
 
 types: $(READY)
-	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples
+	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models
 
 bench: $(READY)
-	$(RUN) benchmarks/overhead.py $(ARGS)
+	$(RUN) -m benchmarks.overhead $(ARGS)
 
 docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html

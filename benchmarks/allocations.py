@@ -32,8 +32,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from peers import Answer, Request, serve
 from torch import Tensor, nn
+
+from benchmarks.peers import Answer, Request, serve
 
 ROWS = 4  # A micro-batch's, at every number of micro-batches: m is what grows.
 LAYERS = 8

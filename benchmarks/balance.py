@@ -9,9 +9,9 @@ Three questions, each with a table:
    what the profile has predicted; for balance by time, by an even number of layers, by parameters, and for the
    original's split of the same times.
 
-    python benchmarks/balance.py               # a minute or two
-    python benchmarks/balance.py --size full   # thousands of vectors, up to 2000 layers; more rounds
-    python benchmarks/balance.py --draw        # only draws what was measured: results/balance.svg
+    python -m benchmarks.balance               # a minute or two
+    python -m benchmarks.balance --size full   # thousands of vectors, up to 2000 layers; more rounds
+    python -m benchmarks.balance --draw        # only draws what was measured: results/balance.svg
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from peers import Answer, Peer
-from records import RESULTS, environment, ratios, spread, table, write
-from splits import MODELS
+from benchmarks.peers import Answer, Peer
+from benchmarks.records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.splits import MODELS
 
 PEERS = ("ours", "original")
 

@@ -6,7 +6,7 @@ micro-batch anyway. The original takes them again, in passes over the data of it
 layers of a process run in pairs, plain then deferred, then the other way round, so that a pair sees the same
 load; a turn's ratio is the median over its pairs. `peers.py` tells who the peers are.
 
-    python benchmarks/batchnorm.py      # -> results/batchnorm.json, about 3 minutes
+    python -m benchmarks.batchnorm      # -> results/batchnorm.json, about 3 minutes
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from peers import Answer, Peer, Request, serve
-from records import RESULTS, environment, spread, table, write
 from torch import Tensor, nn
+
+from benchmarks.peers import Answer, Peer, Request, serve
+from benchmarks.records import RESULTS, environment, spread, table, write
 
 SHAPE = (32, 64, 56, 56)
 PARTS = ("forward", "backward")

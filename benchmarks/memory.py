@@ -5,9 +5,9 @@ the bytes of all tensors alive, not of the process, above the level at rest (`al
 micro-batch has the same size at every m: what a larger m adds is what a pipeline keeps of a micro-batch,
 and with checkpointing this should be little more than the activations at the partitions' ends.
 
-    python benchmarks/memory.py                          # m = 4 and 32
-    python benchmarks/memory.py --size full              # m = 4, 8, 16, 32; 2, 4 and 8 partitions; workers
-    python benchmarks/memory.py --size full --device cuda:0
+    python -m benchmarks.memory                          # m = 4 and 32
+    python -m benchmarks.memory --size full              # m = 4, 8, 16, 32; 2, 4 and 8 partitions; workers
+    python -m benchmarks.memory --size full --device cuda:0
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peers import PEERS, Answer, Peer, Request
-from records import RESULTS, environment, table, write
+from benchmarks.peers import PEERS, Answer, Peer, Request
+from benchmarks.records import RESULTS, environment, table, write
 
 MODES = ("always", "except_last", "never")
 MODELS = ("conv", "transformer")

@@ -6,8 +6,8 @@ time is all there is (`steps.py`), and each peer runs in a process of its own (`
 fresh processes; within it they are asked in turn, A B A B, the same number of steps each. A turn's figure
 is its lowest step, because what is above it is the machine's; every figure shown is a median over turns.
 
-    python benchmarks/overhead.py               # all modes, in the caller's thread and through workers
-    python benchmarks/overhead.py --size full   # and growth with cells and partitions, and 2000 layers
+    python -m benchmarks.overhead               # all modes, in the caller's thread and through workers
+    python -m benchmarks.overhead --size full   # and growth with cells and partitions, and 2000 layers
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peers import PEERS, Answer, Peer, Request
-from records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.peers import PEERS, Answer, Peer, Request
+from benchmarks.records import RESULTS, environment, ratios, spread, table, write
 
 MODES = ("always", "except_last", "never")
 PARTS = ("forward", "backward")

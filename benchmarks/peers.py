@@ -1,8 +1,9 @@
 """Who is measured, each in a process of its own.
 
-The original and ours share the name `torchgpipe`, so no process may see both. A peer is a child process
-whose PYTHONPATH is either the folder the original was installed into or this checkout; a child refuses to
-start when the name was found elsewhere. The third peer, `plain`, sees neither.
+The original and ours share the name `torchgpipe`, so no process may use both. A peer is a child process that
+looks for modules in its own folder first, and then in this checkout, where the benchmarks are; it refuses to start
+when it has found `torchgpipe` anywhere but in its folder. The third peer, `plain`, runs layers without a pipeline;
+only the skips of such layers are ours.
 
 Children stay alive for a round and answer one request at a time, while the others wait on an empty pipe:
 
@@ -38,11 +39,9 @@ REQUIREMENTS = {"original": "torchgpipe==0.0.7"}
 PEERS = ("ours", "original", "plain")
 
 
-def install(name: str) -> Path | None:
+def install(name: str) -> Path:
     """Returns the folder that a peer is imported from, after installing it there when it is missing."""
-    if name == "plain":
-        return None
-    if name == "ours":
+    if name not in REQUIREMENTS:
         return CHECKOUT
 
     requirement = REQUIREMENTS[name]
@@ -60,16 +59,16 @@ class Peer:
 
     def __init__(self, name: str, script: str) -> None:
         self.name = name
-        folder = install(name)
-
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        environment["BENCHMARK_PEER"] = name
-        if folder is not None:
-            environment["PYTHONPATH"] = str(folder)
+        environment = {
+            **os.environ,
+            "BENCHMARK_PEER": name,
+            "PYTHONPATH": os.pathsep.join([str(install(name)), str(CHECKOUT)]),
+            "PYTHONSAFEPATH": "1",  # or the working directory, which may be the checkout, would come first
+        }
 
         self._stderr: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(script))],
+            [sys.executable, "-m", f"benchmarks.{Path(script).stem}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -123,8 +122,7 @@ def serve(answer: Callable[[str, Request], Answer]) -> None:
     os.dup2(2, 1)
 
     name = os.environ["BENCHMARK_PEER"]
-    if name != "plain":
-        _refuse_another(name)
+    _refuse_another(name)
 
     for line in sys.stdin:
         try:
@@ -138,7 +136,7 @@ def serve(answer: Callable[[str, Request], Answer]) -> None:
 def _refuse_another(name: str) -> None:
     import torchgpipe
 
-    expected = Path(os.environ["PYTHONPATH"]).resolve()
+    expected = Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0]).resolve()
     found = Path(str(torchgpipe.__file__)).resolve()
     if found.parent.parent != expected:
         raise ImportError(f"peer {name!r} found torchgpipe in {found.parent}, not in {expected}")

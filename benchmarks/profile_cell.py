@@ -5,7 +5,7 @@ loop, as the least of several rounds: the parts add up to about a cell, not exac
 counts the autograd nodes of a cell, ours and the original's, by walking the graph of a step: the count is
 exact, and each node of Python costs what the first table says.
 
-    python benchmarks/profile_cell.py
+    python -m benchmarks.profile_cell
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from overhead import MODES, cells, devices
-from peers import Peer
-from records import RESULTS, environment, spread, table, write
 from torch import Tensor, nn
+
+from benchmarks.overhead import MODES, cells, devices
+from benchmarks.peers import Peer
+from benchmarks.records import RESULTS, environment, spread, table, write
 
 Run = Callable[[int], float]  # repeats -> seconds
 
@@ -354,13 +355,6 @@ part("tensor", "cat of 32 micro-batches, each 1/32")(per_chunk(lambda: torch.cat
 # What surrounds a cell.
 
 
-class Idle:
-    """A recorder that records nothing."""
-
-    def cell(self, i: int, j: int) -> None:
-        return None
-
-
 @contextmanager
 def nothing() -> Iterator[None]:
     yield
@@ -374,11 +368,11 @@ def enter(context: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-IDLE = Idle()
+RECORDER = None
 CONTEXT = contextvars.copy_context()
 
 call("surroundings", "a call of nothing (in every line here)", lambda: None)
-call("surroundings", "idle recorder, one call", lambda: IDLE.cell(0, 0))
+call("surroundings", "asking whether somebody records", lambda: RECORDER is not None)
 call("surroundings", "profiler label, no profiler on", enter(lambda: torch.profiler.record_function("cell")))
 call("surroundings", "asking whether a profiler is on", torch._C._autograd._profiler_enabled)
 call("surroundings", "a contextmanager", enter(nothing))

@@ -53,7 +53,7 @@ def environment() -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    return [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    return ["-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
 
 
 def _cpu() -> str:

@@ -16,8 +16,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from peers import Answer, Request, serve
 from torch import Tensor, nn
+
+from benchmarks.peers import Answer, Request, serve
 
 
 def vgg16() -> tuple[nn.Sequential, Tensor]:

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from time import perf_counter, process_time
 
 import torch
-from peers import Answer, Request, serve
 from torch import Tensor, nn
+
+from benchmarks.peers import Answer, Request, serve
 
 WIDTH = 4
 ROWS = 2

@@ -17,6 +17,7 @@ the partitions share the CPU.
 
 import argparse
 import sysconfig
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, record
+from torchgpipe.timeline.timeline import Timeline
 
 # ---- The model. A pipeline may cut it between any two layers of the Sequential.
 
@@ -126,6 +128,7 @@ class Run:
     losses: list[float] = field(default_factory=list)  # one for each step
     held_out: dict[int, float] = field(default_factory=dict)  # on held-out text, after that many steps
     sample: str = ""
+    timeline: Timeline | None = None  # of the last step, through a pipeline
 
     @property
     def training_loss(self) -> float:
@@ -148,8 +151,9 @@ def train(options: argparse.Namespace, pipeline: bool, learn: Tensor, held_out: 
     with tqdm(desc=run.name, total=options.steps * tokens, unit=" tokens", unit_scale=True) as progress:
         for step in range(1, options.steps + 1):
             starts = torch.randint(len(learn) - options.context, (options.batch,), generator=order)
-            loss = loss_at(model, learn, starts, options)
-            loss.backward()
+            with record(model) if pipeline and step == options.steps else nullcontext() as run.timeline:
+                loss = loss_at(model, learn, starts, options)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -272,6 +276,7 @@ def parse_options() -> argparse.Namespace:
     add("--prompt", default="def ", help="how the sample of generated text begins")
     add("--sample", type=int, default=400, help="bytes to generate")
     add("--curve", type=Path, default=Path("demo/language_model.png"), help="where to draw the losses")
+    add("--timeline", type=Path, default=Path("demo/timeline.png"), help="where to draw the pipeline's last step")
     return parser.parse_args()
 
 
@@ -287,6 +292,10 @@ def main() -> None:
     print(f"\nA sample of what the {runs[0].name} model writes:\n\n{runs[0].sample}\n")
     print_losses(runs)
     print(f"\nThe loss curves are in {options.curve}.")
+    if runs[0].timeline is not None:
+        options.timeline.parent.mkdir(parents=True, exist_ok=True)
+        runs[0].timeline.plot(options.timeline)
+        print(f"When each cell of the pipeline ran in the last step is in {options.timeline}.")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ ROOT = Path(torchgpipe.__file__).parent.parent
 FLOORS: list[list[str]] = [
     ["typing", "schedule", "phase", "skip.namespace", "timeline.record"],
     ["device", "timeline.label"],
-    ["function", "hooks", "microbatch", "stream", "skip.layout"],
+    ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
     ["ambient", "phony", "copy", "random", "partition", "batchnorm"],
     ["worker", "dependency", "skip.portal"],
     ["checkpoint", "skip.tracker"],
@@ -33,7 +33,7 @@ FLOORS: list[list[str]] = [
     ["pipe", "distributed.*", "balance", "timeline.*"],
 ]
 
-PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing"]
+PUBLIC = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"]
 
 
 def modules(package: str) -> dict[str, Path]:

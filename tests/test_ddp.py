@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a pipeline, with its default settings: two processes on the CPU, over gloo.
+"""DistributedDataParallel around a pipeline: two processes on the CPU, over gloo.
 
 The processes are started once. Each runs all of `CASES`, on its half of the data, and leaves a report for
 each. The tests read the reports.
@@ -6,11 +6,12 @@ each. The tests read the reports.
 
 from __future__ import annotations
 
+import copy
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, replicas
+from torchgpipe.batchnorm import mini_batch
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -201,6 +203,208 @@ def an_optimizer_keeps_both_processes_equal(devices: list[str], checkpoint: str)
         assert torch.equal(of_all[0], of_all[1])
 
 
+class Branch(nn.Module):
+    """Uses one of two layers, as the first number of its input tells, and never the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above, self.below, self.never = (nn.Linear(2, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.above(x) if x[0, 0] > 0 else self.below(x)
+        return y
+
+
+def some_parameters_are_not_used(devices: list[str], checkpoint: str) -> None:
+    """In one of the processes, or in both: then their gradient is None, as it is without a pipeline."""
+
+    def branch(layers: nn.Sequential) -> None:
+        torch.manual_seed(1)
+        layers[0] = Branch().double()
+
+    same, changing = [(1, 1)] * 3, [(1, 1), (1, -1), (-1, -1), (1, 1)]
+    for options, signs in (({"find_unused_parameters": True}, changing), ({"static_graph": True}, same)):
+        trial = Trial(devices, checkpoint, branch, **options)
+        for step, (first, second) in enumerate(signs):
+            x, y = data(12, step)
+            x[0::2] *= first
+            x[1::2] *= second
+            mine = slice(dist.get_rank(), None, WORLD)
+            loss_of(trial.model(x[mine]), y[mine]).backward()
+            for part in (slice(0, None, WORLD), slice(1, None, WORLD)):
+                loss_of(trial.plain(x[part]), y[part]).div(WORLD).backward()
+            trial.check()
+            trial.zero_grad()
+
+
+# Statistics of batch norms
+
+
+class Norms(Trial):
+    """A pipeline with deferred batch norms in DDP, and beside it the plain model, which is shown all of the data.
+
+    There every layer runs on the whole, once, to update its statistics; what it passes on is normalised by
+    micro-batches, as in the pipelines.
+    """
+
+    def __init__(self, devices: list[str], checkpoint: str) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3), nn.Linear(3, 2))
+        layers.double()
+        self.plain, self.layers = copy.deepcopy(layers), layers
+        self.pipeline = GPipe(
+            layers, BALANCE, devices=devices, chunks=CHUNKS, checkpoint=checkpoint, deferred_batch_norm=True
+        )
+        self.model = DistributedDataParallel(self.pipeline)
+
+    @torch.no_grad()
+    def track(self, of_all: Iterable[Tensor]) -> None:
+        parts = [part for x in of_all for part in x.chunk(CHUNKS)]
+        for layer in self.plain:
+            passed = [copy.deepcopy(layer)(part) for part in parts]
+            layer(torch.cat(parts))
+            parts = passed
+
+    def check(self) -> None:
+        for name, expected in self.plain.named_buffers():
+            torch.testing.assert_close(self.pipeline.get_buffer(name), expected)
+
+
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """How many numbers this process sends in each exchange of statistics."""
+    sent: list[int] = []
+    original = replicas.exchange
+
+    def exchange(group: Any, values: Tensor) -> list[Tensor]:
+        sent.append(len(values))
+        return original(group, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchgpipe.batchnorm.exchange", exchange)
+        yield sent
+
+
+def halves(size: int, step: int = 0) -> list[Tensor]:
+    """What each process gets: a little more or less than half, of another distribution."""
+    x, _ = data(size, step)
+    return [x[: size // 2 + 1], x[size // 2 + 1 :] + 1]
+
+
+def statistics_are_those_of_the_joined_batch(devices: list[str], checkpoint: str) -> None:
+    """Some batches are small, so that the processes have different numbers of micro-batches."""
+    trial = Norms(devices, checkpoint)
+    with counted_exchanges() as sent:
+        for step, size in enumerate([20, 18, 10, 20]):
+            of_all = halves(size, step)
+            trial.model(of_all[dist.get_rank()]).square().sum().backward()
+            trial.track(of_all)
+            trial.check()
+    assert sent == [2 * (2 + 3 + 3)] * 4, "one exchange in each step, of all layers"
+    for buffer in trial.pipeline.buffers():
+        assert torch.equal(*replicas.exchange(dist.group.WORLD, buffer)), "to the last bit"
+
+
+def statistics_without_gradients(devices: list[str], checkpoint: str) -> None:
+    """In `no_sync` and under `no_grad` forward does the same."""
+    trial = Norms(devices, checkpoint)
+    for step, context in enumerate([trial.model.no_sync, torch.no_grad, nullcontext]):
+        of_all = halves(20, step)
+        with context():
+            output = trial.model(of_all[dist.get_rank()])
+            if output.requires_grad:
+                output.square().sum().backward()
+        trial.track(of_all)
+        trial.check()
+
+
+def statistics_of_accumulated_batches(devices: list[str], checkpoint: str) -> None:
+    """One update, and one exchange, for all mini-batches in a block."""
+    trial = Norms(devices, checkpoint)
+    batches = [halves(20, step) for step in range(2)]
+    with counted_exchanges() as sent, mini_batch(2):
+        for step, of_all in enumerate(batches):
+            with trial.model.no_sync() if step == 0 else nullcontext():
+                trial.model(of_all[dist.get_rank()]).square().sum().backward()
+    assert len(sent) == 1
+    trial.track([x for of_all in batches for x in of_all])
+    trial.check()
+
+
+def statistics_of_one_process_alone(devices: list[str], checkpoint: str) -> None:
+    """Evaluation, and the pipeline called without DDP, exchange nothing: one process may do it by itself."""
+    trial = Norms(devices, checkpoint)
+    if dist.get_rank() == 0:
+        with counted_exchanges() as sent:
+            trial.pipeline.eval()(data(12)[0])
+            trial.check()
+            x = data(12)[0]
+            trial.pipeline.train()(x)
+            trial.track([x])
+            trial.check()
+        assert sent == []
+
+
+class Sometimes(nn.BatchNorm1d):
+    """Runs twice where its input is all above 0, and otherwise not at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x) + 5) if (x > 0).all() else x
+
+
+def statistics_of_layers_that_do_not_run_everywhere(devices: list[str], checkpoint: str) -> None:
+    """A process whose layer has not run has the statistics of those whose has. No process waits for another."""
+    layers = nn.Sequential(nn.Identity(), Sometimes(2), nn.Identity(), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
+    first, second = nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).double()
+    normalise = copy.deepcopy(first)
+    pipeline = GPipe(layers, BALANCE, devices=devices, chunks=CHUNKS, checkpoint=checkpoint, deferred_batch_norm=True)
+    model = DistributedDataParallel(pipeline, find_unused_parameters=True)
+    for signs in [(1, -1), (-1, -1), (-1, 1), (1, 1)]:
+        of_all = [(x.abs() + 0.1) * sign for x, sign in zip(halves(20), signs)]
+        model(of_all[dist.get_rank()]).square().sum().backward()
+        with torch.no_grad():
+            seen = [part for x, sign in zip(of_all, signs) if sign > 0 for part in x.chunk(CHUNKS)]
+            seen_again = [normalise(part) + 5 for part in seen]
+            if seen:
+                first(torch.cat(seen))
+                first(torch.cat(seen_again))
+            passed_by = [x for x, sign in zip(of_all, signs) if sign < 0]
+            second(torch.cat([*map(normalise, seen_again), *passed_by]))
+        for name, norm in (("1", first), ("3", second)):
+            for key, expected in norm.named_buffers():
+                torch.testing.assert_close(pipeline.get_buffer(f"{name}.{key}"), expected)
+
+
+def a_failing_forward_leaves_no_statistics(devices: list[str], checkpoint: str) -> None:
+    trial = Norms(devices, checkpoint)
+    with pytest.raises(RuntimeError):
+        trial.model(torch.rand(12, 7, dtype=torch.float64))
+    trial.check()
+    of_all = halves(20)
+    trial.model(of_all[dist.get_rank()]).square().sum().backward()
+    trial.track(of_all)
+    trial.check()
+
+
+def what_would_wait_for_ever_is_refused(devices: list[str], checkpoint: str) -> None:
+    trial = Norms(devices, checkpoint)
+    with pytest.raises(RuntimeError, match=r"join\(throw_on_early_termination=True\)"), trial.model.join():
+        trial.model(halves(20)[dist.get_rank()])
+
+    def sync() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3)), nn.Tanh())
+
+    if len(set(devices)) == 1:
+        GPipe(sync(), [1, 1, 1], devices=devices)
+        return
+    with pytest.raises(ValueError, match="deferred_batch_norm=True"):
+        GPipe(sync(), [1, 1, 1], devices=devices)
+    model = GPipe(build(), BALANCE, devices=devices)
+    setattr(model, "3", nn.SyncBatchNorm(3))
+    with pytest.raises(ValueError, match="on 3 devices"):
+        model(data(12)[0])
+
+
 CASES: list[Callable[[list[str], str], None]] = [
     gradients_are_those_of_the_joined_batch,
     each_bucket_is_reduced_once,
@@ -209,6 +413,14 @@ CASES: list[Callable[[list[str], str], None]] = [
     gradients_are_accumulated,
     other_settings,
     an_optimizer_keeps_both_processes_equal,
+    some_parameters_are_not_used,
+    statistics_are_those_of_the_joined_batch,
+    statistics_without_gradients,
+    statistics_of_accumulated_batches,
+    statistics_of_one_process_alone,
+    statistics_of_layers_that_do_not_run_everywhere,
+    a_failing_forward_leaves_no_statistics,
+    what_would_wait_for_ever_is_refused,
 ]
 
 

@@ -606,6 +606,13 @@ def test_a_compiled_module_is_not_called_in_place_of_the_converted_one() -> None
     assert converted[0].num_batches_tracked == 0
 
 
+def test_a_norm_in_what_torch_compile_has_returned_is_refused() -> None:
+    """It called the old norm, whose statistics were those of micro-batches, and the new one's stayed as they were."""
+    module = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager"))
+    with pytest.raises(ValueError, match=r"torch\.compile.*in place and afterwards"):
+        GPipe(module, [2], chunks=2, deferred_batch_norm=True)
+
+
 # Classes
 
 

@@ -1,9 +1,22 @@
 """Pipeline parallelism for PyTorch on the devices of one machine."""
 
+from typing import TYPE_CHECKING, Any
+
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import NoChunk
 from torchgpipe.phase import is_checkpointing, is_recomputing
 
-__all__ = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing"]
+if TYPE_CHECKING:
+    from torchgpipe.timeline.recorder import record
+
+__all__ = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"]
 
 __version__ = "1.0.0.dev0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "record":  # A front: imported by those who ask for it.
+        from torchgpipe.timeline.recorder import record
+
+        return record
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

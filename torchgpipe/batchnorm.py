@@ -10,7 +10,8 @@ aside, and when the mini-batch is at its end (`mini_batch`), all of them make a 
                       a layer fails ────────────► forget all
 
 Moments belong to a call of the pipeline, not to the layer. So calls in several threads do not mix, and a call
-that has failed leaves nothing behind.
+that has failed leaves nothing behind. In DistributedDataParallel the mini-batch is that of all processes together:
+before the update they exchange what they have seen, all layers at once, when every worker is through.
 
 **Twice.** In training, a batch norm updates its running statistics in place at every run. In a recomputation
 it is given copies of them to update instead (`scratch_statistics`). Putting the old values back afterwards would
@@ -37,6 +38,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.phase import is_recomputing
+from torchgpipe.replicas import exchange, replicas, verify_even
 
 __all__ = ["DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
 
@@ -98,14 +100,26 @@ def _merge_two(a: Moments, b: Moments) -> Moments:
 
 
 class _Tracked:
-    """A layer and the moments that it has seen, in the order of its runs."""
+    """A layer and the moments that it has seen, in the order of its runs.
 
-    def __init__(self, norm: DeferredBatchNorm) -> None:
+    Args:
+        norm: the layer
+        group: the processes whose moments count, too; None for this one alone
+    """
+
+    def __init__(self, norm: DeferredBatchNorm, group: Any = None) -> None:
         self.parts: list[Moments] = []
+        self.group = group
         self._momentum = norm.momentum
         # Taken now: when it comes to the update, a recomputation in another thread may have put copies there.
         self._statistics = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
         self._num_batches = norm.num_batches_tracked
+
+    @property
+    def nothing(self) -> Moments:
+        """The moments of no samples."""
+        zeros = torch.zeros_like(self._statistics[0], dtype=_accumulated(self._statistics[0].dtype))
+        return Moments(0, zeros, zeros)
 
     def commit(self, moments: Moments) -> None:
         """Updates the running statistics, as a batch norm does that sees all of it in one run."""
@@ -123,12 +137,50 @@ class _Tracked:
 
 _commit_lock = threading.Lock()
 
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The type of moments of what has ``dtype``."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _merge_replicas(group: Any, layers: Sequence[_Tracked]) -> None:
+    """Makes the updates of ``layers`` those of all processes: the first of each of them merged, then the second.
+
+    Nearly always there is one. But a layer may have run several times, or in some processes only, and nobody
+    knows before who has how many. What is sent has the same shape everywhere::
+
+        number of updates, of each layer │ n, of each layer │ mean and var of each layer, one after the other
+    """
+    device = layers[0].nothing.mean.device
+    merged: list[list[Moments]] = [[] for _ in layers]
+    r, rounds = 0, 1
+    while r < rounds:
+        mine = [layer.parts[r] if r < len(layer.parts) else layer.nothing for layer in layers]
+        head = torch.tensor([len(layer.parts) for layer in layers] + [moments.n for moments in mine])
+        body = [statistic for moments in mine for statistic in (moments.mean, moments.var)]
+        received = exchange(group, torch.cat([part.to(device, torch.float64) for part in (head, *body)]))
+        # To merge them, their sizes have to be known here: the one time that this thread waits for the device.
+        heads = torch.stack([values[: len(head)] for values in received]).long().tolist()
+        bodies = [torch.split(values[len(head) :], [len(part) for part in body]) for values in received]
+        for k, moments in enumerate(mine):
+            parts = [
+                Moments(sizes[len(layers) + k], *statistics[2 * k : 2 * k + 2]).to(moments.mean)
+                for sizes, statistics in zip(heads, bodies)
+                if r < sizes[k]
+            ]
+            if parts:
+                merged[k].append(merge(parts))
+        r, rounds = r + 1, max(max(sizes[: len(layers)]) for sizes in heads)
+    for layer, updates in zip(layers, merged):
+        layer.parts = updates
+
+
 #: What is seen of the mini-batch that is under way. Workers and recomputations run in copies of this context.
 _tracking: ContextVar[dict[nn.Module, _Tracked] | None] = ContextVar("torchgpipe_mini_batch", default=None)
 
 
 @contextmanager
-def mini_batch(m: int) -> Iterator[None]:
+def mini_batch(m: int, model: nn.Module | None = None) -> Iterator[None]:
     """Makes a ``with`` block one mini-batch to the deferred batch norms that run in it.
 
     At its end they update their running statistics; after an exception they forget what they have seen.
@@ -143,9 +195,14 @@ def mini_batch(m: int) -> Iterator[None]:
     Args:
         m: the number of micro-batches; a layer that runs k times in each of them makes k updates, as it would
             on the whole mini-batch
+        model: where it is called by :class:`~torch.nn.parallel.DistributedDataParallel`, the mini-batch of its
+            layers is that of all processes
+
+    Raises:
+        RuntimeError: the processes may have different numbers of mini-batches.
     """
     outer = _tracking.get()
-    mine: dict[nn.Module, _Tracked] = {}
+    mine = _of_all_processes(model)
     token = _tracking.set(mine)
     try:
         yield
@@ -155,16 +212,47 @@ def mini_batch(m: int) -> Iterator[None]:
                 # If the runs are not as many in each micro-batch, nobody can tell which belong together.
                 stride = 1 if rest else runs
                 tracked.parts = [merge(tracked.parts[run::stride]) for run in range(stride)]
-                if outer is None:
-                    for moments in tracked.parts:
-                        tracked.commit(moments)
-                elif norm in outer:
+                if outer is not None and norm in outer:
                     outer[norm].parts += tracked.parts
-                else:
+                elif outer is not None:
                     outer[norm] = tracked
+            if outer is None:
+                _commit(mine.values())
     finally:
         _tracking.reset(token)
         mine.clear()  # The graph keeps the context, for its recomputations.
+
+
+def _of_all_processes(model: nn.Module | None) -> dict[nn.Module, _Tracked]:
+    """The layers that will exchange their moments, in the order of the model, which is the same everywhere.
+
+    The order in which they run is not, and some may run in one process and not in another.
+    """
+    group = None if model is None else replicas()
+    if model is None or group is None:
+        return {}
+    norms = [norm for norm in model.modules() if isinstance(norm, DeferredBatchNorm) and _is_tracking(norm)]
+    if norms:
+        verify_even()
+    return {norm: _Tracked(norm, group) for norm in norms}
+
+
+def _is_tracking(norm: DeferredBatchNorm) -> bool:
+    """Whether a run would count."""
+    has_statistics = norm.running_mean is not None and norm.running_var is not None
+    return norm.training and norm.track_running_stats and has_statistics
+
+
+def _commit(layers: Iterable[_Tracked]) -> None:
+    groups: dict[Any, list[_Tracked]] = {}
+    for layer in layers:
+        groups.setdefault(layer.group, []).append(layer)
+    for group, members in groups.items():
+        if group is not None:
+            _merge_replicas(group, members)
+        for layer in members:
+            for moments in layer.parts:
+                layer.commit(moments)
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -178,6 +266,10 @@ class DeferredBatchNorm(_BatchNorm):
     A mini-batch ends with the forward of the :class:`~torchgpipe.GPipe` that the layer is in, however many
     micro-batches there were; or with a block of :func:`mini_batch`; or else after ``chunks`` runs.
     Recomputation does not count.
+
+    Where the pipeline is in :class:`~torch.nn.parallel.DistributedDataParallel`, the mini-batch is that of all
+    processes together. They exchange moments at the end of every forward in training, inside ``no_sync()`` as well, so
+    all must run it equally often, as :class:`~torch.nn.SyncBatchNorm` has it.
 
     Moments of float16 and bfloat16 are taken and merged in float32. What is seen of an unfinished mini-batch
     is no part of ``state_dict``, whose keys are those of :class:`~torch.nn.BatchNorm2d`. Entries that the
@@ -295,14 +387,14 @@ class DeferredBatchNorm(_BatchNorm):
         Raises:
             ValueError: the input has the wrong number of dimensions, or in training one value a channel.
         """
-        mean, var = self.running_mean, self.running_var
-        if not (self.training and self.track_running_stats) or mean is None or var is None:
+        if not _is_tracking(self):
             return super().forward(input)
+        mean, var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
         self._check_input_dim(input)
         if is_recomputing():
             return self._normalise(input, None, None)
         n = len(input) * math.prod(input.shape[2:])
-        dtype = torch.promote_types(mean.dtype, torch.float32)
+        dtype = _accumulated(mean.dtype)
         exact = mean.dtype == dtype
         mean, var = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(var, dtype=dtype)
         if exact:
@@ -368,6 +460,9 @@ def _rebuilt(
     """``module``, or a twin if ``change`` makes another of it or of something in it.
 
     ``done`` knows what stands for the modules that were seen before.
+
+    Raises:
+        ValueError: what would have to be another is in a module that always calls the one it was made for.
     """
     if module not in done:
         before: dict[str, nn.Module | None] = module._modules
@@ -376,6 +471,11 @@ def _rebuilt(
             after[name] = child if child is None else _rebuilt(child, change, done)
         result = change(module)
         if result is module and any(after[name] is not child for name, child in before.items()):
+            if "_orig_mod" in before:
+                raise ValueError(
+                    "batch norms cannot be exchanged within what torch.compile() has returned, which would go on "
+                    "calling the old ones; compile in place and afterwards: GPipe(...).compile() or layer.compile()"
+                )
             result = _twin(module, type(module))
         if result is not module:
             vars(result)["_modules"] = after

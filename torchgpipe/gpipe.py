@@ -16,6 +16,7 @@ from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
 from torchgpipe.pipeline import Mechanisms, Pipeline
+from torchgpipe.replicas import verify_sync
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
@@ -90,6 +91,7 @@ class GPipe(nn.Module):
         self._defers = deferred_batch_norm
         self._unwrapped = False
         _verify_names(self, module)
+        verify_sync(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(module, self.balance)
@@ -104,6 +106,8 @@ class GPipe(nn.Module):
             partition.follow(self)
         return self._partitions
 
+    # The compiler would trace the engine. Layers and partitions that are compiled by themselves stay so.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -128,11 +132,21 @@ class GPipe(nn.Module):
             )
         if not self._partitions:
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
+        verify_sync(self.modules(), self.devices)
         batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
-        with mini_batch(len(batches)):
+        with mini_batch(len(batches), self):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
             return microbatch.gather(batches)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each partition by itself, with the arguments of :func:`torch.compile`.
+
+        The pipeline around them is left out: ``torch.compile(model)``, or a compiled function that calls the model,
+        runs it as it is. Single layers can be compiled as well.
+        """
+        for partition in self.partitions:
+            partition.compile(*args, **kwargs)
 
     def unwrap(self) -> nn.Sequential:
         """Gives the layers back as a plain Sequential, to be wrapped again under another balance, say. ::

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ class Partition(nn.Sequential):
         for layer in layers:
             value = layer(value)
         return value
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles these layers, as on any module; the other partitions are compiled by themselves or not at all."""
+        # The compiler counts its recompilations by code, and gives up after some. So each partition has its own: all
+        # of them together would run out of tries, and be left half compiled.
+        code = type(self).forward.__code__.replace(co_name=f"forward_of_{'_'.join(self._modules)}")
+        vars(self)["forward"] = MethodType(FunctionType(code, globals(), "forward"), self)
+        super().compile(*args, **kwargs)
 
     def follow(self, owner: nn.Module) -> None:
         """Takes over the layers that the owner has by now under the same names, and its mode."""

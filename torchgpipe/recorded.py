@@ -12,7 +12,7 @@ from torch import Tensor
 from torchgpipe.cell import Cell, Stage
 from torchgpipe.function import Function
 from torchgpipe.microbatch import Batch
-from torchgpipe.timeline.record import Kind, Step, WhatIsRecorded, recorded
+from torchgpipe.timeline.record import Kind, Open, Step, WhatIsRecorded, recorded
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["RecordedCell"]
@@ -25,11 +25,12 @@ class RecordedCell(Cell):
         step: listens to the mini-batch
     """
 
-    __slots__ = ("_end", "_step")
+    __slots__ = ("_backward", "_ends", "_step")
 
     def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, step: Step) -> None:
         super().__init__(stage, i, m, checkpoint)
         self._step = step
+        self._backward: Open | None = None
 
     def first_run(self, leaves: Leaves) -> Leaves:
         with self._recorded("forward"):
@@ -44,23 +45,24 @@ class RecordedCell(Cell):
             return super()._gradients(outputs, grads, wanted)
 
     def call(self, batch: Batch) -> Batch:
-        _notice(batch, self._end_backward)
+        self._ends = _notice(batch, self._end_backward)
         with self._recorded("forward"):
             output = super().call(batch)
         _notice(output, self._begin_backward)
         return output
 
     # At backward of a cell that is not checkpointed the engine is on its own. It passes two nodes, on either side of
-    # the layers; if the cell has no use for the gradient of its input, then the one that it passes last is missing, and
-    # the cell ends with the backward pass, at the latest.
+    # the layers. If the cell has no use for the gradient of its input, then the one that it passes last is missing: the
+    # cell ends when something else begins in the same thread, or else with the whole backward pass.
 
     def _begin_backward(self) -> None:
-        self._end = self._step.begin(self._what("backward"), self._stage.stream)
+        self._backward = Open(self._step, self._what("backward"), self._stage.stream, noticed=self._ends)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_backward)
+        engine.queue_callback(self._backward.end)
 
     def _end_backward(self) -> None:
-        self._end(False)
+        if self._backward is not None:
+            self._backward.end()
 
     def _recorded(self, kind: Kind) -> AbstractContextManager[None]:
         return recorded(self._step, self._what(kind), self._stage.stream)
@@ -69,10 +71,18 @@ class RecordedCell(Cell):
         return WhatIsRecorded(kind, self._i, self._stage.j)
 
 
-def _notice(batch: Batch, callback: Callable[[], None]) -> None:
-    """Calls back when the gradient of a batch goes by."""
-    if torch.is_grad_enabled() and any([leaf is not None and leaf.requires_grad for leaf in batch.leaves]):
-        batch.leaves = _Notice.apply(callback, *batch.leaves)
+def _notice(batch: Batch, callback: Callable[[], None]) -> bool:
+    """Calls back when the gradient of a batch goes by.
+
+    Returns:
+        whether one will
+    """
+    if not torch.is_grad_enabled() or not any([leaf is not None and leaf.requires_grad for leaf in batch.leaves]):
+        return False
+    if torch._C._are_functorch_transforms_active():  # They have an autograd of their own.
+        return False
+    batch.leaves = _Notice.apply(callback, *batch.leaves)
+    return True
 
 
 class _Notice(Function):

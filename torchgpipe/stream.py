@@ -33,10 +33,16 @@ Tick = Any
 
 
 class Stream:
-    """The stream of a device that works at once. Base of those that do not."""
+    """The stream of a device that works at once. Base of those that do not.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        device: where it works
+        name: what it is for, as shown in a timeline
+    """
+
+    def __init__(self, device: torch.device, name: str = "computing") -> None:
         self.device = device
+        self.name = name
 
     def mark(self) -> Mark:
         """Marks the end of the work that this stream has by now."""
@@ -68,8 +74,8 @@ class Stream:
 class AcceleratorStream(Stream):
     """A stream of CUDA or of a backend that is built like it."""
 
-    def __init__(self, device: torch.device, native: Any) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, native: Any, name: str = "computing") -> None:
+        super().__init__(device, name)
         self.native = native
 
     def mark(self) -> Mark:
@@ -126,8 +132,8 @@ def _side_stream(device: torch.device, purpose: str) -> Stream:
     # each call would spread it out. The two directions of one device have a stream each, because a copy holds
     # up the streams of both its ends, and a chain of neighbours would come to wait for each other.
     if not _has_streams(device.type):
-        return Stream(device)
-    return AcceleratorStream(device, device_module(device).Stream(device))
+        return Stream(device, purpose)
+    return AcceleratorStream(device, device_module(device).Stream(device), purpose)
 
 
 @cache

@@ -168,8 +168,9 @@ _Open = set[tuple[type, str]]
 class _Driving(threading.local):
     """The layer that this thread is in, and what it still has to do."""
 
-    layer: Any = None
-    open: _Open | None = None
+    def __init__(self) -> None:  # in every thread
+        self.layer: Any = None
+        self.open: _Open | None = None
 
 
 _driving = _Driving()

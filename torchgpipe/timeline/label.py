@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.autograd import profiler
 
-from torchgpipe.timeline.record import Step, WhatIsRecorded
+from torchgpipe.timeline.record import End, Step, WhatIsRecorded
 
 __all__ = ["labelled"]
 
@@ -22,14 +21,13 @@ class _Labelled:
     def __init__(self, step: Step | None) -> None:
         self._step = step
 
-    def begin(self, what: WhatIsRecorded, stream: Any) -> Callable[[bool], None]:
+    def begin(self, what: WhatIsRecorded, stream: Any) -> End:
         end = None if self._step is None else self._step.begin(what, stream)
         label: Any = profiler.record_function(_text(what))
-        labels = [label.__enter__()]
+        label.__enter__()
 
         def finish(failed: bool) -> None:
-            if labels:  # Who ends a backward pass may be the second to tell.
-                labels.pop().__exit__(None, None, None)
+            label.__exit__(None, None, None)
             if end is not None:
                 end(failed)
 

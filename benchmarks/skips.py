@@ -1,0 +1,175 @@
+"""Bytes copied between devices for the skips of a U-Net: through portals, and along every layer in tuples.
+
+The skip of the first layer goes to one of the last. A portal copies it once, from its device to the one where it is
+needed, and its gradient once back. Without portals a Sequential has to hand it on from layer to layer, so it is
+copied to every device on the way. Both ways run the same layers, and have to give the same scores and gradients as
+the plain model on the same micro-batches.
+
+The bytes are counted as they are copied (`examples/traffic.py` says how), not estimated. They depend on the model
+and on how it is split, not on the machine. On the CPU the devices are called cpu:0, cpu:1, ... and tensors are
+copied between them as between GPUs.
+
+    python -m benchmarks.skips                                  # -> results/skips.json and skips.svg, in seconds
+    python -m benchmarks.skips --devices cuda:0 cuda:1 cuda:2   # the same on GPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from benchmarks.records import RESULTS, environment, table, write
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from unet import counted_step, draw_images, unet, without_portals
+
+PARTITIONS = (2, 4, 8)
+WAYS = ("portals", "tuples")
+
+
+def gradients(model: nn.Sequential) -> list[Tensor]:
+    """Takes the gradients off the model."""
+    taken = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return taken
+
+
+def plain_step(model: nn.Sequential, images: Tensor, chunks: int) -> tuple[Tensor, list[Tensor]]:
+    scores = torch.cat([model(part) for part in images.chunk(chunks)])
+    scores.square().mean().backward()
+    return scores.detach().cpu(), gradients(model)
+
+
+def farthest(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
+    """The largest difference, relative to the largest number of its tensor."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(these, those, strict=True))
+
+
+def measure(options: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
+    """Both ways over these devices, and how far they are from the plain model."""
+    torch.manual_seed(0)
+    model = unet(options.depth, options.width)
+    images, _ = draw_images(options.batch, options.size, torch.Generator().manual_seed(0))
+    scores, grads = plain_step(model.to(devices[0]), images.to(devices[0]), options.chunks)
+
+    balance = [len(part) for part in torch.arange(len(model)).tensor_split(len(devices))]
+    row: dict[str, Any] = {"balance": balance, "devices": devices}
+    for way, layers, input in zip(WAYS, (model, without_portals(model)), (images, (images,))):
+        output, copied = counted_step(layers, input, balance, devices, options.chunks, "except_last")
+        difference = farthest([output.cpu(), *gradients(model)], [scores, *grads])
+        # On the CPU the same kernels see the same micro-batches.
+        allowed = 1e-3 if any(device != "cpu" for device in {torch.device(name).type for name in devices}) else 0.0
+        if not difference <= allowed:  # or not a number
+            raise SystemExit(f"{way} over {devices} differ by {difference} from the plain model")
+        row[way] = {
+            "copied": [[source, target, count] for (source, target), count in sorted(copied.items())],
+            "total": copied.total(),
+            "busiest": max(copied.values(), default=0),
+            "difference": difference,
+        }
+    return row
+
+
+def copied_of(row: dict[str, Any], way: str) -> Counter[tuple[int, int]]:
+    return Counter({(source, target): count for source, target, count in row[way]["copied"]})
+
+
+def print_pairs(row: dict[str, Any]) -> None:
+    forward = list(combinations(range(len(row["balance"])), 2))
+    ways = [copied_of(row, way) for way in WAYS]
+    pairs = [pair for pair in forward + [(b, a) for a, b in forward] if any(pair in copied for copied in ways)]
+    lines = [[f"from {a} to {b}", *(f"{copied[a, b] / 1e6:.2f}" for copied in ways)] for a, b in pairs]
+    print(f"\nMB copied in a step, layers {row['balance']}\n\n" + table(lines, ["partitions", *WAYS]))
+
+
+def print_totals(rows: list[dict[str, Any]]) -> None:
+    lines = [
+        [len(row["balance"])]
+        + [f"{row[way][what] / 1e6:.2f}" for what in ("total", "busiest") for way in WAYS]
+        + [f"{row['tuples']['total'] / max(row['portals']['total'], 1):.2f}"]
+        for row in rows
+    ]
+    header = ["partitions", *(f"{what}, {way}" for what in ("all", "busiest pair") for way in WAYS), "tuples / portals"]
+    print("\nMB copied in a step\n\n" + table(lines, header))
+
+
+def draw(rows: list[dict[str, Any]], shown: dict[str, Any], path: Path) -> None:
+    """What goes from each partition to each other, and how the sum grows with the number of partitions."""
+    matplotlib.rcParams["svg.hashsalt"] = path.stem  # the same figures give the same file
+    figure = Figure(figsize=(12 if len(rows) > 1 else 8.5, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3 if len(rows) > 1 else 2)
+    largest = max(shown[way]["busiest"] for way in WAYS) / 1e6
+    for way, place in zip(WAYS, axes):
+        draw_matrix(place, copied_of(shown, way), len(shown["balance"]), largest)
+        place.set_title(f"{way}: {shown[way]['total'] / 1e6:.1f} MB")
+    if len(rows) > 1:
+        draw_totals(axes[2], rows)
+    figure.suptitle("Copied in a training step of a U-Net, in MB: forward above the diagonal, backward below it")
+    figure.savefig(path, metadata={"Date": None})
+    print(f"written: {path.name}")
+
+
+def draw_matrix(place: Axes, copied: Counter[tuple[int, int]], n: int, largest: float) -> None:
+    megabytes = np.array([[copied[j, k] / 1e6 for k in range(n)] for j in range(n)])
+    place.imshow(np.where(megabytes > 0, megabytes, np.nan), cmap="YlGnBu", vmin=0, vmax=1.15 * largest)
+    for (j, k), value in np.ndenumerate(megabytes):
+        if value > 0:
+            color = "white" if value > 0.6 * largest else "black"
+            place.text(k, j, f"{value:.1f}", ha="center", va="center", color=color, fontsize=11)
+    place.set(xticks=range(n), yticks=range(n), xlabel="to partition", ylabel="from partition")
+    between = np.arange(n + 1) - 0.5
+    place.set_xticks(between, minor=True)
+    place.set_yticks(between, minor=True)
+    place.grid(which="minor", color="lightgray", linewidth=1)
+    place.tick_params(which="both", length=0)
+    place.spines[:].set_visible(False)
+
+
+def draw_totals(place: Axes, rows: list[dict[str, Any]]) -> None:
+    for way, color, shift in zip(WAYS, ("#41b6c4", "#253494"), (-0.2, 0.2)):
+        heights = [row[way]["total"] / 1e6 for row in rows]
+        bars = place.bar(np.arange(len(rows)) + shift, heights, 0.38, color=color, label=way)
+        place.bar_label(bars, fmt="%.0f", padding=2)
+    place.set(xticks=range(len(rows)), xticklabels=[len(row["balance"]) for row in rows], yticks=[])
+    place.set(xlabel="partitions", title="all pairs together, MB")
+    place.spines[["top", "left", "right"]].set_visible(False)
+    place.legend(frameon=False, loc="upper left")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--devices", nargs="+", help="one for each partition, by default 2, 4 and 8 on the CPU")
+    parser.add_argument("--depth", type=int, default=4, help="how often the U-Net halves the size")
+    parser.add_argument("--width", type=int, default=16, help="channels at full size")
+    parser.add_argument("--size", type=int, default=128, help="height and width of the images")
+    parser.add_argument("--batch", type=int, default=8, help="images in a mini-batch")
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
+    parser.add_argument("--json", type=Path, default=RESULTS / "skips.json", help="the figure is beside it")
+    options = parser.parse_args()
+
+    before = environment()
+    torch.set_num_threads(1)
+    asked = [options.devices] if options.devices else [[f"cpu:{j}" for j in range(n)] for n in PARTITIONS]
+    rows = [measure(options, devices) for devices in asked]
+    shown = rows[len(rows) // 2]
+    print_pairs(shown)
+    print_totals(rows)
+    shape = {name: getattr(options, name) for name in ("depth", "width", "size", "batch", "chunks")}
+    write(options.json, {"unit": "bytes in a step", "environment": before, **shape, "rows": rows})
+    draw(rows, shown, options.json.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

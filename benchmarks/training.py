@@ -1,0 +1,168 @@
+"""The child of speed.py: trains models, and times the steps.
+
+A step is all that a training loop does: forward, a loss, backward, and an optimizer, which has a learning rate of 0,
+so that a figure does not depend on the steps before it. On a CPU each thread of a pipeline has one core, and so has the
+plain model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
+from benchmarks.peers import Answer, Request, serve
+
+__all__ = ["TASKS", "Task"]
+
+
+class Task(NamedTuple):
+    """A model to train, and on what.
+
+    Attributes:
+        make: makes the model
+        sample: the shape of a sample: an image's, or one number, the length of a text
+        batch: the size of a mini-batch
+        chunks: the micro-batches that it is split into
+    """
+
+    make: Callable[[], nn.Sequential]
+    sample: tuple[int, ...]
+    batch: int
+    chunks: int
+
+
+#: By size and name. The names are those of the architectures, however small they are made.
+TASKS: dict[str, dict[str, Task]] = {
+    "small": {
+        "resnet101": Task(lambda: resnet((1, 1, 1), 10, width=16), (3, 64, 64), 16, 4),
+        "amoebanetd": Task(lambda: amoebanetd(10, 3, 16), (3, 32, 32), 16, 4),
+        "unet": Task(lambda: unet(2, 2, 8), (3, 32, 32), 16, 4),
+        "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
+    },
+    "paper": {
+        "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
+        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),
+        "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 64, 32),
+        "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
+    },
+}
+
+
+@lru_cache(maxsize=1)
+def made(size: str, name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return TASKS[size][name].make()
+
+
+def inputs(task: Task, batch: int, device: str) -> Tensor:
+    """Images, or tokens of a small vocabulary."""
+    torch.manual_seed(0)
+    if len(task.sample) == 1:
+        return torch.randint(256, (batch, *task.sample)).to(device)
+    return torch.rand(batch, *task.sample).to(device)
+
+
+def closed_units(module: nn.Sequential) -> Iterator[nn.Module]:
+    """The layers, in as many pieces as no skip leaves. Nothing else can be checkpointed apart without a pipeline."""
+    unit: list[nn.Module] = []
+    open_skips = 0
+    for layer in module:
+        unit.append(layer)
+        open_skips += len(getattr(layer, "stashable_names", ())) - len(getattr(layer, "poppable_names", ()))
+        if open_skips == 0:
+            yield nn.Sequential(*unit)
+            unit = []
+
+
+def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor] | None:
+    """What is trained; None if the peer cannot train this model."""
+    if peer in ("ours", "original"):
+        from torchgpipe import GPipe
+
+        pipeline: Callable[[Tensor], Tensor] = GPipe(
+            module,
+            request["balance"],
+            devices=request["devices"],
+            chunks=request["m"],
+            checkpoint=request["mode"],
+        )
+        return pipeline
+    module.to(request["devices"][0])
+    if peer == "plain":
+        return module
+    units = list(closed_units(module))
+    segments = round(math.sqrt(len(units)))
+    if segments < 2:
+        return None
+    divided: Callable[..., Tensor] = checkpoint_sequential
+    return lambda x: divided(units, segments, x, use_reentrant=False)
+
+
+def synchronize(devices: list[str]) -> None:
+    for device in set(devices):
+        if torch.device(device).type != "cpu":
+            torch.accelerator.synchronize(torch.device(device))
+
+
+def train(peer: str, request: Request) -> Answer:
+    """Seconds of each step; or why there are none."""
+    module = made(request["size"], request["model"])
+    try:
+        return _train(peer, module, request)
+    except torch.OutOfMemoryError:
+        return {"none": "out of memory"}
+    finally:
+        # The other peers' turn: nothing is to be left on the devices.
+        module.zero_grad()
+        module.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _train(peer: str, module: nn.Sequential, request: Request) -> Answer:
+    devices = request["devices"]
+    x = inputs(TASKS[request["size"]][request["model"]], request["batch"], devices[0])
+    run = runner(peer, module, request)
+    if run is None:
+        return {"none": "skips"}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+
+    seconds = []
+    for _ in range(request["warm_up"] + request["steps"]):
+        synchronize(devices)
+        start = perf_counter()
+        optimizer.zero_grad()
+        torch.autograd.backward(run(x).square().mean())
+        optimizer.step()
+        synchronize(devices)
+        seconds.append(perf_counter() - start)
+    return {"seconds": seconds[request["warm_up"] :]}
+
+
+def balance(peer: str, request: Request) -> Answer:
+    """The balance by time for each number of partitions, from one profile of a micro-batch."""
+    from torchgpipe_balancing import profile
+
+    module = made(request["size"], request["model"])
+    sample = inputs(TASKS[request["size"]][request["model"]], request["rows"], "cpu")
+    report = profile(module, sample, device=request["device"], timeout=request["seconds"])
+    return {"balances": [report.balance(n) for n in request["partitions"]]}
+
+
+def answer(peer: str, request: Request) -> Answer:
+    kinds: dict[str, Any] = {"train": train, "balance": balance}
+    result: Answer = kinds[request["kind"]](peer, request)
+    return result
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(answer)

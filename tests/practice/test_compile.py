@@ -1,0 +1,252 @@
+"""torch.compile on the layers, on the partitions and around the pipeline, which is told nothing of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Pipe
+from tests.plain import assert_same, outcome, plain_outcome
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.skip import pop, skippable, stash
+
+# torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+class Graphs:
+    """A backend that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return graph.forward  # as backend="eager" does
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.think = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.think(self.norm(x)).tanh()
+
+
+def blocks(n: int) -> nn.Sequential:
+    return nn.Sequential(*[Block() for _ in range(n)]).double()
+
+
+def data(batch: int) -> Tensor:
+    return torch.randn(batch, 4, dtype=torch.float64)
+
+
+# What is compiled
+
+Compile = Callable[..., Callable[..., Any]]
+
+
+def compile_layers(model: GPipe, **options: Any) -> GPipe:
+    for layer in model:
+        layer.compile(**options)
+    return model
+
+
+def compile_partitions(model: GPipe, **options: Any) -> GPipe:
+    model.compile(**options)
+    return model
+
+
+def compile_around(model: GPipe, **options: Any) -> Any:
+    return torch.compile(model, **options)
+
+
+@pytest.mark.parametrize("compile", [compile_layers, compile_partitions, compile_around])
+def test_numbers_are_those_of_the_plain_model(pipe: Pipe, compile: Compile) -> None:
+    module = blocks(3)
+    model = pipe(copy.deepcopy(module), [2, 1], chunks=2)  # one is checkpointed, and one is not
+    run = compile(model, backend="eager")
+    for batch in [4, 3]:
+        x = data(batch).requires_grad_()
+        assert_same(outcome(model, x, run=run), plain_outcome(module, x, chunks=2))
+
+
+def test_graphs_of_autograd_are_compiled_too(pipe: Pipe) -> None:
+    module, x = blocks(2), data(4)
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=2)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
+
+
+def test_layers_compiled_before_they_are_wrapped(pipe: Pipe) -> None:
+    module, x = blocks(3), data(4)
+    compiled = nn.Sequential(*[torch.compile(copy.deepcopy(layer), backend="eager") for layer in module])
+    actual = outcome(pipe(compiled, [2, 1], chunks=2), x)
+    # torch.compile() puts a module around the layer, and so a part into the names.
+    actual.param_grads = {name.replace("._orig_mod", ""): grad for name, grad in actual.param_grads.items()}
+    assert_same(actual, plain_outcome(module, x, chunks=2))
+
+
+def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> None:
+    model, x = pipe(blocks(2), [1, 1], chunks=2), data(4)
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x * 2).square().mean() + 1
+
+    assert torch.equal(torch.compile(loss, backend="eager")(x), loss(x))
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"GPipe\.forward"):
+        torch.compile(loss, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_evaluation(pipe: Pipe, off: Callable[[], Any]) -> None:
+    module = blocks(3).eval()
+    model = pipe(copy.deepcopy(module), [2, 1], chunks=2)
+    model.compile(backend="eager")
+    x = data(4)
+    with off():
+        assert torch.equal(model(x), module(x))
+
+
+# What layers may do in a pipeline, they may do compiled
+
+
+@skippable(stash=["input"])
+class Start(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("input", x)
+        return x.tanh()
+
+
+@skippable(pop=["input"])
+class End(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("input")
+        return x * skip
+
+
+class Phase(nn.Module):
+    """Tells in the output which run it is in: the forward of one that is checkpointed or not, or recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (2 if is_recomputing() else 3 if is_checkpointing() else 5)
+
+
+def layers_with_skips() -> nn.Sequential:
+    return nn.Sequential(Start(), nn.Linear(4, 4), End())
+
+
+def layers_with_batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def layers_with_dropout() -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(), nn.Linear(4, 4), nn.Dropout())
+
+
+def layers_in_place() -> nn.Sequential:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
+
+
+def layers_that_ask_for_their_phase() -> nn.Sequential:
+    return nn.Sequential(Phase(), Phase(), Phase())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        layers_with_skips,
+        layers_with_batch_norm,
+        layers_with_dropout,
+        layers_in_place,
+        layers_that_ask_for_their_phase,
+    ],
+)
+def test_layers_do_what_they_do_uncompiled(pipe: Pipe, make: Callable[[], nn.Sequential]) -> None:
+    module = make().double()
+    outcomes = []
+    for compiled in [True, False]:
+        model = pipe(copy.deepcopy(module), [1, 1, 1], chunks=3)  # two are checkpointed, and one is not
+        if compiled:
+            model.compile(backend="eager")
+        torch.manual_seed(1)
+        outcomes += [[outcome(model, data(6).requires_grad_()) for _ in range(2)]]
+    for actual, expected in zip(*outcomes):
+        assert_same(actual, expected)
+
+
+# How often
+
+
+def test_nothing_is_compiled_again_for_another_mini_batch_of_the_same_size(pipe: Pipe, checkpoint: str) -> None:
+    """Each partition is compiled twice: without a graph for what is checkpointed, and with one."""
+    model, graphs = pipe(blocks(3), [2, 1], chunks=2, checkpoint=checkpoint), Graphs()
+    model.compile(backend=graphs)
+    model(data(4)).sum().backward()
+    assert graphs.count == (2 if checkpoint == "never" else 4)
+    for _ in range(3):
+        model(data(4)).sum().backward()
+    assert graphs.count == (2 if checkpoint == "never" else 4)
+
+
+def test_mini_batches_of_other_sizes_are_compiled_once(pipe: Pipe) -> None:
+    """The last one of an epoch is smaller, and not always as small: after the first, graphs take any size."""
+    model, graphs = pipe(blocks(3), [2, 1], chunks=2), Graphs()
+    model.compile(backend=graphs)
+    counts = []
+    for batch in [8, 6, 7, 5, 8, 10]:
+        model(data(batch)).sum().backward()
+        counts.append(graphs.count)
+    assert len(set(counts[1:])) == 1
+
+
+def test_many_partitions_are_all_compiled(pipe: Pipe) -> None:
+    """The compiler gives up after eight graphs of one piece of code, and all partitions had the same."""
+    model, graphs = pipe(blocks(5), [1] * 5, chunks=2, checkpoint="always"), Graphs()
+    model.compile(backend=graphs, fullgraph=True)  # which makes an error of giving up
+    model(data(4)).sum().backward()
+    assert graphs.count == 10
+
+
+def test_a_copy_of_a_compiled_pipeline_is_not_compiled(pipe: Pipe) -> None:
+    """As a copy of any module. It has its own layers."""
+    model = pipe(blocks(3), [2, 1], chunks=2)
+    graphs = Graphs()
+    model.compile(backend=graphs)
+    x = data(4)
+    for twin in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert torch.equal(twin(x), x)
+    assert graphs.count == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_dropout_of_decomposed_graphs_draws_the_same_again(pipe: Pipe) -> None:
+    """The graphs of the two runs differ: one is for inference. This is what the default backend makes kernels of."""
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), [1, 1], chunks=2, checkpoint="always")
+    model.compile(backend="aot_eager_decomp_partition")
+    y = model(torch.rand(4, 4))
+    (gradient,) = torch.autograd.grad(y.sum(), model[0].bias)
+    assert torch.equal(gradient, 2.0 * (y != 0).sum(0))

@@ -1,0 +1,66 @@
+"""Activations that wait for backward in the memory of the host: `save_on_cpu` around the call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from tests.conftest import Pipe
+from tests.plain import assert_same, outcome, plain_outcome
+
+LAYERS = [nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh()]
+
+
+@pytest.fixture
+def module() -> nn.Sequential:
+    return copy.deepcopy(nn.Sequential(*LAYERS)).double()
+
+
+def test_numbers_are_those_of_the_plain_model(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
+    model = pipe(module, [3, 2], chunks=3, checkpoint=checkpoint)
+
+    def run(x: Tensor) -> Any:
+        with save_on_cpu():
+            return model(x)
+
+    assert_same(outcome(model, x, run=run), expected)
+
+
+def test_backward_within_the_block(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
+    model = pipe(module, [3, 2], chunks=3, checkpoint=checkpoint)
+    with save_on_cpu():
+        assert_same(outcome(model, x), expected)
+
+
+def test_all_that_is_saved_goes_through_the_hooks(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
+    """At forward, the inputs of what is checkpointed; at recomputation, all that the plain model saves as well."""
+    packed, unpacked = [], []
+    now = "forward"
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(now)
+        return tensor.to("cpu", copy=True)
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(now)
+        return tensor
+
+    model = pipe(module, [3, 2], chunks=3, checkpoint=checkpoint)
+    with saved_tensors_hooks(pack, unpack):
+        y = model(torch.randn(6, 4, dtype=torch.float64))
+    now = "backward"
+    y.sum().backward()
+    checkpointed = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
+    all_of_a_micro_batch = 11
+    assert packed.count("forward") == 2 * checkpointed + all_of_a_micro_batch * (3 - checkpointed)
+    assert packed.count("backward") == all_of_a_micro_batch * checkpointed
+    assert unpacked == ["backward"] * len(packed)

@@ -1,0 +1,195 @@
+"""The models of the benchmarks are those of the papers, and a pipeline trains them like any other.
+
+Numbers of parameters are counted on the meta device, where nothing is computed or stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
+from benchmarks.peers import CHECKOUT, INSTALLED
+from tests.conftest import Pipe
+from tests.plain import outcome, plain_outcome
+
+Made = tuple[nn.Sequential, Tensor]
+
+
+def tiny_resnet() -> Made:
+    return resnet([2, 1], num_classes=3, width=2).double(), torch.rand(4, 3, 16, 16, dtype=torch.float64)
+
+
+def tiny_amoebanet() -> Made:
+    return amoebanetd(3, num_layers=3, num_filters=16).double(), torch.rand(4, 3, 37, 37, dtype=torch.float64)
+
+
+def tiny_unet() -> Made:
+    return unet(2, num_convs=2, base_channels=2).double(), torch.rand(4, 3, 9, 10, dtype=torch.float64)
+
+
+def tiny_gpt() -> Made:
+    return gpt(vocabulary=11, layers=2, heads=2, width=8, context=5).double(), torch.randint(11, (4, 5))
+
+
+TINY: dict[str, Callable[[], Made]] = {
+    "resnet": tiny_resnet,
+    "amoebanet": tiny_amoebanet,
+    "unet": tiny_unet,
+    "gpt": tiny_gpt,
+}
+
+
+@pytest.fixture(params=TINY.values(), ids=TINY.keys())
+def tiny(request: pytest.FixtureRequest) -> Made:
+    """A small model of each kind, with an input."""
+    made: Made = request.param()
+    return made
+
+
+def even(layers: int, partitions: int) -> list[int]:
+    return [layers * (j + 1) // partitions - layers * j // partitions for j in range(partitions)]
+
+
+def parameters(model: Callable[..., nn.Sequential], *args: Any) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model(*args).parameters())
+
+
+def test_resnet101_has_its_parameters() -> None:
+    assert parameters(resnet101) == 44_549_160
+
+
+@pytest.mark.parametrize(
+    "layers, filters, millions",
+    [(18, 208, 81.5), (18, 416, 319.0), (18, 544, 542.7), (36, 544, 1060), (72, 512, 1840)],
+)
+def test_amoebanetd_has_the_parameters_of_the_original(layers: int, filters: int, millions: float) -> None:
+    count = parameters(amoebanetd, 1000, layers, filters) / 1e6
+    assert round(count, 1 if millions < 1000 else -1) == millions
+
+
+@pytest.mark.parametrize(
+    "convs, channels, millions",
+    [(6, 72, 362.2), (11, 128, 2210), (24, 128, 4990), (24, 160, 7800), (48, 160, 15820)],
+)
+def test_unet_has_the_parameters_of_the_original(convs: int, channels: int, millions: float) -> None:
+    count = parameters(unet, 5, convs, channels) / 1e6
+    assert round(count, 1 if millions < 1000 else -1) == millions
+
+
+def test_gpt_has_the_parameters_of_gpt2_and_a_head() -> None:
+    """GPT-2 small is known to have 124,439,808, with the head's being those of the embedding."""
+    assert parameters(gpt, 50257, 12, 12, 768, 1024) == 124_439_808 + 50257 * 768
+
+
+def test_models_run_on_the_meta_device(tiny: Made) -> None:
+    module, input = tiny
+    expected = module(input)
+    output = module.to("meta")(input.to("meta"))
+    assert (output.device.type, output.shape) == ("meta", expected.shape)
+
+
+def test_images_give_logits_and_masks() -> None:
+    images = torch.empty(2, 3, 224, 224, device="meta")
+    with torch.device("meta"):
+        assert resnet101()(images).shape == (2, 1000)
+        assert amoebanetd(10, 3, 16)(images).shape == (2, 10)
+        assert unet(5, 2, 4, out_channels=7)(images).shape == (2, 7, 224, 224)
+
+
+def test_resnet101_computes_what_torchvision_does() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    theirs = torchvision.models.resnet101().eval()
+    state = {
+        re.sub(r"layer(\d)\.(\d+)\.", r"layer\1_\2_", name).replace("downsample", "add"): tensor
+        for name, tensor in theirs.state_dict().items()
+    }
+    ours = resnet101().eval()
+    ours.load_state_dict(state)
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=0)
+
+
+def test_gpt_sees_no_later_token() -> None:
+    module, tokens = tiny_gpt()
+    changed = tokens.clone()
+    changed[:, 3] = (tokens[:, 3] + 1) % 11
+    before, after = module(tokens), module(changed)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.equal(before[:, 3], after[:, 3])
+
+
+def test_a_pipeline_trains_models_like_plain_ones(tiny: Made, pipe: Pipe, checkpoint: str) -> None:
+    """Batch norms are in training: their statistics are compared as well.
+
+    Not to the last bit: where three layers take a tensor, its gradient is a sum of three, in an order that depends on
+    where partitions end.
+    """
+    module, input = tiny
+    copied = copy.deepcopy(module)
+    expected = plain_outcome(module, input, chunks=2)
+    model = pipe(copied, even(len(copied), 4), chunks=2, checkpoint=checkpoint)
+    torch.testing.assert_close(vars(outcome(model, input)), vars(expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: amoebanetd(10, 4, 16), "multiple of 3, but is 4"),
+        (lambda: amoebanetd(10, 3, 12), "multiple of 8, but is 12"),
+        (lambda: unet(2, 2, 3), "base_channels is 3"),
+        (lambda: unet(0, 2, 4), "but are 0 and 2"),
+        (lambda: gpt(10, 1, 3, 8, 4), "multiple of 3, but is 8"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told(make: Callable[[], nn.Sequential], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.skipif(not (INSTALLED / "torchgpipe").is_dir(), reason="torchgpipe 0.0.7 is not in .peers/")
+def test_models_run_under_the_original_as_well() -> None:
+    """In a process of its own, which finds the original first."""
+    script = """if True:
+        import copy, torch, torchgpipe
+        from benchmarks.models import amoebanetd, gpt, resnet, unet
+        assert torchgpipe.__version__ == "0.0.7"
+        torch.manual_seed(0)
+        image = torch.rand(4, 3, 32, 32, dtype=torch.float64)
+        for module, input in [
+            (resnet([2, 1], 3, 2), image),
+            (amoebanetd(3, 3, 16), image),
+            (unet(2, 2, 2), image),
+            (gpt(11, 2, 2, 8, 5), torch.randint(11, (4, 5))),
+        ]:
+            module = module.double()
+            size = len(module)
+            for mode in ["always", "except_last", "never"]:
+                plain, piped = copy.deepcopy(module), copy.deepcopy(module)
+                balance = [size - size // 2, size // 2]
+                model = torchgpipe.GPipe(piped, balance, devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+                expected, actual = torch.cat([plain(part) for part in input.chunk(2)]), model(input)
+                torch.testing.assert_close(actual, expected)
+                expected.pow(2).sum().backward()
+                actual.pow(2).sum().backward()
+                for ours, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+                    torch.testing.assert_close(theirs.grad, ours.grad)
+            print(size)
+    """
+    path = os.pathsep.join([str(INSTALLED / "torchgpipe"), str(CHECKOUT)])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == 4

@@ -1,0 +1,87 @@
+"""The speed benchmark trains the same model in every way that it compares, and knows what is possible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.models import gpt, resnet, unet
+from benchmarks.peers import Request
+from benchmarks.speed import MODES, PEERS, experiments, ideal, placed, summary
+from benchmarks.training import TASKS, closed_units, runner, train
+
+
+def request(model: str, devices: list[str], balance: list[int] | None) -> Request:
+    about = {"size": "small", "model": model, "batch": 4, "m": 2, "mode": "except_last"}
+    return {**about, "devices": devices, "balance": balance, "warm_up": 0, "steps": 1}
+
+
+def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
+    assert ideal(1, 8, "never") == 1
+    assert ideal(4, 1, "never") == 1  # one micro-batch: one device after the other
+    assert ideal(4, 5, "never") == 4 * 5 / 8
+    assert ideal(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two
+    assert ideal(1, 1, "except_last") == 1
+    assert ideal(2, 10**6, "never") == pytest.approx(2)
+
+
+def test_neighbours_share_a_device_where_there_are_too_few() -> None:
+    assert placed("ours", ["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert placed("original", ["cuda:0", "cuda:1"], 1) == ["cuda:0"]
+    assert placed("ours", ["cpu"], 2) == ["cpu:0", "cpu:1"]
+    assert placed("original", ["cpu"], 2) == ["cpu", "cpu"]
+
+
+def test_all_is_measured_that_was_asked_for() -> None:
+    planned = list(experiments(list(PEERS), [1, 2], list(MODES)))
+    assert [name for name, *_ in planned] == [
+        "naive-1",
+        "checkpoint_sequential",
+        *["pipeline-1"] * 3,
+        *["pipeline-2"] * 3,
+    ]
+    assert list(experiments(["plain"], [1, 2], list(MODES))) == [("naive-1", 1, "-", ["plain"])]
+
+
+def test_a_model_is_divided_only_where_no_skip_passes() -> None:
+    sizes = [len(list(closed_units(model))) for model in (gpt(8, 2, 2, 4, 4), resnet([2], 3, 2), unet(1, 1, 2))]
+    assert sizes == [7, 4 + 2 * 2 + 3, 4]
+
+
+@pytest.mark.parametrize("model", TASKS["small"])
+def test_every_way_computes_the_same(model: str) -> None:
+    torch.manual_seed(0)
+    module = TASKS["small"][model].make().eval()
+    sample = TASKS["small"][model].sample
+    x = torch.randint(256, (4, *sample)) if model == "gpt" else torch.rand(4, *sample)
+    asked = request(model, ["cpu", "cpu"], [len(module) - 3, 3])
+    with torch.no_grad():
+        outputs = [
+            run(x) for peer in ("plain", "checkpoint_sequential", "ours") if (run := runner(peer, module, asked))
+        ]
+    assert len(outputs) == 3
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+
+
+def test_a_run_is_timed_and_summed_up() -> None:
+    size = len(TASKS["small"]["gpt"].make())
+    planned = list(experiments(["plain", "ours"], [2], ["except_last"]))
+    answers = [
+        {"plain": [train("plain", request("gpt", ["cpu"], None))]},
+        {"ours": [train("ours", request("gpt", ["cpu:0", "cpu:1"], [size - 3, 3]))]},
+    ]
+    naive, piped = summary("gpt", 4, 2, {2: [size - 3, 3]}, planned, answers)
+    assert naive["plain"]["speed-up"]["median"] == 1
+    seconds = [row[peer]["seconds"][0] for row, peer in ((naive, "plain"), (piped, "ours"))]
+    assert piped["ours"]["throughput"]["median"] == pytest.approx(4 / seconds[1])
+    assert piped["ours"]["speed-up"]["median"] == pytest.approx(seconds[0] / seconds[1])
+
+
+def test_what_a_peer_cannot_train_is_told() -> None:
+    one_unit = nn.Sequential(nn.Linear(2, 2))
+    assert runner("checkpoint_sequential", one_unit, request("gpt", ["cpu"], None)) is None
+    planned = [("checkpoint_sequential", 1, "-", ["checkpoint_sequential"])]
+    (row,) = summary("gpt", 4, 2, {}, planned, [{"checkpoint_sequential": [{"none": "skips"}]}])
+    assert row["checkpoint_sequential"] == {"none": "skips"}

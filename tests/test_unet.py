@@ -1,0 +1,112 @@
+"""The U-Net example and the benchmark of its skips: the same results with portals and without, and true counts."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchgpipe
+from tests.conftest import Pipe
+from tests.plain import assert_same, outcome, plain_outcome
+
+ROOT = Path(torchgpipe.__file__).parent.parent
+sys.path.append(str(ROOT / "examples"))
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+from unet import counted_step, draw_images, intersections_over_unions, main, unet, without_portals  # noqa: E402
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return unet(depth=2, width=2).double()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return draw_images(5, 8, torch.Generator().manual_seed(0))[0].double()
+
+
+@pytest.mark.parametrize("balance", [[6], [2, 2, 2], [1, 2, 2, 1], [1] * 6], ids=str)
+def test_a_unet_through_portals_equals_the_plain_one(
+    pipe: Pipe, checkpoint: str, balance: list[int], model: nn.Sequential, images: torch.Tensor
+) -> None:
+    pipeline = pipe(copy.deepcopy(model), balance, chunks=3, checkpoint=checkpoint)
+    assert_same(outcome(pipeline, images), plain_outcome(model, images, chunks=3))
+
+
+def test_a_unet_without_portals_equals_the_one_with_them(
+    pipe: Pipe, checkpoint: str, model: nn.Sequential, images: torch.Tensor
+) -> None:
+    expected = plain_outcome(copy.deepcopy(model), images, chunks=3)
+    pipeline = pipe(without_portals(model), [2, 2, 2], chunks=3, checkpoint=checkpoint)
+    # The layers are shared, so gradients and buffers have the names of both models.
+    assert_same(outcome(model, images, run=lambda images: pipeline((images,))[0]), expected)
+
+
+# With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8: the skips are 4 x 2 x 8 x 8 from the first partition to the
+# last, and 4 x 4 x 4 x 4 to the second. The activations at the ends of partitions are 4 x 4 x 2 x 2 and
+# 4 x 4 x 4 x 4. A number has 4 bytes.
+LONG, SHORT, FIRST, SECOND = 2048, 1024, 256, 1024
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_what_is_copied_is_counted(checkpoint: str, chunks: int) -> None:
+    model = unet(depth=2, width=2)
+    images, _ = draw_images(4, 8, torch.Generator().manual_seed(0))
+    expected = {
+        "portals": {(0, 1): FIRST + SHORT, (0, 2): LONG, (1, 2): SECOND},
+        "tuples": {(0, 1): FIRST + SHORT + LONG, (1, 2): SECOND + LONG},
+    }
+    ways = {"portals": (model, images), "tuples": (without_portals(model), (images,))}
+    for way, (layers, input) in ways.items():
+        devices = ["cpu:0", "cpu:1", "cpu:2"]
+        _, copied = counted_step(layers, input, [2, 2, 2], devices, chunks, checkpoint)
+        assert copied == {**expected[way], **{(b, a): count for (a, b), count in expected[way].items()}}
+
+
+def test_images_of_a_seed_are_the_same_and_show_all_classes() -> None:
+    images, classes = draw_images(32, 16, torch.Generator().manual_seed(0))
+    again, _ = draw_images(32, 16, torch.Generator().manual_seed(0))
+    assert torch.equal(images, again)
+    assert classes.unique().tolist() == [0, 1, 2, 3]
+
+
+def test_intersections_over_unions() -> None:
+    assert intersections_over_unions(torch.tensor([0, 0, 1, 1, 3]), torch.tensor([0, 1, 1, 1, 2])) == pytest.approx(
+        [1 / 2, 2 / 3, 0, 0]
+    )
+
+
+def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "unet.png"
+    small = "--steps 2 --depth 2 --width 2 --size 16 --batch 4 --balance 2 2 2 --out"
+    main([*small.split(), str(picture)])
+    printed = capsys.readouterr().out
+    assert picture.stat().st_size > 0
+    assert "mean IoU" in printed and "no shapes" in printed
+    assert "The losses of the 2 steps differ by at most 0.0e+00" in printed
+    assert "0 and 2" in printed and "2 and 3" not in printed  # three partitions
+
+
+def test_the_benchmark_of_skips_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skips = importlib.import_module("benchmarks.skips")
+    small = ["--depth", "2", "--width", "2", "--size", "16", "--batch", "4"]
+    devices = ["--devices", "cpu:0", "cpu:1", "cpu:2"]
+    monkeypatch.setattr(sys, "argv", ["skips.py", *small, *devices, "--json", str(tmp_path / "skips.json")])
+    skips.main()
+    assert "0 to 2" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "skips.json").read_text())["rows"]
+    assert row["portals"]["difference"] == row["tuples"]["difference"] == 0
+    assert row["portals"]["total"] < row["tuples"]["total"]
+    assert (tmp_path / "skips.svg").stat().st_size > 0

@@ -1,0 +1,498 @@
+"""Recording: everything that runs is there once, in the order in which it can run, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import torchgpipe
+from tests.conftest import Pipe
+from tests.fake_accelerator import on_fake_devices
+from tests.plain import assert_same, outcome
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.stream import Stream, Streams, Tick
+from torchgpipe.timeline.span import Span
+from torchgpipe.timeline.timeline import Timeline
+
+M, N = 4, 3
+
+
+def linears(n: int = N) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
+
+
+def batch(**options: Any) -> Tensor:
+    return torch.randn(2 * M, 3, **options)
+
+
+def checkpointed(mode: str) -> int:
+    return {"always": M, "except_last": M - 1, "never": 0}[mode]
+
+
+def cells(spans: list[Span]) -> Counter[tuple[str, int, int]]:
+    return Counter((span.kind, span.micro_batch, span.partition) for span in spans if span.computes)
+
+
+def all_cells(mode: str, n: int = N) -> Counter[tuple[str, int, int]]:
+    """What a step consists of."""
+    grid = [(i, j) for i in range(M) for j in range(n)]
+    again = [("recomputation", i, j) for i, j in grid if i < checkpointed(mode)]
+    return Counter([("forward", i, j) for i, j in grid] + again + [("backward", i, j) for i, j in grid])
+
+
+def at(timeline: Timeline, kind: str, i: int, j: int) -> Span:
+    (span,) = [span for span in timeline.spans if (span.kind, span.micro_batch, span.partition) == (kind, i, j)]
+    return span
+
+
+def assert_in_order(timeline: Timeline, mode: str, n: int = N) -> None:
+    """A cell begins after those that it needs have ended."""
+    for span in timeline.spans:
+        assert 0 <= span.start <= span.end
+        assert not span.failed
+    for i in range(M):
+        for j in range(n):
+            forward, backward = at(timeline, "forward", i, j), at(timeline, "backward", i, j)
+            assert forward.end <= backward.start
+            if j > 0:
+                assert at(timeline, "forward", i, j - 1).end <= forward.start
+                assert backward.end <= at(timeline, "backward", i, j - 1).start
+            if i > 0:
+                assert at(timeline, "forward", i - 1, j).end <= forward.start
+                assert backward.end <= at(timeline, "backward", i - 1, j).start
+            if i < checkpointed(mode):
+                again = at(timeline, "recomputation", i, j)
+                assert forward.end <= again.start
+                assert again.end <= backward.start
+
+
+@pytest.mark.parametrize("input_grad", [False, True])
+def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool) -> None:
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
+    with torchgpipe.record(model) as timeline:
+        model(batch(requires_grad=input_grad)).sum().backward()
+    assert cells(timeline.spans) == all_cells(checkpoint)
+    assert len(timeline.spans) == all_cells(checkpoint).total()
+    assert_in_order(timeline, checkpoint)
+
+
+def test_a_span_says_where_it_was(pipe: Pipe) -> None:
+    layers = nn.Sequential()
+    for name in ["first", "second", "third"]:
+        layers.add_module(name, nn.Linear(3, 3))
+    model = pipe(layers, [1, 2], chunks=M)
+    with torchgpipe.record(model) as timeline:
+        model(batch())
+    assert [row.layers for row in timeline.partitions] == [("first",), ("second", "third")]
+    for span in timeline.spans:
+        assert span.layers == timeline.partitions[span.partition].layers
+        assert span.device == model.devices[span.partition]
+        assert (span.step, span.stream, span.other) == (0, "computing", None)
+
+
+def test_copies_and_waits_are_there_once(checkpoint: str) -> None:
+    model = GPipe(linears(), [1] * N, devices=[f"cpu:{j}" for j in range(N)], chunks=M, checkpoint=checkpoint)
+    with on_fake_devices(model), torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+    assert cells(timeline.spans) == all_cells(checkpoint)
+    assert_in_order(timeline, checkpoint)
+    ways = [(i, a, c) for i in range(M) for j in range(N - 1) for a, c in [(j, j + 1), (j + 1, j)]]
+    copies = [span for span in timeline.spans if span.kind == "copy"]
+    waits = [span for span in timeline.spans if span.kind == "wait"]
+    assert Counter((span.micro_batch, span.partition, span.other) for span in copies) == Counter(ways)
+    assert Counter((span.micro_batch, span.other, span.partition) for span in waits) == Counter(ways)
+    for span in copies:
+        assert span.other is not None
+        assert span.stream == ("leaving" if span.partition < span.other else "arriving")
+        sending = at(
+            timeline, "forward" if span.partition < span.other else "backward", span.micro_batch, span.partition
+        )
+        assert sending.end <= span.start
+    assert {span.stream for span in waits} == {"computing"}
+
+
+@skippable(stash=["skip"])
+class Start(nn.Module):
+    def forward(self, input: Tensor) -> Iterator[Any]:
+        yield stash("skip", input)
+        return input.tanh()  # type: ignore[return-value]
+
+
+@skippable(pop=["skip"])
+class Finish(nn.Module):
+    def forward(self, input: Tensor) -> Iterator[Any]:
+        skip = yield pop("skip")
+        return input + skip  # type: ignore[return-value]
+
+
+def test_a_skip_has_copies_of_its_own() -> None:
+    layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), Start()), nn.Linear(3, 3), Finish())
+    model = GPipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=M)
+    with on_fake_devices(model), torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+    skips = [span for span in timeline.spans if span.kind == "copy" and span.stream.startswith("skip")]
+    ways = [(i, *ends) for i in range(M) for ends in [(0, 2, "skip leaving"), (2, 0, "skip arriving")]]
+    assert Counter((s.micro_batch, s.partition, s.other, s.stream) for s in skips) == Counter(ways)
+
+
+# Nothing else changes.
+
+
+def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3))
+    x = batch(requires_grad=True)
+    torch.manual_seed(1)
+    expected = outcome(pipe(copy.deepcopy(module), [1, 2, 1], chunks=M, checkpoint=checkpoint), x)
+    model = pipe(module, [1, 2, 1], chunks=M, checkpoint=checkpoint)
+    with torchgpipe.record(model):
+        torch.manual_seed(1)
+        assert_same(outcome(model, x), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_are_forwards_only(pipe: Pipe, mode: Callable[[], Any]) -> None:
+    model = pipe(linears(), [1] * N, chunks=M)
+    with torchgpipe.record(model) as timeline, mode():
+        assert model(batch()).grad_fn is None
+    assert cells(timeline.spans) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
+
+
+def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
+    layers = linears()
+    layers[0].requires_grad_(False)
+    model = pipe(layers, [1] * N, chunks=M, checkpoint=checkpoint)
+    with torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+    expected = all_cells(checkpoint)
+    for cell in list(expected):
+        if cell[0] != "forward" and cell[2] == 0:
+            del expected[cell]
+    assert cells(timeline.spans) == expected
+
+
+def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
+    """Nothing of ours is passed at its end; at the end of the whole backward pass it would be seen far too late."""
+    model = GPipe(linears(1), [1], devices=["cpu"], chunks=M, checkpoint="never")
+    with torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+    for i in range(M - 1):
+        assert at(timeline, "backward", i + 1, 0).end <= at(timeline, "backward", i, 0).start
+
+
+def test_transforms_of_torch_func_still_work() -> None:
+    model = GPipe(linears(1), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    x = batch()
+    expected = torch.func.grad(lambda x: model(x).sum())(x)
+    with torchgpipe.record(model):
+        assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
+
+
+# Several steps.
+
+
+def test_gradient_accumulation_is_several_steps(pipe: Pipe) -> None:
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
+    with torchgpipe.record(model) as timeline:
+        losses = [model(batch()).sum() for _ in range(2)]
+        sum(losses).backward()  # type: ignore[union-attr]
+    assert timeline.steps == [0, 1]
+    for step in timeline.steps:
+        assert cells(timeline.of_step(step)) == all_cells("never")
+
+
+def test_a_second_backward_is_there_as_well(pipe: Pipe) -> None:
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
+    with torchgpipe.record(model) as timeline:
+        loss = model(batch()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    counted = cells(timeline.spans)
+    assert counted["backward", 0, 0] == 2
+    assert counted.total() == M * N * 3
+    assert not any(span.failed for span in timeline.spans)
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    with torchgpipe.record(model, steps=2) as timeline:
+        for _ in range(5):
+            model(batch()).sum().backward()
+    assert timeline.steps == [3, 4]
+    assert {span.step for span in timeline.spans} == {3, 4}
+
+
+def test_memory_is_bounded_while_steps_go_by() -> None:
+    model = GPipe(linears(1), [1], devices=["cpu"], chunks=1)
+    with torchgpipe.record(model, steps=1):
+        kept = model._mechanisms.recorder._steps  # type: ignore[union-attr]
+        model(batch()).sum().backward()
+        first = weakref.ref(kept[0])
+        model(batch()).sum().backward()
+        gc.collect()
+        assert first() is None
+
+
+def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
+    """Without the help of the garbage collector."""
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
+    seen: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda _, inputs, output: seen.extend([weakref.ref(inputs[0]), weakref.ref(output)]))
+    gc.collect()
+    gc.disable()
+    try:
+        with torchgpipe.record(model) as timeline:
+            model(batch()).sum().backward()
+        assert timeline.spans
+        assert len(seen) >= 2 * M
+        assert [ref() for ref in seen if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_backward_outside_the_block_is_not_recorded(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
+    with torchgpipe.record(model) as timeline:
+        loss = model(batch()).sum()
+    before = list(timeline.spans)
+    loss.backward()
+    assert timeline.spans == before
+    assert cells(before) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
+
+
+# Faults.
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+
+class Faulty(nn.Module):
+    """Fails for one micro-batch."""
+
+    def __init__(self, phase: str, i: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.phase, self.i, self.count = phase, i, 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.count += 1
+        here = bool((input == self.i).all())
+        output: Tensor = self.linear(input)
+        if here and self.phase == ("recomputation" if is_recomputing() else "forward"):
+            raise RuntimeError("broken")
+        if here and self.phase == "backward":
+            return Backward.apply(output)  # type: ignore[no-any-return, no-untyped-call]
+        return output
+
+
+def faulty(pipe: Pipe, phase: str, j: int, checkpoint: str) -> tuple[GPipe, Tensor]:
+    """Fails for micro-batch 1, in one partition of three; what it gets there is the number of the micro-batch."""
+    layers = [nn.Identity() if k < j else Faulty(phase, 1) if k == j else nn.Linear(3, 3) for k in range(N)]
+    x = torch.arange(float(M)).repeat_interleave(2)[:, None].expand(-1, 3).clone()
+    return pipe(nn.Sequential(*layers), [1] * N, chunks=M, checkpoint=checkpoint), x
+
+
+@pytest.mark.parametrize("j", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("phase", "mode"),
+    [
+        ("forward", "always"),
+        ("forward", "never"),
+        ("recomputation", "always"),
+        ("backward", "always"),
+        ("backward", "never"),
+    ],
+)
+def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phase: str, mode: str, j: int) -> None:
+    model, x = faulty(pipe, phase, j, mode)
+    with pytest.raises(RuntimeError, match="broken"), torchgpipe.record(model) as timeline:
+        model(x).sum().backward()
+    (failed,) = [span for span in timeline.spans if span.failed]
+    assert (failed.kind, failed.micro_batch, failed.partition) == (phase, 1, j)
+    assert all(span.start <= failed.end for span in timeline.spans)
+    assert "failed" in str(timeline)
+    assert "failed" in str(timeline.report())
+    assert model._mechanisms.recorder is None
+
+
+@pytest.mark.parametrize("j", [0, 1])
+def test_a_fault_that_is_caught_in_the_block_is_marked_as_well(pipe: Pipe, j: int) -> None:
+    model, x = faulty(pipe, "backward", j, "never")
+    with torchgpipe.record(model) as timeline:
+        with pytest.raises(RuntimeError, match="broken"):
+            model(x).sum().backward()
+        model(x + M).sum().backward()
+    (failed,) = [span for span in timeline.spans if span.failed]
+    assert (failed.step, failed.kind, failed.micro_batch, failed.partition) == (0, "backward", 1, j)
+    assert failed.end <= timeline.of_step(1)[0].start
+    assert not any(span.failed for span in timeline.of_step(1))
+
+
+def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) -> None:
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
+    with suppress(ZeroDivisionError), torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+        raise ZeroDivisionError
+    assert cells(timeline.spans) == all_cells(checkpoint)
+    assert not any(span.failed for span in timeline.spans)
+
+
+# Who is recorded, and for how long.
+
+
+def test_the_recorder_is_gone_after_the_block() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    before = model._mechanisms
+    with suppress(ZeroDivisionError), torchgpipe.record(model):
+        raise ZeroDivisionError
+    assert model._mechanisms == before
+
+
+def test_a_block_inside_another_takes_its_place() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    with torchgpipe.record(model) as outer:
+        model(batch())
+        with torchgpipe.record(model) as inner:
+            model(batch())
+        model(batch())
+    assert (outer.steps, inner.steps) == ([0, 1], [0])
+    assert max(span.end for span in outer.of_step(0)) < min(span.start for span in outer.of_step(1))
+
+
+def test_it_can_be_read_after_the_block_only() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N)
+    with torchgpipe.record(model) as timeline:
+        for read in [
+            lambda: timeline.spans,
+            lambda: timeline.steps,
+            lambda: timeline.partitions,
+            timeline.of_step,
+            timeline.report,
+            timeline.plot,
+            lambda: timeline.save("never.json"),
+        ]:
+            with pytest.raises(RuntimeError, match="still being recorded; read it after the block"):
+                read()
+        assert str(timeline) == repr(timeline) == "<Timeline, being recorded>"
+        assert timeline._repr_svg_() is None
+
+
+def test_nothing_was_recorded() -> None:
+    with torchgpipe.record(GPipe(linears(), [1] * N, devices=["cpu"] * N)) as timeline:
+        pass
+    assert (timeline.spans, timeline.steps, timeline.partitions) == ([], [], [])
+    assert str(timeline) == repr(timeline) == "<Timeline of 0 steps, 0 spans>"
+    assert timeline._repr_svg_() is None
+    for look in [timeline.of_step, timeline.plot, timeline.report]:
+        with pytest.raises(ValueError, match=r"in the block of torchgpipe\.record\(\)"):
+            look()
+
+
+def test_a_step_that_is_not_there_is_named() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N)
+    with torchgpipe.record(model, steps=1) as timeline:
+        model(batch())
+        model(batch())
+    with pytest.raises(ValueError, match=r"step 0 is not among those that were kept, which are \[1\]"):
+        timeline.of_step(0)
+
+
+def test_a_pipeline_inside_a_module_is_found(pipe: Pipe) -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = pipe(linears(), [1] * N, chunks=M)
+
+        def forward(self, input: Tensor) -> Any:
+            return self.module(input)
+
+    model = Outside()
+    with torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+    assert cells(timeline.spans) == all_cells("except_last")
+
+
+def test_no_pipeline_and_several_are_refused() -> None:
+    with pytest.raises(TypeError, match="no GPipe in this Linear"), torchgpipe.record(nn.Linear(3, 3)):
+        pass
+    two = nn.ModuleDict({name: GPipe(linears(1), [1], devices=["cpu"]) for name in ("a", "b")})
+    with pytest.raises(ValueError, match=r"2 pipelines .*'a', 'b'.*get_submodule\('a'\)"), torchgpipe.record(two):
+        pass
+    with pytest.raises(ValueError, match="steps must be"), torchgpipe.record(two["a"], steps=0):
+        pass
+
+
+@pytest.mark.parametrize("inner", ["always", "never"])
+def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: str, inner: str) -> None:
+    nested = GPipe(linears(2), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
+    model = pipe(nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3)), [1, 1, 1], chunks=M, checkpoint=checkpoint)
+    with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
+        model(batch()).sum().backward()
+    assert cells(timeline.spans) == all_cells(checkpoint)
+    assert_in_order(timeline, checkpoint)
+    assert len(within.steps) == M + checkpointed(checkpoint)
+    assert not any(span.failed for span in within.spans)
+
+
+def test_a_copy_of_the_model_is_not_recorded() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    with torchgpipe.record(model) as timeline:
+        for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
+            assert other._mechanisms.recorder is None
+            other(batch())
+    assert timeline.steps == []
+
+
+# Clocks.
+
+
+class LateStream(Stream):
+    """Its clock runs from 1000 on, twice as fast as the host's, and can be read at the end only."""
+
+    readable = False
+
+    def tick(self) -> Tick:
+        return [1000 + 2 * super().tick()]
+
+    def seconds(self, start: Tick, end: Tick) -> float:
+        assert LateStream.readable
+        difference: float = end[0] - start[0]
+        return difference
+
+
+class LateStreams(Streams):
+    def current(self, device: torch.device) -> Stream:
+        return LateStream(device)
+
+
+def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_host() -> None:
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    model._mechanisms = replace(model._mechanisms, streams=LateStreams())
+    LateStream.readable = False
+    with torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+        LateStream.readable = True
+    assert_in_order(timeline, "except_last")
+    # Had the clock not been set by the host's, these would be a thousand seconds off.
+    assert all(span.end < 500 for span in timeline.spans)

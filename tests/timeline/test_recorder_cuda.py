@@ -1,0 +1,72 @@
+"""Recording on a GPU, where what is launched is done later: times are those of the work, not of its launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe
+from torchgpipe import GPipe
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+GPU = "cuda:0"
+CYCLES = 20_000_000
+
+
+class Slow(nn.Module):
+    """Keeps the GPU busy for some milliseconds; the host goes on at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_cuda:
+            torch.cuda._sleep(CYCLES)
+        output: Tensor = self.linear(input)
+        return output
+
+
+def slept() -> float:
+    """The seconds that the work of a slow layer takes at least."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(CYCLES)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("devices", [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
+def test_spans_are_those_of_the_work(devices: list[str], mode: str) -> None:
+    model = GPipe(nn.Sequential(Slow(), Slow()), [1, 1], devices=devices, chunks=3, checkpoint=mode)
+    with torchgpipe.record(model) as timeline:
+        model(torch.randn(6, 3)).sum().backward()
+    assert not any(span.failed for span in timeline.spans)
+    forwards = [span for span in timeline.spans if span.kind == "forward"]
+    assert len(forwards) == 6
+    least = slept() / 2  # The clock of a GPU may change.
+    for span in forwards:
+        if span.device.type == "cuda":
+            assert span.seconds > least
+    by_cell = {(span.micro_batch, span.partition): span for span in forwards}
+    for i in range(3):
+        # Clocks of different devices agree to less than the slow layer takes.
+        assert by_cell[i, 0].end < by_cell[i, 1].end
+    copies = [span for span in timeline.spans if span.kind == "copy"]
+    assert len(copies) == (0 if devices == [GPU, GPU] else 6)
+
+
+def test_peak_memory_is_reported() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=[GPU])
+    with torchgpipe.record(model) as timeline:
+        model(torch.randn(6, 3)).sum().backward()
+    (use,) = timeline.report().devices
+    assert use.peak_memory is not None
+    assert use.peak_memory > 0

@@ -1,0 +1,68 @@
+"""The same pipeline in other processes, where DistributedDataParallel is around it.
+
+Each process runs its share of a mini-batch, and DistributedDataParallel sees to the gradients. A layer that needs to
+know of the other shares for another reason exchanges what it knows here. Collectives must come in the same order in
+every process, so this is for the caller's thread, once a call; the workers have no order among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["exchange", "replicas", "verify_even", "verify_sync"]
+
+
+def replicas() -> Any:
+    """The process group of the DistributedDataParallel whose forward is under way; None if there are no others."""
+    ddp = _active()
+    return None if ddp is None or ddp.process_group.size() == 1 else ddp.process_group
+
+
+def verify_even() -> None:
+    """Raises if the processes may call their pipelines a different number of times.
+
+    Raises:
+        RuntimeError: they are in ``join()``, where one that has no input left would not take part in an exchange.
+    """
+    ddp = _active()
+    if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
+        raise RuntimeError(
+            "deferred batch norms cannot run in join() of DistributedDataParallel, because a process without input "
+            "would not send its statistics; give every process as many mini-batches, use "
+            "join(throw_on_early_termination=True), or make the GPipe without deferred_batch_norm"
+        )
+
+
+def _active() -> Any:
+    # PyTorch notes it for its compiler, and has no public call for it.
+    ddp: Any = DistributedDataParallel
+    return ddp._get_active_ddp_module()
+
+
+def exchange(group: Any, values: Tensor) -> list[Tensor]:
+    """``values`` of every process in the group, which are of one shape, by rank."""
+    received = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(received, values, group=group)
+    return received
+
+
+def verify_sync(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raises if layers would communicate with other processes from several threads at once.
+
+    Raises:
+        ValueError: there is a :class:`~torch.nn.SyncBatchNorm`, and there are several devices and processes.
+    """
+    if len(set(devices)) == 1 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+        raise ValueError(
+            f"SyncBatchNorm cannot run in a pipeline on {len(set(devices))} devices: each device has a thread, so "
+            "its messages to other processes would be in no order, and they would wait for each other for ever; use "
+            "BatchNorm and GPipe(..., deferred_batch_norm=True), whose running statistics are those of all processes"
+        )

@@ -1,0 +1,122 @@
+"""A timeline as a Chrome trace: JSON that Perfetto and chrome://tracing draw.
+
+The format is Google's "Trace Event Format". Times are microseconds. A process is a device and a thread is one of its
+streams; their names are in events of their own (``M``). A span is a complete event (``X``), and an arrow is a pair of a
+flow's start (``s``) and end (``f``) with the same id, each bound to the span around it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchgpipe.timeline.record import Kind
+from torchgpipe.timeline.span import Span
+
+__all__ = ["events", "write"]
+
+#: Names of the colours that the format reserves. Perfetto takes a colour of its own for each name of a span.
+_COLOURS: dict[Kind, str] = {
+    "forward": "thread_state_running",
+    "recomputation": "thread_state_runnable",
+    "backward": "thread_state_iowait",
+    "copy": "rail_idle",
+    "wait": "grey",
+}
+_FAILED = "terrible"
+
+
+def write(spans: Sequence[Span], path: Path) -> None:
+    """Writes spans into a file."""
+    path.write_text(json.dumps({"traceEvents": events(spans), "displayTimeUnit": "ms"}))
+
+
+def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """All events of the trace."""
+    rows = _rows(spans)
+    return [*_names(rows), *(_complete(span, rows[_row(span)]) for span in spans), *_arrows(spans, rows)]
+
+
+def _row(span: Span) -> tuple[str, str]:
+    return str(span.device), span.stream
+
+
+def _rows(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int]]:
+    """The numbers of the process and of the thread that stand for each stream."""
+    devices = {str(span.device): None for span in sorted(spans, key=lambda span: span.partition)}
+    rows = {}
+    for pid, device in enumerate(devices):
+        streams = {span.stream for span in spans if str(span.device) == device}
+        for tid, stream in enumerate(sorted(streams, key=lambda stream: (stream != "computing", stream))):
+            rows[device, stream] = (pid, tid)
+    return rows
+
+
+def _names(rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    for (device, stream), (pid, tid) in rows.items():
+        if tid == 0:
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": device}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": stream}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _complete(span: Span, row: tuple[int, int]) -> dict[str, Any]:
+    pid, tid = row
+    return {
+        "ph": "X",
+        "name": _title(span),
+        "cat": span.kind,
+        "ts": span.start * 1e6,
+        "dur": span.seconds * 1e6,
+        "pid": pid,
+        "tid": tid,
+        "cname": _FAILED if span.failed else _COLOURS[span.kind],
+        "args": {
+            "step": span.step,
+            "micro-batch": span.micro_batch,
+            "partition": span.partition,
+            "layers": list(span.layers),
+            **({} if span.other is None else {"to" if span.kind == "copy" else "for": span.other}),
+            **({"failed": True} if span.failed else {}),
+        },
+    }
+
+
+def _title(span: Span) -> str:
+    where = "" if span.other is None else f" {'to' if span.kind == 'copy' else 'for'} partition {span.other}"
+    return f"{span.kind} {span.micro_batch}{where}{' (failed)' if span.failed else ''}"
+
+
+def _arrows(spans: Sequence[Span], rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """From every copy to the wait for it: where there are several between two partitions, both are in order."""
+    waits = {key: iter(waiting) for key, waiting in _by_ends(spans).items()}
+    number = 0
+    for copy in spans:
+        wait = next(waits.get(_ends(copy), iter(())), None) if copy.kind == "copy" else None
+        if wait is None:
+            continue  # It is no copy, or was not waited for when an error came.
+        # Within both spans: a wait may have begun before the copy.
+        arrival = (max(wait.start, min(copy.start, wait.end)) + wait.end) / 2
+        for ph, span, time in (("s", copy, copy.start), ("f", wait, arrival)):
+            pid, tid = rows[_row(span)]
+            binding = {"bp": "e"} if ph == "f" else {}
+            arrow = {"ph": ph, "name": "copy", "cat": "copy", "id": number, "ts": time * 1e6, "pid": pid, "tid": tid}
+            yield {**arrow, **binding}
+        number += 1
+
+
+def _by_ends(spans: Iterable[Span]) -> dict[tuple[int | None, ...], list[Span]]:
+    waits: dict[tuple[int | None, ...], list[Span]] = {}
+    for span in spans:
+        if span.kind == "wait":
+            waits.setdefault(_ends(span), []).append(span)
+    return waits
+
+
+def _ends(span: Span) -> tuple[int | None, ...]:
+    """What a copy and the wait for it have in common."""
+    ends = (span.partition, span.other) if span.kind == "copy" else (span.other, span.partition)
+    return span.step, span.micro_batch, *ends
