@@ -24,13 +24,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchgpipe.distributed.gpipe import DistributedGPipe
 
@@ -198,11 +201,11 @@ class Checkpoints:
                 part.mkdir(parents=True)
             self._meet()
             # Replicas have the same names: the first one's are written.
-            planner = checkpoint.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             with _unwarned() if self._group is None else nullcontext():
-                checkpoint.save(
+                save(
                     tensors,
-                    storage_writer=checkpoint.FileSystemWriter(part),
+                    storage_writer=FileSystemWriter(part),
                     planner=planner,
                     process_group=self._group,
                     no_dist=self._group is None,
@@ -325,14 +328,14 @@ class _File:
         state = {name: torch.empty(self.sizes[name].size, dtype=self.sizes[name].properties.dtype) for name in names}
         if state:
             with _unwarned():
-                checkpoint.load(state, storage_reader=self._reader, no_dist=True)
+                load(state, storage_reader=self._reader, no_dist=True)
         return state
 
     def value(self, name: str) -> Any:
         return _unpacked(self.tensors([name])[name])
 
 
-class _Reader(checkpoint.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads what a checkpoint consists of without running code that may be in there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -348,7 +351,7 @@ class _Reader(checkpoint.FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     """Knows what describes tensors, and nothing else."""
 
-    _known = {
+    _known: ClassVar = {
         "torch.distributed.checkpoint.metadata": {
             "BytesStorageMetadata",
             "ChunkStorageMetadata",

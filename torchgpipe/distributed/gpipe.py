@@ -12,30 +12,23 @@ A step, on every process:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
 
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device
 from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
+from torchgpipe.distributed.plan import Plan, make_plan, verify_checkpoint, verify_schedule
+from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
-from torchgpipe.distributed.stage import Call, StageModule, WatchedStage
+from torchgpipe.distributed.stage import Call
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import place, split, verify_balance, verify_module, verify_sharing
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -43,15 +36,6 @@ from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
 __all__ = ["DistributedGPipe"]
-
-#: By PyTorch's names without the word Schedule, in any case: what runs one stage in each process, and what several.
-_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL: dict[str, Any] = {
-    "loopedbfs": ScheduleLoopedBFS,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
-}
-_MODES = ("always", "except_last", "never")
 
 #: From the output and the target of a micro-batch to its mean loss.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
@@ -96,7 +80,6 @@ class DistributedGPipe(nn.Module):
         balance (list[int]): the number of layers in each partition
         stages (list[int]): the indices of the partitions in this process
         device (torch.device): where they are
-        steps (int): how many calls were made
 
     Raises:
         TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
@@ -124,16 +107,14 @@ class DistributedGPipe(nn.Module):
         verify_module(module)
         verify_skippables(module)
         self.balance = verify_balance(balance, len(module))
-        self._pipeline, self._replicas = _groups(mesh, timeout)
-        self._rank, self._processes = dist.get_rank(self._pipeline), dist.get_world_size(self._pipeline)
-        self._schedule = _verify_schedule(schedule, len(self.balance), self._processes)
-        self.chunks, self.checkpoint = _verify_chunks(chunks), _verify_checkpoint(checkpoint, self._schedule)
+        self._processes = processes = Processes(mesh, timeout, len(self.balance))
+        self._schedule = verify_schedule(schedule, len(self.balance), processes.size)
+        self.chunks, self.checkpoint = _verify_chunks(chunks), verify_checkpoint(checkpoint, self._schedule)
         self.device = _default_device() if device is None else canonical_device(device)
-        self.stages = list(range(self._rank, len(self.balance), self._processes))
-        self.steps = 0
+        self.stages = processes.stages
         self.training = module.training
         self._loss_fn, self._weight = loss_fn, weight
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
 
         self._shapes = Shapes(module, self.balance, self.device)
         if deferred_batch_norm:
@@ -149,7 +130,7 @@ class DistributedGPipe(nn.Module):
                 self.add_module(name, layer)
         # What the schedule does not allow is an error now and not at the first step.
         sample = [Boundary([Batch((torch.empty(1, device="meta"),))] * self.chunks, "a sample")]
-        self._make(sample * (len(self.balance) + 1), self.chunks, backward=True)
+        self._make(sample * (len(self.balance) + 1), backward=True)
 
     def step(self, input: Any, target: Any = None) -> Tensor:
         """Runs a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
@@ -171,7 +152,7 @@ class DistributedGPipe(nn.Module):
                 within the timeout of the process group. The message names this process and the one that it waited for.
             Exception: what a layer raises, with notes.
         """
-        backward = torch.is_grad_enabled()
+        processes, backward = self._processes, torch.is_grad_enabled()
         losses: list[Tensor] = []
         if self._loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
@@ -190,23 +171,25 @@ class DistributedGPipe(nn.Module):
             losses.append(loss.detach())
             return loss
 
-        with self._at_step():
-            self.steps += 1
+        with self._processes.at_step():
+            self._processes.step += 1
             plan, total = self._prepare(input, prepare, backward)
-            gradients = Gradients(self.parameters() if backward else [], self._replicas)
+            gradients = Gradients(self.parameters() if backward else [], processes.replicas)
             try:
                 self._run(plan, finish)
             except BaseException:
                 gradients.restore()
                 raise
-            with self._exchanging("the gradients of the replicas and the loss"):
+            with processes.exchanging("the gradients of the replicas", processes.replicas):
                 gradients.reduce()
-                loss = torch.zeros((), dtype=torch.float64, device=self.device)
-                for part in losses:
-                    loss += part.squeeze()
-                dist.broadcast(loss, group=self._pipeline, group_src=self._owner(len(self.balance) - 1))
-                if self._replicas is not None:
-                    dist.all_reduce(loss, group=self._replicas)
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            for part in losses:
+                loss += part.squeeze()
+            with processes.exchanging("the loss", processes.pipeline):
+                dist.broadcast(loss, group=processes.pipeline, group_src=processes.last)
+            if processes.replicas is not None:
+                with processes.exchanging("the loss of the replicas", processes.replicas):
+                    dist.all_reduce(loss, group=processes.replicas)
         return loss
 
     @torch.no_grad()
@@ -224,23 +207,23 @@ class DistributedGPipe(nn.Module):
         Raises:
             as :meth:`step`
         """
-        outputs: dict[int, Batch] = {}
+        processes, outputs = self._processes, dict[int, Batch]()
 
         def finish(i: int, output: Batch) -> Tensor:
             outputs[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
             return torch.zeros(1, device=self.device)
 
-        with self._at_step():
-            self.steps += 1
+        with self._processes.at_step():
+            self._processes.step += 1
             plan, _ = self._prepare(input, lambda m, size: 0.0, backward=False)
             self._run(plan, finish)
             if not (self._is_last or gather):
                 return None
             batches = [outputs[i] for i in sorted(outputs)] or [_empty(form, self.device) for form in plan.outputs]
             if gather:
-                with self._exchanging("the output"):
+                with processes.exchanging("the output", processes.pipeline):
                     for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
-                        dist.broadcast(leaf, group=self._pipeline, group_src=self._owner(len(self.balance) - 1))
+                        dist.broadcast(leaf, group=processes.pipeline, group_src=processes.last)
             return microbatch.gather(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -249,18 +232,25 @@ class DistributedGPipe(nn.Module):
         Returns:
             the norm of the gradients of all stages before, in every process
         """
-        with self._at_step(), self._exchanging("the norm of the gradients"):
-            return clip_grad_norm(self.parameters(), max_norm, norm_type, self._pipeline, self.device)
+        pipeline = self._processes.pipeline
+        with self._processes.at_step(), self._processes.exchanging("the norm of the gradients", pipeline):
+            return clip_grad_norm(self.parameters(), max_norm, norm_type, pipeline, self.device)
+
+    @property
+    def place(self) -> str:
+        """Which process this is, and what it holds, in words."""
+        return self._processes.place
+
+    @property
+    def steps(self) -> int:
+        """How many calls were made."""
+        return self._processes.step
 
     # ---- The steps above.
 
     @property
     def _is_last(self) -> bool:
         return self.stages[-1] == len(self.balance) - 1
-
-    def _owner(self, j: int) -> int:
-        """The rank, in the pipeline, of the process that has stage ``j``."""
-        return j % self._processes
 
     def _weigh(self, target: Batch) -> float | int | Tensor:
         if self._weight is not None:
@@ -280,7 +270,7 @@ class DistributedGPipe(nn.Module):
             )
         return loss.reshape(1) * share
 
-    def _prepare(self, input: Any, weigh: Callable[[int, int], float], backward: bool) -> tuple[_Plan, float]:
+    def _prepare(self, input: Any, weigh: Callable[[int, int], float], backward: bool) -> tuple[Plan, float]:
         """Makes or finds the plan of a step, and gives what all targets weigh together."""
         try:
             # Only the first stage reads the input. To the others it is a form.
@@ -289,40 +279,13 @@ class DistributedGPipe(nn.Module):
             weight = weigh(len(batches), _rows(batches))
             plan = self._plan(batches, backward)
         except Exception:
-            with self._exchanging("whether all are ready"):
-                self._agree(0, 0.0, failed=True)
+            self._processes.agree(0, 0.0, self.device, failed=True)
             raise
-        with self._exchanging("whether all are ready"):
-            total = self._agree(plan.checksum, weight, failed=False)
+        total = self._processes.agree(plan.checksum, weight, self.device, failed=False)
         plan.batches = batches
         return plan, total
 
-    def _agree(self, checksum: int, weight: float, *, failed: bool) -> float:
-        mine = torch.tensor([float(failed), float(checksum), weight], dtype=torch.float64, device=self.device)
-        replies = [torch.empty_like(mine) for _ in range(self._processes)]
-        dist.all_gather(replies, mine, group=self._pipeline)
-        rows = torch.stack(replies)
-        last = self._owner(len(self.balance) - 1)
-        refused = [rank for rank, row in enumerate(rows.tolist()) if row[0]]
-        others = [rank for rank, row in enumerate(rows.tolist()) if row[1] != checksum]
-        together = torch.stack([rows[:, 0].sum() + len(others), rows[last, 2]])
-        if self._replicas is not None:
-            dist.all_reduce(together, group=self._replicas)
-        faults, total = map(float, together.tolist())
-        if failed or not faults:
-            return total
-        ranks = [dist.get_global_rank(self._pipeline, rank) for rank in (refused or others)]
-        if refused:
-            raise _Disagreement(f"rank {_listed(ranks)} could not prepare it, and says why; nothing was sent")
-        if others:
-            raise _Disagreement(
-                f"rank {_listed(ranks)} prepares another one: the shapes of the input, train() or eval(), grad mode "
-                "and what requires grad must be the same in all processes; freeze layers before the model is wrapped. "
-                "Nothing was sent"
-            )
-        raise _Disagreement("another replica could not prepare it, and says why; nothing was sent")
-
-    def _plan(self, batches: list[Batch], backward: bool) -> _Plan:
+    def _plan(self, batches: list[Batch], backward: bool) -> Plan:
         forms = [on_meta(batch) for batch in batches]
         described = [_describe(form) for form in forms]
         frozen = tuple([not parameter.requires_grad for parameter in self.parameters()])
@@ -333,7 +296,7 @@ class DistributedGPipe(nn.Module):
             distinct = {text: self._shapes.forms(form) for text, form in zip(described, forms)}
             columns = zip(*[distinct[text] for text in described])
             boundaries = [Boundary(column, f"the output of stage {j - 1}") for j, column in enumerate(columns)]
-            plan = self._make(boundaries, len(batches), backward)
+            plan = self._make(boundaries, backward)
             known = [backward, self.training, self.checkpoint, *[list(map(_describe, b.forms)) for b in boundaries]]
             plan.checksum = zlib.crc32(repr(known).encode())
         self._plans[key] = plan
@@ -341,26 +304,18 @@ class DistributedGPipe(nn.Module):
             del self._plans[next(iter(self._plans))]
         return plan
 
-    def _make(self, boundaries: list[Boundary], m: int, backward: bool) -> _Plan:
-        n = len(self.balance)
-        modules = [StageModule(j, p, self.device, boundaries) for j, p in zip(self.stages, self._partitions)]
-        stages = [WatchedStage(module, j, n, self.device, self._pipeline) for j, module in zip(self.stages, modules)]
-        several = self._schedule in _SEVERAL.values()
-        drain: Any = ScheduleLoopedBFS if several else ScheduleGPipe
-        made: Any = stages if several else stages[0]
-        if not backward:
-            schedule = drain(made, m)
-        else:
-            try:
-                schedule = self._schedule(made, m, loss_fn=_passed_on, scale_grads=False)
-            except ValueError:
-                if m == self.chunks:
-                    raise
-                # A smaller mini-batch may give fewer micro-batches than the schedule can do with.
-                schedule = drain(made, m, loss_fn=_passed_on, scale_grads=False)
-        return _Plan(schedule, modules, stages, boundaries[-1].forms)
+    def _make(self, boundaries: list[Boundary], backward: bool) -> Plan:
+        return make_plan(
+            self._schedule,
+            self._partitions,
+            self._processes,
+            self.device,
+            boundaries,
+            chunks=self.chunks,
+            backward=backward,
+        )
 
-    def _run(self, plan: _Plan, finish: Callable[[int, Batch], Tensor]) -> None:
+    def _run(self, plan: Plan, finish: Callable[[int, Batch], Tensor]) -> None:
         m = len(plan.batches)
         stop = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
         call = Call(plan.batches, stop, finish)
@@ -368,160 +323,31 @@ class DistributedGPipe(nn.Module):
         for partition, module in zip(self._partitions, plan.modules):
             partition.follow(self)
             module.begin(call, layout)
-        numbers = torch.arange(m)
+        numbers, through = torch.arange(m), False
         try:
-            with mini_batch(m):
+            with mini_batch(m, self, self._processes.replicas):
                 plan.schedule.step(i=numbers, target=numbers)
+                through = True
         except Exception as error:
             self._plans.clear()
+            if through:
+                with self._processes.exchanging("the statistics of the replicas", self._processes.replicas):
+                    raise
             if error.__cause__ is not None:  # A layer's own error, which PyTorch has put into one of its own.
                 raise error.__cause__ from error.__cause__.__cause__
-            self._lost(error, *plan.awaited(self._owner))
+            self._processes.lost(error, *plan.awaited(self._processes.owner))
         finally:
             plan.end()
-
-    # ---- Errors.
-
-    @contextmanager
-    def _at_step(self) -> Iterator[None]:
-        """Notes on any error where and when it was."""
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"{self.place} at step {self.steps}")
-            raise
-
-    @property
-    def place(self) -> str:
-        """Which process this is, and what it holds, in words."""
-        place = f"rank {dist.get_rank()}, stage {_listed(self.stages)} of {len(self.balance)}"
-        return place if self._replicas is None else f"{place} in replica {dist.get_rank(self._replicas)}"
-
-    @contextmanager
-    def _exchanging(self, what: str) -> Iterator[None]:
-        """Makes an error of a collective tell who took part."""
-        try:
-            yield
-        except _Disagreement:
-            raise
-        except RuntimeError as error:
-            others = [rank for rank in range(self._processes) if rank != self._rank]
-            self._lost(error, what, others)
-
-    def _lost(self, error: Exception, what: str, peers: Sequence[int]) -> NoReturn:
-        ranks = [dist.get_global_rank(self._pipeline, peer) for peer in peers]
-        raise RuntimeError(
-            f"{self.place} has waited in step {self.steps} for {what} from rank {_listed(ranks)}, in vain: {error}; "
-            "see what that process says, and start all of them again from the last checkpoint"
-        ) from error
 
 
 #: As many shapes of mini-batches are prepared for: training, its last mini-batch, and evaluation likewise.
 _MOST_PLANS = 4
 
 
-class _Disagreement(RuntimeError):
-    """Not all processes are ready for the same step. Nothing was sent."""
-
-
-@dataclass
-class _Plan:
-    """What is made once for mini-batches of one shape.
-
-    Attributes:
-        schedule: PyTorch's
-        modules: what it calls, one for each stage of this process
-        stages: PyTorch's stages around them
-        outputs: the form of each micro-batch's output
-        checksum: equal in all processes that have the same plan
-        batches: the micro-batches of the step that is under way
-    """
-
-    schedule: Any
-    modules: list[StageModule]
-    stages: list[WatchedStage]
-    outputs: Sequence[Batch]
-    checksum: int = 0
-    batches: list[Batch] = field(default_factory=list)
-
-    def awaited(self, owner: Callable[[int], int]) -> tuple[str, list[int]]:
-        """What these stages wait for, and from which ranks of the pipeline: from one, if they wait for input."""
-        for stage in self.stages:
-            for (what, i), neighbour in stage.awaited.items():
-                return f"the {what} of micro-batch {i}", [owner(neighbour)]
-        neighbours = {owner(k) for stage in self.stages for k in stage.neighbours}
-        return "room for what it sends", sorted(neighbours)
-
-    def end(self) -> None:
-        """Lets go of what belongs to a step."""
-        self.batches = []
-        for module in self.modules:
-            module.end()
-        for stage in self.stages:
-            stage.clear_runtime_states()
-            stage.awaited.clear()
-
-
-def _passed_on(loss: Tensor, number: Tensor) -> Tensor:
-    return loss  # The last stage has computed it.
-
-
-def _groups(
-    mesh: DeviceMesh | None, timeout: timedelta | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The processes of this pipeline, and those that hold the same stages of others, if any."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "DistributedGPipe needs a process group: call torch.distributed.init_process_group(...) first, in every "
-            "process, which torchrun starts; in a single process, use GPipe"
-        )
-    if mesh is None:
-        group = dist.group.WORLD if timeout is None else dist.new_group(timeout=timeout)
-        assert group is not None
-        return group, None
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has shape {mesh.shape}")
-    if timeout is None:
-        return mesh.get_group(mesh.ndim - 1), (mesh.get_group(0) if mesh.ndim == 2 else None)
-    ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
-    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (ranks, ranks.T)]
-    return groups[0], (groups[1] if mesh.ndim == 2 else None)
-
-
-def _verify_schedule(name: str, partitions: int, processes: int) -> Any:
-    known = {**_SINGLE, **_SEVERAL}
-    schedule = known.get(name.lower())
-    if schedule is None:
-        names = [each.__name__.removeprefix("Schedule") for each in known.values()]
-        raise ValueError(f"schedule is not one of {', '.join(names)}, but {name!r}")
-    if name.lower() in _SINGLE and partitions != processes:
-        raise ValueError(
-            f"{name} has one stage in each process, but there are {partitions} partitions in the balance and "
-            f"{processes} processes in a pipeline; for several stages in each, use schedule='Interleaved1F1B'"
-        )
-    if partitions % processes:
-        raise ValueError(
-            f"the number of partitions must be a multiple of that of the processes in a pipeline, but there are "
-            f"{partitions} and {processes}"
-        )
-    return schedule
-
-
 def _verify_chunks(chunks: Any) -> int:
     if not isinstance(chunks, int) or chunks <= 0:
         raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
     return chunks
-
-
-def _verify_checkpoint(checkpoint: str, schedule: Any) -> str:
-    if checkpoint not in _MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
-    if schedule is ScheduleInterleavedZeroBubble and checkpoint != "never":
-        raise ValueError(
-            "the zero bubble schedule differentiates each micro-batch twice, which would also compute it again twice; "
-            "use checkpoint='never'"
-        )
-    return checkpoint
 
 
 def _verify_target(target: Any, targets: list[Batch], m: int, rows: int) -> None:
@@ -556,7 +382,3 @@ def _empty(form: Batch, device: torch.device) -> Batch:
 def _describe(form: Batch) -> str:
     leaves = [leaf if leaf is None else (leaf.dtype, tuple(leaf.shape), leaf.requires_grad) for leaf in leaves_of(form)]
     return f"{form.spec} {leaves}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
