@@ -31,11 +31,15 @@ class Crash(AssertionError):
     """A process has ended with an exception."""
 
 
-def launch(n: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0) -> list[Any]:
+def launch(
+    n: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0, victim: int | None = None
+) -> list[Any]:
     """Calls ``function(*args)`` in ``n`` processes of one group.
 
     Args:
         timeout: that of the group, in seconds
+        victim: the rank of a process that comes to harm: how it ends does not matter, and when all others have ended it
+            is killed
 
     Returns:
         what each of them returns; of one that was killed, None
@@ -46,7 +50,11 @@ def launch(n: int, function: Callable[..., Any], *args: Any, timeout: float = 20
     with TemporaryDirectory() as folder:
         pipes = [_SERVER.Pipe(duplex=False) for _ in range(n)]
         processes = [
-            _SERVER.Process(target=_run, args=(rank, n, folder, timeout, pipes[rank][1], function, args), daemon=True)
+            _SERVER.Process(
+                target=_run,
+                args=(rank, n, folder, timeout, victim is None, pipes[rank][1], function, args),
+                daemon=True,
+            )
             for rank in range(n)
         ]
         for process in processes:
@@ -56,15 +64,20 @@ def launch(n: int, function: Callable[..., Any], *args: Any, timeout: float = 20
         end = monotonic() + _LIMIT
         replies: list[Any] = []
         try:
-            for receiver, _ in pipes:
+            for rank, (receiver, _) in enumerate(pipes):
                 try:
-                    replies.append(receiver.recv() if receiver.poll(max(0.0, end - monotonic())) else "hangs")
+                    if rank == victim:
+                        replies.append((True, None))
+                    elif receiver.poll(max(0.0, end - monotonic())):
+                        replies.append(receiver.recv())
+                    else:
+                        replies.append("hangs")
                 except EOFError:
                     replies.append((True, None))
                 receiver.close()
         finally:
-            for process in processes:
-                process.kill() if "hangs" in replies else process.join(10)
+            for rank, process in enumerate(processes):
+                process.kill() if "hangs" in replies or rank == victim else process.join(10)
                 process.kill()
                 process.join()
     faults = [f"rank {rank}: {reply}" for rank, reply in enumerate(replies) if reply == "hangs"]
@@ -75,7 +88,14 @@ def launch(n: int, function: Callable[..., Any], *args: Any, timeout: float = 20
 
 
 def _run(
-    rank: int, n: int, folder: str, timeout: float, reply: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    n: int,
+    folder: str,
+    timeout: float,
+    together: bool,
+    reply: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -83,8 +103,9 @@ def _run(
         store = dist.FileStore(str(Path(folder) / "store"), n)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
         value = function(*args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if together:
+            dist.barrier()
+            dist.destroy_process_group()
         reply.send((True, value))
     except BaseException:
         reply.send((False, traceback.format_exc()))

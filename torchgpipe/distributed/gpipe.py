@@ -123,6 +123,7 @@ class DistributedGPipe(nn.Module):
         verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
         self._partitions = [partitions[j] for j in self.stages]
         place(self._partitions, [self.device] * len(self.stages))
+        _verify_names(self, module)
         mine = {name for partition in self._partitions for name in partition._modules}
         self._elsewhere = [name for name in module._modules if name not in mine]
         for partition in self._partitions:
@@ -348,6 +349,15 @@ def _verify_chunks(chunks: Any) -> int:
     if not isinstance(chunks, int) or chunks <= 0:
         raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
     return chunks
+
+
+def _verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
+    taken = [name for name in module._modules if hasattr(pipeline, name)]
+    if taken:
+        raise ValueError(
+            f"layers cannot have the names of attributes of DistributedGPipe, but there are {taken}; rename them "
+            "in the Sequential, for instance by adding an underscore"
+        )
 
 
 def _verify_target(target: Any, targets: list[Batch], m: int, rows: int) -> None:
