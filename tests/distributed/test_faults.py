@@ -9,10 +9,9 @@ import os
 import re
 import signal
 import threading
-from typing import Any
+from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,17 +46,21 @@ def harm(kind: str) -> None:
     threading.Event().wait()
 
 
-def learn_until_harm(kind: str, victim: int, after: int, options: dict[str, Any]) -> str:
-    mesh = options.pop("mesh", None)
+def learn_until_harm(kind: str, victim: int, after: int) -> str:
+    """In a pipeline of four, one layer or two with each: the error that comes of it."""
     plain = mlp()
-    stage = victim if mesh is None else victim % 2
-    plain.insert([1, 3, 4, 6][stage], Faulty(kind, victim, after))
-    balance = [2, 2, 2, 1] if mesh is None else [2, 5]
-    if mesh is not None:
-        plain = mlp()
-        plain.insert(1 if stage == 0 else 6, Faulty(kind, victim, after))
-        options["mesh"] = init_device_mesh("cpu", mesh)
-    model = DistributedGPipe(plain, balance, chunks=4, loss_fn=F.mse_loss, checkpoint="never", **options)
+    plain.insert([1, 3, 4, 6][victim], Faulty(kind, victim, after))
+    return error_of(DistributedGPipe(plain, [2, 2, 2, 1], chunks=4, loss_fn=F.mse_loss, checkpoint="never"))
+
+
+def learn_in_replicas_until_harm() -> str:
+    plain = mlp()
+    plain.insert(6, Faulty("hangs", 3, 5))
+    mesh, timeout = init_device_mesh("cpu", (2, 2)), timedelta(seconds=3)
+    return error_of(DistributedGPipe(plain, [2, 5], chunks=4, loss_fn=F.mse_loss, mesh=mesh, timeout=timeout))
+
+
+def error_of(model: DistributedGPipe) -> str:
     with pytest.raises((RuntimeError, ArithmeticError)) as info:
         for step in range(9):
             model.step(*data(8 + step))
@@ -77,7 +80,7 @@ def check(said: list[str], victim: int, step: int) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_all_others_end_when_one_is_killed(victim: int) -> None:
-    said = launch(4, learn_until_harm, "is killed", victim, 9, {}, victim=victim)
+    said = launch(4, learn_until_harm, "is killed", victim, 9, victim=victim)
     check(said, victim, step=3)
     neighbours = {0: [1], 1: [0, 2], 3: [2]}[victim]
     assert any(f"from rank {victim}," in said[rank] for rank in neighbours), said
@@ -89,7 +92,7 @@ def test_all_others_end_when_one_raises() -> None:
 
 
 def learn_and_leave(victim: int) -> str:
-    said = learn_until_harm("raises", victim, 6, {})
+    said = learn_until_harm("raises", victim, 6)
     if dist.get_rank() == victim:
         assert "ArithmeticError\nout of luck\nmicro-batch 2 of 4, partition 2 (layers '4'..'5')" in said
         assert said.endswith("rank 2, stage 2 of 4 at step 2")
@@ -98,22 +101,14 @@ def learn_and_leave(victim: int) -> str:
 
 
 def test_all_others_end_when_one_hangs() -> None:
-    said = launch(4, learn_until_harm, "hangs", 1, 5, {}, timeout=3.0, victim=1)
+    said = launch(4, learn_until_harm, "hangs", 1, 5, timeout=3.0, victim=1)
     check(said, 1, step=2)
 
 
 def test_all_others_end_when_one_of_a_replica_hangs() -> None:
-    options = {"mesh": (2, 2), "timeout": torch.distributed.default_pg_timeout * 0}
-    del options["timeout"]
-    said = launch(4, hang_in_a_replica, victim=3)
+    said = launch(4, learn_in_replicas_until_harm, victim=3)
     check(said, 3, step=2)
     assert "in replica 0" in said[0]
-
-
-def hang_in_a_replica() -> str:
-    from datetime import timedelta
-
-    return learn_until_harm("hangs", 3, 5, {"mesh": (2, 2), "timeout": timedelta(seconds=3)})
 
 
 def test_all_others_end_when_one_is_killed_between_steps() -> None:
@@ -145,7 +140,4 @@ def learn_interleaved() -> str:
     model = DistributedGPipe(
         plain, [2, 2, 2, 2], chunks=4, loss_fn=F.mse_loss, schedule="Interleaved1F1B", checkpoint="never"
     )
-    with pytest.raises(RuntimeError) as info:
-        for _ in range(9):
-            model.step(*data(8))
-    return str(info.value)
+    return error_of(model)
