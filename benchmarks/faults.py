@@ -98,7 +98,7 @@ def alive(pid: int) -> bool:
 
 
 def draw(trials: int, processes: int) -> list[Harm]:
-    """Harms at random, kills before all; and steps at which there is a checkpoint to be saved, for those that need it."""
+    """Harms at random, kills before all others; to those who save, at a step at which they do."""
     random_ = random.Random(0)
     saves = [step for step in range(STEPS) if (step + 1) % 3 == 0]
     result = []

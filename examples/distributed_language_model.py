@@ -10,8 +10,8 @@ The losses differ by rounding, which training makes grow; with ``--dtype float64
 Every process runs this same script. All of them make the same calls, and only what is printed is left to the first one.
 Stopped, and started again with the same ``--checkpoints``, it goes on from its last checkpoint.
 
-The processes find each other on this machine, over its loopback interface, which nobody else can reach. docs/scaling.rst
-tells how to start them on several machines.
+The processes find each other on this machine, over its loopback interface, which nobody else can reach.
+docs/scaling.rst tells how to start them on several machines.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def train(options: argparse.Namespace, learn: Tensor, held_out: Tensor) -> Run:
 
     order = torch.Generator().manual_seed(options.seed)
     tokens = options.batch * options.context
-    progress = tqdm(desc="distributed", total=options.steps * tokens, unit=" tokens", unit_scale=True, disable=not first())
+    total = options.steps * tokens
+    progress = tqdm(desc=run.name, total=total, unit=" tokens", unit_scale=True, disable=not first())
     for step in range(1, options.steps + 1):
         starts = torch.randint(len(learn) - options.context, (options.batch,), generator=order)
         progress.update(tokens)

@@ -42,11 +42,12 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
 ) -> None:
     pytest.importorskip("tqdm")
     pytest.importorskip("matplotlib")
-    small = "--dtype float64 --steps 6 --batch 6 --layers 2 --width 8 --heads 2 --context 8 --curve".split()
-    small.append(str(tmp_path / "curve.png"))
-    torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0".split()
+    small = ["--dtype", "float64", "--steps", "6", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
+    small += ["--context", "8", "--curve", str(tmp_path / "curve.png")]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     done = subprocess.run(
-        [sys.executable, *torchrun, "--local-addr", "127.0.0.1", EXAMPLES / "distributed_language_model.py", *small],
+        [sys.executable, *torchrun, EXAMPLES / "distributed_language_model.py", *small],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from tests.skip.layers import pair
 from torchgpipe import is_checkpointing, is_recomputing
 from torchgpipe.distributed import DistributedGPipe
 
-__all__ = ["assert_gradients", "data", "everything", "mlp", "plain_step", "tokens", "weigh"]
+__all__ = ["assert_gradients", "cross_entropy", "data", "everything", "mlp", "plain_step", "tokens", "weigh"]
 
 CLASSES = 5
 
