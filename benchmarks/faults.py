@@ -31,6 +31,9 @@ from benchmarks.records import RESULTS, environment, spread, write
 
 __all__ = ["main", "trial"]
 
+#: The last one gives every restart a store of its own: in a shared one gloo would find addresses of the run before.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 ROOT = Path(__file__).resolve().parent.parent
 #: torchrun looks so rarely, in seconds, that the processes can end by themselves before it ends them.
 LOOKS = 2.0
@@ -52,7 +55,7 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
                 *["-m", "benchmarks.interrupted", name, json.dumps(harm)],
             ],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
             timeout=180,
