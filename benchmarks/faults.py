@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.interrupted import STEPS, TIMEOUT, Harm
 from benchmarks.records import RESULTS, environment, spread, write
 
-__all__ = ["main", "trial"]
+__all__ = ["lines", "main", "trial"]
 
 #: The last one gives every restart a store of its own: in a shared one gloo would find addresses of the run before.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -80,6 +80,7 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
+    """What was noted in a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
