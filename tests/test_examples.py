@@ -61,3 +61,10 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
     losses = re.findall(r"\d\.\d{6}", done.stdout)
     assert len(losses) == 2
     assert re.findall(r"\d\.\d{6}", capsys.readouterr().out) == losses
+
+
+def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]
+    main(["--steps", "2", "--batch", "8", "--width", "4", "--longest", "5"])
+    assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", capsys.readouterr().out)
