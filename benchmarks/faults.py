@@ -7,7 +7,7 @@ layer, while it saves a checkpoint, or between two steps. torchrun starts all of
 - whether the others have ended by themselves, and their errors name them and the one they have waited for;
 - whether a process is left.
 
-    python -m benchmarks.faults             # -> results/faults.json; 24 trials, some minutes
+    python -m benchmarks.faults             # -> results/faults.json; 24 trials, ten minutes
     python -m benchmarks.faults --trials 3
 """
 
@@ -21,6 +21,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -116,19 +118,20 @@ def draw(trials: int, processes: int) -> list[Harm]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Let processes come to harm, and see what becomes of the run.")
-    parser.add_argument("--trials", type=int, default=26, help="the first 20 of them are kills")
+    parser.add_argument("--trials", type=int, default=24, help="the first 20 of them are kills")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=2, help="trials that run side by side")
     parser.add_argument("--json", type=Path, default=RESULTS / "faults.json")
     options = parser.parse_args()
 
     expected = trial(options.processes, Harm("none"))["losses"]
     assert len(expected) == STEPS
     rows = []
-    for harm in draw(options.trials, options.processes):
-        row = trial(options.processes, harm)
-        row["same_losses"] = row.pop("losses") == expected
-        rows.append(row)
-        print(row, flush=True)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for row in pool.map(partial(trial, options.processes), draw(options.trials, options.processes)):
+            row["same_losses"] = row.pop("losses") == expected
+            rows.append(row)
+            print(row, flush=True)
     content = {
         "environment": environment(),
         "steps": STEPS,
