@@ -132,11 +132,17 @@ def main() -> None:
             row["same_losses"] = row.pop("losses") == expected
             rows.append(row)
             print(row, flush=True)
-    content = {
+            write(options.json, summary(rows, options.trials))  # So far: a run that is cut short has not been in vain.
+
+
+def summary(rows: list[dict[str, Any]], wanted: int) -> dict[str, Any]:
+    """What has come of the trials."""
+    return {
         "environment": environment(),
         "steps": STEPS,
         "timeout": TIMEOUT,
         "trials": len(rows),
+        "trials_wanted": wanted,
         "by_kind": dict(Counter(row["kind"] for row in rows)),
         "ended": sum(row["ended"] for row in rows),
         "same_losses": sum(row["same_losses"] for row in rows),
@@ -146,7 +152,6 @@ def main() -> None:
         "seconds": spread(row["seconds"] for row in rows),
         "rows": rows,
     }
-    write(options.json, content)
 
 
 if __name__ == "__main__":
