@@ -129,33 +129,34 @@ def simulate(m: int, n: int, checkpointed: int = 0, forward: float = 1.0, backwa
         yield Work(j, start, free[j], BACKWARD, i)
 
 
-#: All timetables are equally wide, so that a unit of time is as long in each.
-WIDTH, LEFT, UNIT, HEIGHT = 646.0, 78.0, 11.6, 34.0
+LEFT, UNIT, HEIGHT = 78.0, 11.6, 34.0
 
 
-def timetable(name: str, title: str, works: Sequence[Work], legend: bool = True) -> None:
-    """A row for each device, a box for each cell with the number of its micro-batch."""
+def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) -> None:
+    """A row for each device, a box for each cell with the number of its micro-batch.
+
+    All are equally wide, so that a unit of time is as long in each, unless ``unit`` says otherwise.
+    """
     n = max(work.j for work in works) + 1
     end = max(work.end for work in works)
-    top = 34.0 if legend else 6.0
-    picture = Picture(title, WIDTH, top + HEIGHT * n + 26)
-    if legend:
-        colours = {work.colour for work in works}
-        names = [(FORWARD, "forward"), (RECOMPUTATION, "recomputation"), (BACKWARD, "backward")]
-        picture.legend(LEFT, 14, [(colour, label) for colour, label in names if colour in colours])
+    top = 34.0
+    picture = Picture(title, 646.0 if unit == UNIT else LEFT + unit * end + 8, top + HEIGHT * n + 26)
+    colours = {work.colour for work in works}
+    names = [(FORWARD, "forward"), (RECOMPUTATION, "recomputation"), (BACKWARD, "backward")]
+    picture.legend(LEFT, 14, [(colour, label) for colour, label in names if colour in colours])
     for j in range(n):
         y = top + HEIGHT * j
         picture.text(0, y + HEIGHT / 2, f"device {j}")
-        picture.box(LEFT, y + 2, UNIT * end, HEIGHT - 4, ROW)
+        picture.box(LEFT, y + 2, unit * end, HEIGHT - 4, ROW)
     for work in works:
-        width = UNIT * (work.end - work.start)
-        label = str(work.i) if UNIT * (work.end - work.start) >= 9 else ""
+        width = unit * (work.end - work.start)
+        label = str(work.i) if unit * (work.end - work.start) >= 9 else ""
         picture.box(
-            LEFT + UNIT * work.start + 0.5, top + HEIGHT * work.j + 2, width - 1, HEIGHT - 4, work.colour, label
+            LEFT + unit * work.start + 0.5, top + HEIGHT * work.j + 2, width - 1, HEIGHT - 4, work.colour, label
         )
     y = top + HEIGHT * n + 8
-    picture.arrow([(LEFT, y), (LEFT + UNIT * end, y)], FAINT)
-    picture.text(LEFT + UNIT * end, y + 12, "time", "end", size=12)
+    picture.arrow([(LEFT, y), (LEFT + unit * end, y)], FAINT)
+    picture.text(LEFT + unit * end, y + 12, "time", "end", size=12)
     picture.save(name)
 
 
@@ -258,6 +259,7 @@ def portal() -> None:
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     timetable("naive", "Four devices, one mini-batch: one device works at a time", one_by_one(4, 4))
+    timetable("overview", "Four devices, four micro-batches: the devices work side by side", list(simulate(4, 4)), 26.0)
     timetable("pipeline", "Four devices, four micro-batches: the devices work side by side", list(simulate(4, 4)))
     timetable(
         "checkpointing",

@@ -29,7 +29,11 @@ class Drawing(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         path = HERE / "images" / f"{self.arguments[0]}.svg"
         self.env.note_dependency(str(path))
-        figure = nodes.figure("", nodes.raw("", f'<div class="drawing-frame">{path.read_text()}</div>', format="html"), classes=["drawing"])
+        figure = nodes.figure(
+            "",
+            nodes.raw("", f'<div class="drawing-frame">{path.read_text()}</div>', format="html"),
+            classes=["drawing"],
+        )
         if self.content:
             text, messages = self.parse_inline(" ".join(self.content), lineno=self.content_offset + 1)
             figure += nodes.caption("", "", *text)
