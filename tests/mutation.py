@@ -152,16 +152,16 @@ MUTATIONS = [
         """
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
-        if stage.phony is not None:
-            tied: Lane = Recompute.apply(node, leaves[0])
+        if node is None:
+            return self._output.replace(leaves), None
+        tied: Lane = Recompute.apply(node, leaves[0])
         """,
         """
-        if stage.phony is not None:
-            tied: Lane = Recompute.apply(node, leaves[0])
+        tied: Lane = None if node is None else Recompute.apply(node, leaves[0])
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
-        if stage.phony is not None:
-            pass
+        if node is None:
+            return self._output.replace(leaves), None
         """,
     ),
     # -------------------------------------------------------------------------------------------------- records
@@ -355,7 +355,7 @@ MUTATIONS = [
     Mutation(
         "recomputation does not wait for the gradient",
         "checkpoint.py",
-        "ctx.checkpoint.recomputation.second_run(ctx.checkpoint.saved_tensors)",
+        "ctx.checkpoint.recomputation.second_run(ctx.checkpoint)",
         "pass",
         "checkpoint streams",
     ),
@@ -419,8 +419,8 @@ MUTATIONS = [
     Mutation(
         "the second run is in what the caller had set",
         "checkpoint.py",
-        "self._graph = self.site.ambient.run(self._recompute, saved)",
-        "with torch.enable_grad():\n    self._graph = self._recompute(saved)",
+        "self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors, checkpoint)",
+        "with torch.enable_grad():\n    self._graph = self._recompute(checkpoint.saved_tensors, checkpoint)",
         "ambient",
     ),
     Mutation(
@@ -475,7 +475,7 @@ MUTATIONS = [
     Mutation(
         "a gradient that would get lost is refused",
         "checkpoint.py",
-        "self._refuse_captured(leaves, outputs)",
+        "self._refuse_captured(leaves, outputs, self.site.edges(checkpoint))",
         "pass",
         "autograd",
     ),

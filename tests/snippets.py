@@ -47,8 +47,8 @@ def in_rst(text: str) -> list[Snippet]:
 
 
 def in_docstring(text: str | None) -> list[Snippet]:
-    """What stands after ``::``."""
-    return list(_found(LITERAL, inspect.cleandoc(text or ""), 1))
+    """What stands after ``::``; the CPU takes the place of GPUs."""
+    return list(_found(LITERAL, inspect.cleandoc(text or "").replace("cuda:", "cpu:"), 1))
 
 
 def _found(pattern: re.Pattern[str], text: str, group: int) -> Iterator[Snippet]:

@@ -20,10 +20,10 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent.parent
 
 FLOORS: list[list[str]] = [
-    ["typing", "schedule", "phase", "skip.namespace", "timeline.record"],
+    ["typing", "schedule", "phase", "skip.namespace", "timeline.record", "twin"],
     ["device", "timeline.label"],
     ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
-    ["ambient", "phony", "copy", "random", "partition", "batchnorm"],
+    ["ambient", "arguments", "phony", "copy", "random", "partition", "batchnorm"],
     ["worker", "dependency", "skip.portal"],
     ["checkpoint", "skip.tracker"],
     ["cell", "skip.skippable"],

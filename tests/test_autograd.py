@@ -404,6 +404,26 @@ def test_captured_tensors(pipe: Pipe, checkpoint: str, used_by: Any, computed: b
         assert equal([leaf.grad, x.grad], expected)
 
 
+class Returned(Captured):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.hidden[0]
+
+
+def test_a_captured_tensor_that_is_returned_as_it_is(pipe: Pipe, checkpoint: str) -> None:
+    """There is no operation whose node could tell of it."""
+    leaf = torch.full((1, 2), 2.0, requires_grad=True)
+    model = pipe(
+        nn.Sequential(nn.Linear(2, 2), Returned(leaf, bool), nn.Tanh()), [2, 1], chunks=3, checkpoint=checkpoint
+    )
+    try:
+        model(torch.rand(3, 2)).sum().backward()
+    except RuntimeError as error:
+        assert checkpoint != "never"
+        assert "checkpoint='never'" in str(error)
+    else:
+        assert equal([leaf.grad], torch.autograd.grad(3 * leaf.tanh().sum(), [leaf]))
+
+
 class Symmetric(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight + weight.T

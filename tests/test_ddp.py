@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchgpipe import GPipe, replicas
 from torchgpipe.batchnorm import mini_batch
+from torchgpipe.pipe import Pipe, WithDevice
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -57,6 +58,15 @@ def gradients(layers: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in layers.named_parameters()}
 
 
+def wrap_in_gpipe(layers: nn.Sequential, devices: list[str], checkpoint: str) -> GPipe:
+    return GPipe(layers, BALANCE, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
+
+
+def wrap_in_pipe(layers: nn.Sequential, devices: list[str], checkpoint: str) -> Pipe:
+    places = [device for device, count in zip(devices, BALANCE) for _ in range(count)]
+    return Pipe(nn.Sequential(*map(WithDevice, layers, places)), CHUNKS, checkpoint)
+
+
 class Trial:
     """A pipeline in DDP, and beside it the plain model in one process, on the data of both.
 
@@ -64,6 +74,7 @@ class Trial:
         devices: of the pipeline
         checkpoint: of the pipeline
         prepare: changes the layers before they are wrapped
+        wrap: makes the pipeline
         options: of DDP
     """
 
@@ -72,13 +83,13 @@ class Trial:
         devices: list[str],
         checkpoint: str,
         prepare: Callable[[nn.Sequential], Any] = lambda layers: None,
+        wrap: Callable[[nn.Sequential, list[str], str], GPipe] = wrap_in_gpipe,
         **options: Any,
     ) -> None:
         self.layers, self.plain = build(), build()
         prepare(self.layers)
         prepare(self.plain)
-        pipeline = GPipe(self.layers, BALANCE, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
-        self.model = DistributedDataParallel(pipeline, **options)
+        self.model = DistributedDataParallel(wrap(self.layers, devices, checkpoint), **options)
         self.reduced: list[int] = []
         self.model.register_comm_hook(None, self._reduce)
 
@@ -90,7 +101,8 @@ class Trial:
     def step(self, x: Tensor, y: Tensor) -> None:
         """A backward on this process's half, and one of the plain model on all of it."""
         mine = slice(dist.get_rank(), None, WORLD)
-        loss_of(self.model(x[mine]), y[mine]).backward()
+        output = self.model(x[mine])
+        loss_of(output if isinstance(output, Tensor) else output.local_value(), y[mine]).backward()
         loss_of(self.plain(x), y).backward()
 
     def check(self) -> None:
@@ -171,7 +183,7 @@ def gradients_are_accumulated(devices: list[str], checkpoint: str) -> None:
         trial.zero_grad()
 
 
-def other_settings(devices: list[str], checkpoint: str) -> None:
+def other_settings(devices: list[str], checkpoint: str, **how: Any) -> None:
     for options in (
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
@@ -180,11 +192,21 @@ def other_settings(devices: list[str], checkpoint: str) -> None:
         with warnings.catch_warnings():
             # DDP advises against looking for unused parameters where there are none.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-            trial = Trial(devices, checkpoint, **options)
+            trial = Trial(devices, checkpoint, **how, **options)
             for step in range(3):
                 trial.step(*data(12, step))
                 trial.check()
                 trial.zero_grad()
+
+
+def the_output_is_in_a_reference(devices: list[str], checkpoint: str) -> None:
+    """As `Pipe` returns it. DDP looks for tensors in the output, to find unused parameters and for a static graph."""
+    trial = Trial(devices, checkpoint, wrap=wrap_in_pipe)
+    for step in range(2):
+        trial.step(*data(12, step))
+        trial.check()
+        trial.zero_grad()
+    other_settings(devices, checkpoint, wrap=wrap_in_pipe)
 
 
 def an_optimizer_keeps_both_processes_equal(devices: list[str], checkpoint: str) -> None:
@@ -412,6 +434,7 @@ CASES: list[Callable[[list[str], str], None]] = [
     parts_are_frozen,
     gradients_are_accumulated,
     other_settings,
+    the_output_is_in_a_reference,
     an_optimizer_keeps_both_processes_equal,
     some_parameters_are_not_used,
     statistics_are_those_of_the_joined_batch,

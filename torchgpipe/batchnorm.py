@@ -39,6 +39,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.phase import is_recomputing
 from torchgpipe.replicas import exchange, replicas, verify_even
+from torchgpipe.twin import twin
 
 __all__ = ["DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
 
@@ -347,9 +348,9 @@ class DeferredBatchNorm(_BatchNorm):
         def deferred(module: nn.Module) -> nn.Module:
             if not _is_to_defer(module, cls, chunks):
                 return module
-            twin = _twin(module, _deferred_type(type(module), cls))
-            vars(twin).update(chunks=chunks, _unfinished=[])
-            return twin
+            double = twin(module, _deferred_type(type(module), cls))
+            vars(double).update(chunks=chunks, _unfinished=[])
+            return double
 
         return cast(M, _rebuilt(module, deferred, {}))
 
@@ -372,9 +373,9 @@ class DeferredBatchNorm(_BatchNorm):
             made_of = vars(type(module)).get("_made_of")
             if made_of is None:
                 return module
-            twin = _twin(module, made_of[0])
-            del twin.chunks, twin._unfinished  # what the conversion has added
-            return twin
+            double: nn.Module = twin(module, made_of[0])
+            del double.chunks, double._unfinished  # what the conversion has added
+            return double
 
         return cast(M, _rebuilt(module, plain, {}))
 
@@ -479,7 +480,7 @@ def _rebuilt(
                     "batch norms cannot be exchanged within what torch.compile() has returned, which would go on "
                     "calling the old ones; compile in place and afterwards: GPipe(...).compile() or layer.compile()"
                 )
-            result = _twin(module, type(module))
+            result = twin(module, type(module))
         if result is not module:
             vars(result)["_modules"] = after
         done[module] = result
@@ -495,14 +496,6 @@ def _is_to_defer(module: nn.Module, deferred: type[DeferredBatchNorm], chunks: i
         and module.running_var is not None
         and not (isinstance(module, deferred) and module.chunks == chunks)
     )
-
-
-def _twin(module: nn.Module, its_type: type[nn.Module]) -> nn.Module:
-    """Another module with the attributes of ``module``: the very dicts of parameters, buffers and hooks."""
-    twin = object.__new__(its_type)
-    vars(twin).update(vars(module))
-    vars(twin).pop("_compiled_call_impl", None)  # It calls the other one.
-    return twin
 
 
 #: By the class that is not deferred yet, and the one that makes it so.

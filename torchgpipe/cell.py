@@ -153,7 +153,7 @@ class Stage(Site):
 
 def _call(partition: Partition, source: str, batch: Batch) -> Batch:
     output = partition(*batch.value) if batch.positional else partition(batch.value)
-    return Batch.of(output, source)
+    return batch.of(output, source)  # of the kind that has come in
 
 
 def _call_with_skips(
@@ -255,16 +255,13 @@ class Cell(Recomputation):
         stage = self._stage
         self._input = batch.replace(())
         leaves: Leaves = Checkpoint.apply(self, lane, *batch.leaves, *stage.parameters)
-        first = _first_in_graph(leaves)
-        node: Any = None if first is None else leaves[first].grad_fn  # type: ignore[union-attr]
+        node: Any = None if stage.phony is None else leaves[0].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
-        if stage.phony is not None:
-            tied: Lane = Recompute.apply(node, leaves[0])
-            return self._output.replace(leaves[1:]), tied
-        if first is not None:
-            leaves = _replace_leaf(leaves, first, Recompute.apply(node, leaves[first]))
-        return self._output.replace(leaves), None
+        if node is None:
+            return self._output.replace(leaves), None
+        tied: Lane = Recompute.apply(node, leaves[0])
+        return self._output.replace(leaves[1:]), tied
 
     def call(self, batch: Batch) -> Batch:
         """The layers, in a cell that is not checkpointed."""

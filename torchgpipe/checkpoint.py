@@ -10,7 +10,8 @@ The two halves of backward are two autograd functions that share a `Recomputatio
 `Recompute` takes nothing but a phony from `Checkpoint`, so the engine may run it before the gradient is there;
 and it hands the phony on to the `Checkpoint` of the next micro-batch, so it runs after that one is through:
 no more than one recomputed micro-batch is alive on a device. Where one thread runs all cells, the engine takes
-nodes in the reverse order of their creation anyway. There `Recompute` sits on an output instead of a phony.
+nodes in the reverse order of their creation anyway, and nothing is gained by starting early. There is no
+`Recompute` there, and `Checkpoint` runs the function again itself.
 
 The parameters are inputs of `Checkpoint`, which returns their gradients like any autograd function. So a
 parameter gets its whole gradient once, from the engine, and whatever listens or selects there (hooks,
@@ -37,6 +38,9 @@ from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Checkpoint", "Recomputation", "Recompute", "Site"]
 
+#: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
+Edge = tuple[Any, int]
+
 
 class Site:
     """What all the recomputations of one place in the model share during a call of the pipeline.
@@ -54,6 +58,14 @@ class Site:
     ambient: Ambient
     random: RandomStates
     phony: torch.device | None
+    _edges: frozenset[Edge] | None = None
+
+    def edges(self, checkpoint: Any) -> frozenset[Edge]:
+        """Where the gradients of the parameters go. It is the same for each ``checkpoint`` of this place."""
+        if self._edges is None:
+            all_edges = checkpoint.next_functions
+            self._edges = frozenset(all_edges[len(all_edges) - len(self.parameters) :])
+        return self._edges
 
     def versions(self) -> list[int]:
         """The versions of all parameters, which count changes in place."""
@@ -113,23 +125,27 @@ class Recomputation:
             )
         return outputs
 
-    def second_run(self, saved: Leaves) -> None:
-        """Runs the function again, with a graph, on aliases of what the first run was given."""
+    def second_run(self, checkpoint: Any) -> None:
+        """Runs the function again, with a graph, on aliases of what the first run was given.
+
+        Args:
+            checkpoint: the node of `Checkpoint`, which has saved that
+        """
         try:
             self._refuse_changed()
-            self._graph = self.site.ambient.run(self._recompute, saved)
+            self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors, checkpoint)
         except BaseException as error:
             self.failed(error, "recomputation")
             raise
 
-    def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves]:
+    def _recompute(self, saved: Leaves, checkpoint: Any) -> tuple[Leaves, Leaves]:
         leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
         _forget_parametrizations()
         with self.site.again(), replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
         self._forget_casts()
         _forget_parametrizations()
-        self._refuse_captured(leaves, outputs)
+        self._refuse_captured(leaves, outputs, self.site.edges(checkpoint))
         return leaves, outputs
 
     def differentiate(self, checkpoint: Any, grads: Leaves) -> list[Tensor | None]:
@@ -141,7 +157,7 @@ class Recomputation:
             self._graph = None
             return []
         if self._graph is None:
-            self.second_run(checkpoint.saved_tensors)
+            self.second_run(checkpoint)
             assert self._graph is not None
         (leaves, outputs), self._graph = self._graph, None
         sources = (*leaves, *self.site.parameters)
@@ -185,25 +201,34 @@ class Recomputation:
                 "gradients; call backward() before optimizer.step(), train() and eval(), or use checkpoint='never'"
             )
 
-    def _refuse_captured(self, leaves: Leaves, outputs: Leaves) -> None:
+    def _refuse_captured(self, leaves: Leaves, outputs: Leaves, parameters: frozenset[Edge]) -> None:
         """Raises if a gradient would get lost: one that belongs to neither the leaves nor the parameters."""
-        known = {id(tensor) for tensor in (*leaves, *self.site.parameters)}
-        pending: list[Any] = [output.grad_fn for output in outputs if output is not None]
-        seen = {None}
+        own = {id(tensor) for tensor in leaves}
+        seen: set[Edge] = set()
+        pending: list[Any] = []
+        for output in outputs:
+            if output is None or not output.requires_grad:
+                continue
+            if output.grad_fn is not None:
+                pending.append(output.grad_fn)
+            elif not any([output is known for known in (*leaves, *self.site.parameters)]):
+                raise self._captured(output)
         while pending:
             node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            followers = node.next_functions
-            if not followers and type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
-                shape = tuple(node.variable.shape)
-                raise RuntimeError(
-                    f"{self.site.where} uses a tensor of shape {shape} that requires grad but is neither its input "
-                    "nor a parameter of its layers, so recomputation would lose the gradient; register it as a "
-                    "parameter of the layer, pass it as an input, or use checkpoint='never'"
-                )
-            pending.extend([follower for follower, _ in followers])
+            edges = node.next_functions
+            for edge in edges:
+                if edge[0] is not None and edge not in parameters and edge not in seen:
+                    seen.add(edge)
+                    pending.append(edge[0])
+            if not edges and type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+                raise self._captured(node.variable)
+
+    def _captured(self, tensor: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{self.site.where} uses a tensor of shape {tuple(tensor.shape)} that requires grad but is neither its "
+            "input nor a parameter of its layers, so recomputation would lose the gradient; register it as a "
+            "parameter of the layer, pass it as an input, or use checkpoint='never'"
+        )
 
 
 def _forget_parametrizations() -> None:
@@ -258,7 +283,7 @@ class Recompute(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
         _refuse_create_graph()
-        ctx.checkpoint.recomputation.second_run(ctx.checkpoint.saved_tensors)
+        ctx.checkpoint.recomputation.second_run(ctx.checkpoint)
         return None, grad
 
 

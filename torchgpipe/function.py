@@ -16,14 +16,24 @@ from torch import Tensor
 __all__ = ["Function", "gradients", "refuse_transforms"]
 
 
-class Function(torch.autograd.Function):
-    """An autograd function whose ``apply`` goes straight to the engine, and does not know function transforms."""
+class _Direct(torch.autograd.function.FunctionMeta):
+    """Leaves out what is between the engine and a function's own ``forward`` and ``backward``."""
+
+    def __init__(cls: Any, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+        super().__init__(name, bases, attributes)  # type: ignore[no-untyped-call]
+        cls.apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+        node = getattr(cls, "_backward_cls", None)
+        if node is not None:
+            node.apply = cls.backward
+
+
+class Function(torch.autograd.Function, metaclass=_Direct):
+    """An autograd function whose ``apply`` goes straight to the engine, and does not know function transforms.
+
+    It has a ``backward``, and no ``vjp``.
+    """
 
     apply: Any
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
 
 def refuse_transforms() -> None:

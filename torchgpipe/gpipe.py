@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
 from torchgpipe.pipeline import Mechanisms, Pipeline
 from torchgpipe.replicas import verify_sync
@@ -68,6 +67,13 @@ class GPipe(nn.Module):
         IndexError: there are fewer devices than partitions.
     """
 
+    # A front with other customs has others: of how values become micro-batches and micro-batches an output, and how
+    # layers follow each other, in a partition and on their own.
+    _scatter = staticmethod(scatter)
+    _gather = staticmethod(gather)
+    _partition_type: type[Partition] = Partition
+    _sequential_type: type[nn.Sequential] = nn.Sequential
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -94,7 +100,7 @@ class GPipe(nn.Module):
         verify_sync(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        self._partitions = split(module, self.balance)
+        self._partitions = split(module, self.balance, self._partition_type)
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
@@ -127,17 +133,17 @@ class GPipe(nn.Module):
         """
         if self._unwrapped:
             raise RuntimeError(
-                "this GPipe has been unwrapped, and its layers may be on other devices by now; call the module that "
-                "unwrap() has returned, or wrap it: GPipe(module, balance)"
+                f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
+                "the module that unwrap() has returned, or wrap that again"
             )
         if not self._partitions:
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         verify_sync(self.modules(), self.devices)
-        batches = microbatch.scatter(inputs, self.chunks, self.devices[0])
+        batches = self._scatter(inputs, self.chunks, self.devices[0])
         with mini_batch(len(batches), self):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
-            return microbatch.gather(batches)
+            return self._gather(batches)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles each partition by itself, with the arguments of :func:`torch.compile`.
@@ -169,7 +175,7 @@ class GPipe(nn.Module):
             a new Sequential
         """
         self._unwrapped = True
-        module = nn.Sequential(OrderedDict(self.named_children()))
+        module = self._sequential_type(OrderedDict(self.named_children()))
         module.training = self.training
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
 
@@ -183,7 +189,7 @@ class GPipe(nn.Module):
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         layers = list(self.named_children())
-        return nn.Sequential(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
+        return self._sequential_type(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
 
     def __iter__(self) -> Iterator[nn.Module]:
         return self.children()
@@ -191,13 +197,13 @@ class GPipe(nn.Module):
     # The pipeline manages the place of parameters and buffers; only their dtype may change.
 
     def cuda(self, device: Device | None = None) -> GPipe:
-        raise _moving_denied()
+        raise _moving_denied(self)
 
     def cpu(self) -> GPipe:
-        raise _moving_denied()
+        raise _moving_denied(self)
 
     def xpu(self, device: Device | None = None) -> GPipe:
-        raise _moving_denied()
+        raise _moving_denied(self)
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Casts parameters and buffers, as ``to(dtype)`` does on any module.
@@ -206,9 +212,9 @@ class GPipe(nn.Module):
             TypeError: a device is given, or a tensor, which has one.
         """
         if any(isinstance(arg, (Tensor, torch.device, str, int)) for arg in args if not isinstance(arg, bool)):
-            raise _moving_denied()
+            raise _moving_denied(self)
         if kwargs.get("device") is not None or kwargs.get("tensor") is not None:
-            raise _moving_denied()
+            raise _moving_denied(self)
         return super().to(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GPipe:
@@ -216,7 +222,7 @@ class GPipe(nn.Module):
         for device in set(self.devices):
             probe = torch.empty(0, device=device)
             if fn(probe).device != probe.device:
-                raise _moving_denied()
+                raise _moving_denied(self)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -229,10 +235,10 @@ class GPipe(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _moving_denied() -> TypeError:
+def _moving_denied(pipeline: GPipe) -> TypeError:
     return TypeError(
-        "denied to move parameters and buffers, because GPipe should manage device placement; give the devices "
-        "when it is made: GPipe(module, balance, devices=[...])"
+        f"denied to move parameters and buffers, because {type(pipeline).__name__} should manage device placement; "
+        "choose devices when it is made, or unwrap() it and wrap the layers again"
     )
 
 
@@ -279,6 +285,6 @@ def _verify_names(pipeline: GPipe, module: nn.Sequential) -> None:
     taken = [name for name in module._modules if name in own]
     if taken:
         raise ValueError(
-            f"layers cannot have the names of attributes of GPipe, but there are {taken}; rename them in the "
-            "Sequential, for instance by adding an underscore"
+            f"layers cannot have the names of attributes of {type(pipeline).__name__}, but there are {taken}; rename "
+            "them in the Sequential, for instance by adding an underscore"
         )

@@ -103,7 +103,7 @@ class Batch:
 
     def replace(self, leaves: Leaves) -> Batch:
         """The same structure around other leaves, without skips."""
-        return Batch(leaves, self.spec, self.positional)
+        return type(self)(leaves, self.spec, self.positional)
 
 
 def _unsupported(value: Any, source: str, allowed: tuple[type, ...]) -> TypeError:

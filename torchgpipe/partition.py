@@ -110,12 +110,12 @@ Let the balance be measured, here for 4 partitions:
 (or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
 
 
-def split(module: nn.Sequential, balance: Sequence[int]) -> list[Partition]:
+def split(module: nn.Sequential, balance: Sequence[int], kind: type[Partition] = Partition) -> list[Partition]:
     """Views on the consecutive layers of ``module``, ``balance[j]`` of them in partition j."""
     layers = iter(module._modules.items())
     partitions = []
     for count in balance:
-        partition = Partition()
+        partition = kind()
         for _ in range(count):
             partition.add_module(*next(layers))
         partitions.append(partition)

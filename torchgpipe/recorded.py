@@ -36,9 +36,9 @@ class RecordedCell(Cell):
         with self._recorded("forward"):
             return super().first_run(leaves)
 
-    def second_run(self, saved: Leaves) -> None:
+    def second_run(self, checkpoint: Any) -> None:
         with self._recorded("recomputation"):
-            super().second_run(saved)
+            super().second_run(checkpoint)
 
     def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
         with self._recorded("backward"):

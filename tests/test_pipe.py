@@ -1,0 +1,733 @@
+"""The front for code that was written for PyTorch's removed Pipe.
+
+Parameters can be on one kind of CPU only. So it is `WithDevice` that places layers here, on ``'cpu'`` all, or on
+``'cpu:0'``, ``'cpu:1'`` and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+import torchgpipe
+from tests.conftest import Devices
+from tests.fake_accelerator import on_fake_devices
+from tests.plain import Outcome, assert_same, outcome, run_plain
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.pipe import BalanceError, LocalRRef, NoChunk, Pipe, PipeSequential, WithDevice
+from torchgpipe.skip import pop, skippable, stash
+
+MODES = ["always", "except_last", "never"]
+
+
+class Apply(nn.Module):
+    """A layer of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+class Fork(nn.Module):
+    """One tensor in, two out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x.sin()
+
+
+class Join(nn.Module):
+    """Two tensors in, one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        output: Tensor = x * self.linear(y)
+        return output
+
+
+def placed(layers: Sequence[nn.Module], devices: Sequence[str | None]) -> nn.Sequential:
+    """The layers, each on its device, or without a word about it."""
+    return nn.Sequential(
+        *[layer if device is None else WithDevice(layer, device) for layer, device in zip(layers, devices, strict=True)]
+    )
+
+
+def value_of(model: nn.Module, *inputs: Any) -> Any:
+    """What is in the reference that a pipeline returns."""
+    return model(*inputs).local_value()
+
+
+def pipe_outcome(model: Pipe, *inputs: Any) -> Outcome:
+    return outcome(model, *inputs, run=partial(value_of, model))
+
+
+def plain_outcome(layers: Sequence[nn.Module], *inputs: Any, chunks: int) -> Outcome:
+    """That of the plain model, run micro-batch by micro-batch; a tuple is several arguments, in a nested layer too."""
+    model = PipeSequential(*[PipeSequential(*layer) if type(layer) is nn.Sequential else layer for layer in layers])
+    return outcome(model, *inputs, run=partial(run_plain, nn.Sequential(model), chunks=chunks))
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(3, 3), nn.Tanh(), Fork(), Join(), nn.Sequential(nn.Linear(3, 3), nn.Sigmoid())]
+
+
+# The plain model
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_pipeline_computes_what_the_plain_model_does(devices: Devices, checkpoint: str, chunks: int) -> None:
+    plain = layers()
+    model = Pipe(placed(copy.deepcopy(plain), devices(5)), chunks, checkpoint)
+    x = torch.rand(7, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=chunks))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pipeline_waits_for_its_streams(mode: str) -> None:
+    plain = layers()
+    model = Pipe(placed(copy.deepcopy(plain), ["cpu:0", "cpu:1", "cpu:1", "cpu:2", "cpu:0"]), 3, mode)
+    x = torch.rand(7, 3, requires_grad=True)
+    with on_fake_devices(model):
+        assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=3))
+
+
+class Kind(NamedTuple):
+    """A kind of layer, and how many arguments it takes and returns."""
+
+    make: Callable[[], nn.Module]
+    takes: int
+    returns: int
+
+
+#: A tensor and a number, in place of a count of tensors.
+NUMBERED = -1
+
+KINDS = [
+    Kind(lambda: nn.Linear(3, 3), 1, 1),
+    Kind(lambda: nn.Tanh(), 1, 1),
+    Kind(lambda: nn.Sequential(Fork(), Join()), 1, 1),
+    Kind(lambda: nn.Sequential(nn.Tanh(), Fork()), 1, 2),
+    Kind(Fork, 1, 2),
+    Kind(lambda: Apply(lambda x: (x, x.exp())), 1, 2),
+    Kind(lambda: Apply(lambda x, y: (y, x)), 2, 2),
+    Kind(Join, 2, 1),
+    Kind(lambda: Apply(lambda x: (x, 2)), 1, NUMBERED),
+    Kind(lambda: Apply(lambda x, n: (x.sin(), n + 1)), NUMBERED, NUMBERED),
+    Kind(lambda: Apply(lambda x, n: n * x), NUMBERED, 1),
+]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[nn.Module], int]:
+    """Some layers, and how many arguments the first takes."""
+    first = width = draw(st.integers(1, 2))
+    result = []
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from([kind for kind in KINDS if kind.takes == width]))
+        result.append(kind.make().double())
+        width = kind.returns
+    if width == NUMBERED:
+        result.append(KINDS[-1].make())
+    return result, first
+
+
+@given(drawn=models(), data=st.data(), mode=st.sampled_from(MODES), chunks=st.integers(1, 4), size=st.integers(1, 6))
+def test_a_pipeline_computes_the_same_wherever_its_layers_are(
+    drawn: tuple[list[nn.Module], int], data: st.DataObject, mode: str, chunks: int, size: int
+) -> None:
+    plain, width = drawn
+    places = [data.draw(st.sampled_from([None, "cpu", "cpu:0", "cpu:1"])) for _ in plain]
+    model = Pipe(placed(copy.deepcopy(plain), places), chunks, mode)
+    inputs = [torch.rand(size, 3, dtype=torch.float64, requires_grad=True) for _ in range(width)]
+    assert_same(pipe_outcome(model, *inputs), plain_outcome(plain, *inputs, chunks=chunks))
+    assert [str(device) for j, device in enumerate(model.devices) for _ in range(model.balance[j])] == expected_places(
+        plain, places
+    )
+
+
+def expected_places(plain: list[nn.Module], places: list[str | None]) -> list[str]:
+    own = [place or ("cpu" if [*layer.parameters()] else None) for layer, place in zip(plain, places)]
+    known = [place for place in own if place]
+    result: list[str] = []
+    for place in own:
+        result.append(place or (result[-1] if result else known[0] if known else "cpu"))
+    return result
+
+
+def test_random_layers_draw_the_same_again_at_recomputation() -> None:
+    kept = {}
+    for mode in MODES:
+        torch.manual_seed(0)
+        model = Pipe(placed([nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)], ["cpu:0", "cpu:1", "cpu:2"]), 3, mode)
+        kept[mode] = pipe_outcome(model, torch.ones(6, 3))
+    assert_same(kept["always"], kept["never"])
+    assert_same(kept["except_last"], kept["never"])
+
+
+def test_in_evaluation_mode_nothing_is_checkpointed(devices: Devices) -> None:
+    seen = []
+    model = Pipe(placed([nn.Linear(3, 3), Apply(lambda x: (seen.append(is_recomputing()), x)[1])], devices(2)), 2)
+    model.eval()
+    value_of(model, torch.rand(4, 3)).sum().backward()
+    assert seen == [False, False]
+
+
+def test_deferred_batch_norm_is_that_of_the_mini_batch(devices: Devices) -> None:
+    plain = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    model = Pipe(placed(copy.deepcopy(plain), devices(3)), chunks=2, deferred_batch_norm=True)
+    x = torch.rand(8, 3)
+    model(x)
+    nn.Sequential(*plain)(x)
+    torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
+    torch.testing.assert_close(model[1].running_var, plain[1].running_var)
+
+
+def test_skips_go_through_the_pipeline(devices: Devices, checkpoint: str) -> None:
+    @skippable(stash=["skip"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("skip", x.cos())
+            return x, 5
+
+    @skippable(pop=["skip"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor, n: int) -> Any:
+            skip = yield pop("skip")
+            return n * x + skip
+
+    plain = [Stash(), Join(), Pop()]
+    plain[1] = Apply(lambda x, n: (x.sin(), n + 1))
+    model = Pipe(placed(copy.deepcopy(plain), devices(3)), 3, checkpoint)
+    x = torch.rand(6, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_no_tensor_is_let_go_with_the_last_thing_that_needs_it(devices: Devices, mode: str) -> None:
+    """A micro-batch holds it in its structure, and a checkpointed one holds that until its graph is gone."""
+
+    class Settings:
+        scale = 2.0
+
+    model = Pipe(placed([Apply(lambda x, s: (x * s.scale, s)), Apply(lambda x, s: x + s.scale)], devices(2)), 2, mode)
+    settings = Settings()
+    alive = weakref.ref(settings)
+    gc.disable()  # A cycle would be seen.
+    try:
+        with torch.no_grad():
+            kept = value_of(model, torch.rand(4, 3), settings)
+        output = value_of(model, torch.rand(4, 3, requires_grad=True), settings)
+        output.sum().backward()
+        del settings
+        assert (alive() is None) == (mode == "never")
+        del output
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert kept.shape == (4, 3)
+
+
+def test_a_timeline_is_recorded(devices: Devices) -> None:
+    model = Pipe(placed([nn.Linear(3, 3), Fork(), Join()], devices(3)), chunks=2)
+    x = torch.rand(4, 3)
+    expected = pipe_outcome(model, x)
+    with torchgpipe.record(model) as timeline:
+        recorded = pipe_outcome(model, x)
+    assert_same(recorded, expected)
+    cells = {(span.micro_batch, span.partition) for span in timeline.spans if span.kind == "forward"}
+    assert cells == {(i, j) for i in range(2) for j in range(len(model.devices))}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
+def test_partitions_are_compiled_each_by_itself(devices: Devices, checkpoint: str) -> None:
+    plain = layers()
+    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2, checkpoint)
+    model.compile(backend="eager")
+    x = torch.rand(4, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
+
+
+# Where layers are
+
+
+def on(device: str) -> nn.Module:
+    return WithDevice(nn.Linear(3, 3), device)
+
+
+@pytest.mark.parametrize(
+    ("module", "balance", "devices"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [2], ["cpu"]),
+        (nn.Sequential(on("cpu:0"), on("cpu:0"), on("cpu:1"), on("cpu:0")), [2, 1, 1], ["cpu:0", "cpu:1", "cpu:0"]),
+        # A layer without parameters follows the one before it.
+        (nn.Sequential(on("cpu:1"), nn.ReLU(), nn.Linear(3, 3), nn.ReLU()), [2, 2], ["cpu:1", "cpu"]),
+        (nn.Sequential(on("cpu:1"), WithDevice(nn.ReLU(), "cpu:0"), nn.Tanh()), [1, 2], ["cpu:1", "cpu:0"]),
+        # At the start there is none.
+        (nn.Sequential(nn.ReLU(), nn.Tanh(), on("cpu:1")), [3], ["cpu:1"]),
+        (nn.Sequential(nn.ReLU(), nn.Tanh()), [2], ["cpu"]),
+        (nn.Sequential(), [], []),
+        # Buffers tell, if there are no parameters.
+        (nn.Sequential(on("cpu:1"), nn.BatchNorm1d(3, affine=False)), [1, 1], ["cpu:1", "cpu"]),
+    ],
+)
+def test_consecutive_layers_on_one_device_are_a_partition(
+    module: nn.Sequential, balance: list[int], devices: list[str]
+) -> None:
+    model = Pipe(module)
+    assert model.balance == balance
+    assert [len(partition) for partition in model.partitions] == balance
+    assert model.devices == [torch.device(device) for device in devices]
+
+
+def test_with_device_brings_a_layer_from_the_meta_device() -> None:
+    model = Pipe(nn.Sequential(nn.Linear(3, 3), WithDevice(nn.Linear(3, 3, device="meta"), "cpu:1")))
+    assert value_of(model, torch.rand(2, 3)).isfinite().all()
+
+
+def test_with_device_is_transparent_outside_of_a_pipeline() -> None:
+    layer = nn.Bilinear(3, 3, 2)
+    x, y = torch.rand(2, 4, 3)
+    wrapped = WithDevice(layer, "cpu:1")
+    assert (wrapped.module, wrapped.device) == (layer, torch.device("cpu:1"))
+    assert torch.equal(wrapped(x, input2=y), layer(x, y))
+
+
+def test_a_layer_on_two_devices_is_told_with_its_devices() -> None:
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.here = nn.Linear(1, 1)
+            self.there = nn.Linear(1, 1, device="meta")
+
+    module = nn.Sequential(OrderedDict(a=Scattered(), b=nn.Linear(1, 1), c=Scattered()))
+    with pytest.raises(ValueError, match=r"all parameters on a single device, please use \.to\(\)") as caught:
+        Pipe(module)
+    assert "layer 'a' (Scattered) is on cpu, meta; layer 'c' (Scattered) is on cpu, meta" in str(caught.value)
+    Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # says where all of it is to be
+
+
+def test_a_layer_on_the_meta_device_has_to_be_placed() -> None:
+    with pytest.raises(ValueError, match=r"WithDevice\(layer, device\): layer '1' \(Linear\) is on meta"):
+        Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
+
+
+def test_the_module_is_not_changed() -> None:
+    module = placed(layers(), ["cpu:0", None, "cpu:1", None, None])
+    before = [(name, type(child)) for name, child in module.named_modules()]
+    model = Pipe(module)
+    assert [(name, type(child)) for name, child in module.named_modules()] == before
+    assert model[0] is module[0].module
+    assert model[1] is module[1]
+
+
+# Errors of the constructor
+
+
+def test_only_a_sequential_is_accepted() -> None:
+    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned"):
+        Pipe(nn.ModuleList([nn.Linear(1, 1)]))
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, lambda layer: WithDevice(layer, "cpu:1")])
+def test_a_layer_that_occurs_twice_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    layer = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="module with duplicate children is not supported"):
+        Pipe(nn.Sequential(layer, wrap(layer)))
+
+
+def test_a_parameter_on_two_devices_is_refused() -> None:
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    b.weight = a.weight
+    with pytest.raises(ValueError, match="module with duplicate parameters"):
+        Pipe(placed([a, b], ["cpu:0", "cpu:1"]))
+    Pipe(placed([a, b], ["cpu:1", "cpu:1"]))
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_chunks_are_positive(chunks: int) -> None:
+    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
+        Pipe(nn.Sequential(), chunks)
+
+
+def test_the_checkpoint_mode_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never'"):
+        Pipe(nn.Sequential(), checkpoint="INVALID")
+
+
+def test_a_name_that_the_pipeline_needs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"names of attributes of Pipe.*'partitions'"):
+        Pipe(nn.Sequential(OrderedDict(partitions=nn.Linear(1, 1))))
+
+
+def test_skips_that_do_not_match_are_refused() -> None:
+    @skippable(stash=["nobody"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("nobody", x)
+            return x
+
+    with pytest.raises(TypeError, match="nobody"):
+        Pipe(nn.Sequential(WithDevice(Stash(), "cpu:1")))
+
+
+def test_balance_error_is_there_to_be_caught() -> None:
+    assert issubclass(BalanceError, ValueError)
+
+
+# Arguments
+
+
+def test_several_inputs_are_the_arguments_of_the_first_layer(devices: Devices) -> None:
+    model = Pipe(placed([Apply(lambda x, y, z: (x + y + z, x * y)), Apply(lambda a, b: a - b)], devices(2)), chunks=2)
+    x, y, z = torch.rand(3, 5, 2)
+    assert torch.equal(value_of(model, x, y, z), x + y + z - x * y)
+
+
+def test_too_many_arguments_are_the_error_of_the_layer() -> None:
+    with pytest.raises(TypeError, match=r"forward\(\) takes 2 positional arguments but 3 were given") as caught:
+        Pipe(nn.Sequential(nn.Linear(1, 1)))(torch.rand(1), torch.rand(1))
+    assert "partition 0 (layers '0'..'0') on cpu, during forward" in caught.value.__notes__[0]
+
+
+def test_a_list_is_one_argument_wherever_the_layers_are(devices: Devices) -> None:
+    for places in (devices(2), ["cpu", "cpu"]):
+        model = Pipe(placed([Apply(lambda x: [x, x]), Apply(lambda pair: pair[0] + pair[1])], places), chunks=2)
+        x = torch.rand(4, 2)
+        assert torch.equal(value_of(model, x), 2 * x)
+
+
+def test_layers_of_a_nested_sequential_have_arguments_too() -> None:
+    """Those that were nested to bring them to a device together, as `partition_model` did it."""
+    calls = []
+    nested = nn.Sequential(Fork(), Join())
+    nested.register_forward_hook(lambda *_: calls.append("hook"))
+    model = Pipe(nn.Sequential(nested, WithDevice(nn.Sequential(Fork(), Join()), "cpu:1")), chunks=2)
+    x = torch.rand(4, 3)
+    expected = run_plain(nn.Sequential(PipeSequential(*nested, *model[1])), x, chunks=2)
+    assert torch.equal(value_of(model, x), expected)
+    assert calls == ["hook"] * 2
+    assert type(nested) is nn.Sequential
+
+
+def test_a_subclass_of_sequential_runs_as_it_says() -> None:
+    class Reversed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(self):
+                x = layer(x)
+            return x
+
+    plain = Reversed(nn.Linear(3, 3), nn.Tanh())
+    x = torch.rand(2, 3)
+    assert torch.equal(value_of(Pipe(nn.Sequential(plain)), x), plain(x))
+
+
+def test_what_is_no_tensor_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
+    marker, seen = object(), []
+
+    def first(x: Tensor, n: int, settings: dict[str, Any], other: object) -> Any:
+        seen.append((n, settings, other))
+        return x * n, other, {"scale": settings["scale"], "n": n}
+
+    def second(x: Tensor, other: object, settings: dict[str, Any]) -> Tensor:
+        seen.append((settings["n"], other))
+        return x + settings["scale"]
+
+    model = Pipe(placed([Apply(first), Apply(second)], devices(2)), 2, checkpoint)
+    x = torch.rand(4, 2, requires_grad=True)
+    output = value_of(model, x, 3, {"scale": 0.5, "name": ["a", None]}, marker)
+    assert torch.equal(output, 3 * x + 0.5)
+    output.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    for entry in seen:
+        assert entry in [(3, {"scale": 0.5, "name": ["a", None]}, marker), (3, marker)]
+
+
+def test_tensors_inside_of_an_argument_are_not_split_and_have_gradients(devices: Devices, checkpoint: str) -> None:
+    plain = [Apply(lambda x, pair: (x * pair[0], pair[1]["b"])), Apply(lambda x, b: x + b.sum())]
+    model = Pipe(placed(plain, devices(2)), 2, checkpoint)
+    x, a, b = torch.rand(4, 3), torch.rand(3, requires_grad=True), torch.rand(4, 3, requires_grad=True)
+    value_of(model, x, (a, {"b": b})).sum().backward()
+    torch.testing.assert_close(a.grad, x.sum(dim=0))
+    torch.testing.assert_close(b.grad, torch.full_like(b, 12.0))
+
+
+def test_no_chunk_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
+    plain = [Apply(lambda x, table: (x * table[:2].sum(), table)), Apply(lambda x, table: x + table[0])]
+    model = Pipe(placed(plain, devices(2)), 2, checkpoint)
+    # Whole numbers, because the gradients of a table are summed in another order if a cell is checkpointed.
+    x, table = torch.randint(9, (4, 3)).float(), torch.randint(9, (4, 3)).float().requires_grad_()
+    assert_same(pipe_outcome(model, x, NoChunk(table)), plain_outcome(plain, x, NoChunk(table), chunks=2))
+
+
+def test_no_chunk_is_for_tensors() -> None:
+    with pytest.raises(TypeError, match="NoChunk"):
+        NoChunk(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "types"),
+    [
+        ((), "nothing"),
+        (("hello", True), "str, bool"),
+        (((torch.rand(2), "hello"),), "tuple"),
+        (([torch.rand(2)], [torch.rand(2)]), "list, list"),
+        ((NoChunk(torch.rand(2)),), "NoChunk"),
+    ],
+)
+def test_one_input_at_least_is_a_tensor(inputs: tuple[Any, ...], types: str) -> None:
+    with pytest.raises(TypeError, match=rf"at least one tensor.*but got {types}; .*model\(x, y\)"):
+        Pipe(nn.Sequential(nn.Linear(1, 1)))(*inputs)
+
+
+def test_tensors_have_one_batch_size() -> None:
+    with pytest.raises(ValueError, match=r"same size in dimension 0.*\[0\] is \(4, 2\), \[2\] is \(3, 2\).*NoChunk"):
+        Pipe(nn.Sequential(Apply(lambda x, n, y: x)), chunks=2)(torch.rand(4, 2), "text", torch.rand(3, 2))
+
+
+@pytest.mark.parametrize("value", ["hello", (), None, ("hello", [5])])
+def test_a_layer_at_the_end_of_a_partition_returns_a_tensor(value: Any) -> None:
+    model = Pipe(nn.Sequential(nn.Linear(1, 1), Apply(lambda x: value)))
+    with pytest.raises(TypeError, match=r"the output of layer '1' \(Apply\) must have a tensor in it") as caught:
+        model(torch.rand(2, 1))
+    assert "micro-batch 0 of 1" in caught.value.__notes__[0]
+
+
+# Outputs
+
+
+def test_tensors_are_joined_and_all_else_is_listed(devices: Devices, checkpoint: str) -> None:
+    last = Apply(lambda x, n: (x, n, {"x": x}, None, (len(x), [x.sum()])))
+    model = Pipe(placed([last], devices(1)), 2, checkpoint)
+    x = torch.rand(5, 2, requires_grad=True)
+    same, n, dicts, none, others = value_of(model, x, 7)
+    assert torch.equal(same, x)
+    assert n == [7, 7]
+    assert [list(one) for one in dicts] == [["x"], ["x"]]
+    assert torch.equal(torch.cat([one["x"] for one in dicts]), x)
+    assert none == [None, None]
+    assert [size for size, _ in others] == [3, 2]
+    (same.sum() + 2 * dicts[0]["x"].sum() + 3 * others[1][1][0]).backward()
+    assert torch.equal(x.grad, torch.tensor([[3.0], [3.0], [3.0], [4.0], [4.0]]).expand(5, 2))
+
+
+def test_one_micro_batch_is_listed_too() -> None:
+    x, n = value_of(Pipe(nn.Sequential(Apply(lambda x: (x, len(x))))), torch.rand(3, 1))
+    assert (len(x), n) == (3, [3])
+
+
+@pytest.mark.parametrize("make", [lambda x: (x,), lambda x: [x]])
+def test_a_sequence_of_one_stays_a_sequence(make: Callable[[Tensor], Any]) -> None:
+    x = torch.rand(4, 2)
+    (output,) = value_of(Pipe(nn.Sequential(Apply(make)), chunks=2), x)
+    assert torch.equal(output, x)
+
+
+def test_micro_batches_that_come_out_differently_are_refused() -> None:
+    model = Pipe(nn.Sequential(Apply(lambda x: (x, x) if len(x) == 3 else (x, "text"))), chunks=2)
+    with pytest.raises(ValueError, match=r"micro-batch 0 but .* micro-batch 1; return the same structure"):
+        model(torch.rand(5, 2))
+
+
+def test_an_empty_pipeline_returns_its_input() -> None:
+    model = Pipe(nn.Sequential())
+    assert value_of(model, torch.tensor([42])) == torch.tensor([42])
+    with pytest.raises(TypeError, match="tensor"):
+        model(42)
+
+
+# The reference
+
+
+def test_without_rpc_a_local_object_refers_to_the_output() -> None:
+    x = torch.rand(2, 3, requires_grad=True)
+    reference = Pipe(nn.Sequential(nn.Tanh()))(x)
+    assert isinstance(reference, LocalRRef)
+    assert reference.is_owner()
+    assert reference.local_value() is reference.to_here(timeout=3.0) is reference.to_here()
+    assert reference.local_value().grad_fn is not None
+
+
+@pytest.fixture
+def with_rpc(tmp_path: Path) -> Iterator[None]:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")
+    rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+    yield
+    rpc.shutdown()
+
+
+@pytest.mark.skipif(not rpc.is_available(), reason="needs torch.distributed with RPC")
+@pytest.mark.filterwarnings("ignore:You are using a Backend .* as a ProcessGroup:UserWarning")
+@pytest.mark.usefixtures("with_rpc")
+def test_with_rpc_it_is_a_real_reference(devices: Devices) -> None:
+    plain = layers()
+    model = Pipe(placed(copy.deepcopy(plain), devices(5)), chunks=3)
+    x = torch.rand(7, 3, requires_grad=True)
+    reference = model(x)
+    assert isinstance(reference, rpc.RRef)
+    assert reference.is_owner()
+    assert reference.local_value() is reference.local_value()
+    assert torch.equal(reference.to_here(), reference.local_value())
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=3))
+    assert isinstance(Pipe(nn.Sequential())(x), rpc.RRef)
+
+
+# A module
+
+
+def test_a_pipeline_has_the_attributes_of_the_removed_one() -> None:
+    model = Pipe(placed([nn.Linear(1, 1), nn.Tanh()], ["cpu:0", "cpu:1"]), 42, "never")
+    assert model.devices == [torch.device("cpu:0"), torch.device("cpu:1")]
+    assert (model.chunks, model.checkpoint) == (42, "never")
+    assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
+    default = Pipe(nn.Sequential())
+    assert (default.chunks, default.checkpoint) == (1, "except_last")
+
+
+def test_a_pipeline_is_like_a_sequential() -> None:
+    a, b, c = nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)
+    model = Pipe(placed([a, b, c], ["cpu:0", None, "cpu:1"]))
+    assert len(model) == 3
+    assert list(model) == [a, b, c]
+    assert [model[0], model[1], model[-1]] == [a, b, c]
+    with pytest.raises(IndexError):
+        model[3]
+    assert type(model[:2]) is PipeSequential
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.cuda(),
+        lambda model: model.cpu(),
+        lambda model: model.to("cpu"),
+        lambda model: model.to(0),
+        lambda model: model.to(device=torch.device("cpu")),
+        lambda model: model.to(torch.rand(1)),
+        lambda model: model.to(tensor=torch.rand(1)),
+    ],
+)
+def test_moving_is_denied(move: Callable[[Pipe], Any]) -> None:
+    message = r"denied to move parameters and buffers, because Pipe should manage device placement"
+    with pytest.raises(TypeError, match=message):
+        move(Pipe(nn.Sequential(nn.Linear(1, 1))))
+
+
+def test_casting_is_not_denied() -> None:
+    model = Pipe(nn.Sequential(nn.Linear(1, 1)))
+    assert model.half()[0].weight.dtype == torch.half
+    assert model.to(torch.double)[0].weight.dtype == torch.double
+    assert model.to(dtype=torch.float)[0].weight.dtype == torch.float
+
+
+def test_parameters_have_the_names_that_they_have_in_the_module() -> None:
+    module = nn.Sequential(OrderedDict(a=nn.Linear(3, 3), b=nn.Tanh(), c=nn.Sequential(nn.Linear(3, 3)), d=on("cpu:1")))
+    names = ["a.weight", "a.bias", "c.0.weight", "c.0.bias", "d.weight", "d.bias"]
+    assert list(Pipe(module).state_dict()) == names
+
+
+def test_a_state_dict_of_the_removed_pipe_can_be_loaded() -> None:
+    """It counted the layers of each partition from 0, and those in a Sequential one by one.
+
+    The cut, and the layers without parameters, may have been anywhere: here as on two GPUs, and as on the CPU, where
+    every layer was a partition.
+    """
+    nested = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nested, nn.Linear(3, 3))
+    state = module.state_dict()
+    for theirs in (["0.0", "2.0", "2.1", "3.0"], ["0.0", "0.2", "0.10", "1.0"]):
+        places = dict(zip(["0", "2.0", "2.1", "3"], theirs))
+        old = {
+            f"partitions.{places[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}": tensor
+            for name, tensor in reversed(state.items())
+        }
+        fresh = copy.deepcopy(module).apply(lambda layer: getattr(layer, "reset_parameters", lambda: None)())
+        around = nn.ModuleDict({"pipe": Pipe(placed([*fresh], ["cpu:0", None, "cpu:1", None]))})
+        around.load_state_dict({f"pipe.{name}": tensor for name, tensor in old.items()})
+        for name, tensor in around["pipe"].state_dict().items():
+            assert torch.equal(tensor, state[name]), name
+
+
+def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
+    """Its keys look the same, but have the names of the layers after the number of the partition."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 3))
+    state = module.state_dict()
+    old = {f"partitions.{0 if name.startswith('0') else 1}.{name}": torch.ones_like(x) for name, x in state.items()}
+    model = Pipe(module)
+    model.load_state_dict(old)
+    assert all([bool((tensor == 1).all()) for tensor in model.state_dict().values()])
+
+
+def test_a_state_dict_with_other_layers_is_refused() -> None:
+    model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    tensors = nn.Linear(3, 3).state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*1.weight"):
+        model.load_state_dict({f"partitions.0.0.{name}": tensor for name, tensor in tensors.items()})
+
+
+def test_a_state_dict_fits_gpipe_and_the_plain_model() -> None:
+    model = Pipe(placed([nn.Linear(3, 3), nn.Linear(3, 3)], ["cpu:0", "cpu:1"]))
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    plain.load_state_dict(model.state_dict())
+    GPipe(plain, [2]).load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_pipeline_works(devices: Devices, copied: Callable[[Pipe], Pipe]) -> None:
+    plain = [nn.Linear(3, 3), Fork(), Join(), nn.Sequential(Fork(), Join())]
+    model = copied(Pipe(placed(copy.deepcopy(plain), devices(4)), chunks=2))
+    x = torch.rand(4, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
+
+
+def test_unwrapping_gives_layers_that_run_alone_and_can_be_wrapped_again() -> None:
+    plain = [nn.Linear(3, 3), Fork(), Join()]
+    model = Pipe(placed(plain, ["cpu:0", "cpu:1", "cpu:1"]))
+    x = torch.rand(4, 3)
+    expected = value_of(model, x)
+    module = model.unwrap()
+    assert torch.equal(module(x), expected)
+    assert torch.equal(value_of(Pipe(module), x), expected)
+    with pytest.raises(RuntimeError, match="this Pipe has been unwrapped"):
+        model(x)
+
+
+def test_a_replaced_layer_is_the_one_that_runs() -> None:
+    model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Tanh())), chunks=2)
+    model[1][0] = nn.Sigmoid()
+    model.get_submodule("1")[1] = nn.ReLU()
+    x = torch.rand(4, 3)
+    assert torch.equal(value_of(model, x), model[0](x).sigmoid().relu())
+
+
+# PipeSequential alone
+
+
+def test_a_pipe_sequential_spreads_tuples_and_nothing_else() -> None:
+    model = PipeSequential(Apply(lambda a, b: (a + b, [a, b])), Apply(lambda c, pair: [c, *pair]), Apply(len))
+    assert model(torch.ones(1), torch.ones(1)) == 3
+    assert PipeSequential(Apply(lambda pair: pair[0]))((5, 6)) == 5
+    assert PipeSequential()(1, 2) == (1, 2)

@@ -1,0 +1,40 @@
+"""A module of another class that shares everything with the one it stands for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchgpipe.twin import twin
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_twin_is_of_the_other_class_and_runs_as_that_does() -> None:
+    layer, x = nn.Linear(2, 2), torch.rand(3, 2)
+    double = twin(layer, Doubled)
+    assert type(double) is Doubled
+    assert type(layer) is nn.Linear
+    assert torch.equal(double(x), 2 * layer(x))
+
+
+def test_each_sees_what_happens_to_the_other() -> None:
+    layer = nn.Linear(2, 2)
+    double = twin(layer, Doubled)
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append("hook"))
+    layer.weight = nn.Parameter(torch.zeros(2, 2))
+    layer.add_module("child", nn.Tanh())
+    assert double.weight is layer.weight
+    assert double.child is layer.child
+    double(torch.rand(3, 2))
+    assert calls == ["hook"]
+
+
+def test_a_twin_of_what_is_compiled_is_not_compiled() -> None:
+    layer, x = nn.Linear(2, 2), torch.rand(3, 2)
+    layer.compile(backend="eager")
+    assert torch.equal(twin(layer, Doubled)(x), 2 * nn.functional.linear(x, layer.weight, layer.bias))
