@@ -30,7 +30,7 @@ demo: $(READY)
 	$(RUN) examples/language_model.py $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 coverage: $(READY)
 	$(RUN) -m coverage run -m pytest $(ARGS)

@@ -47,14 +47,18 @@ def test_code_of_a_page_in_markdown(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", RST, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
 def test_code_of_a_page_of_the_documentation(page: Path) -> None:
     """Each block after the others."""
     text = page.read_text()
     if "timeline.plot(" in text:
         pytest.importorskip("matplotlib")
     names = {"__name__": "page"}
-    for snippet in snippets.in_rst(text):
-        snippets.run(snippet, page, names)
+    try:
+        for snippet in snippets.in_rst(text):
+            snippets.run(snippet, page, names)
+    finally:
+        torch.compiler.reset()
 
 
 EXAMPLES = {

@@ -32,3 +32,10 @@ def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(" ")[0] for line in phases] == ["8", "8", "16", "16"]
     assert sum(line.startswith("The slowest partition takes") for line in lines) == 2
     assert sum(line.startswith("total") for line in lines) == 3
+
+
+def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]
+    main(["--steps", "2", "--batch", "8", "--width", "4", "--longest", "5"])
+    assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", capsys.readouterr().out)

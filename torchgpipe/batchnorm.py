@@ -414,8 +414,12 @@ class DeferredBatchNorm(_BatchNorm):
     def _normalise(self, input: Tensor, mean: Tensor | None, var: Tensor | None) -> Tensor:
         return batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _track(self, moments: Moments) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from torchgpipe.uncompiled import uncompiled
+
+            uncompiled(self._track, moments)
+            return
         tracking = _tracking.get()
         if tracking is not None:
             if self not in tracking:

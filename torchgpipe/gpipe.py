@@ -112,8 +112,6 @@ class GPipe(nn.Module):
             partition.follow(self)
         return self._partitions
 
-    # The compiler would trace the engine. Layers and partitions that are compiled by themselves stay so.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
@@ -131,6 +129,11 @@ class GPipe(nn.Module):
             RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # It would trace the engine. Layers and partitions that are compiled by themselves stay so.
+            from torchgpipe.uncompiled import uncompiled
+
+            return uncompiled(self.forward, *inputs)
         if self._unwrapped:
             raise RuntimeError(
                 f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.skip import pop, skippable, stash
+
+ROOT = Path(__file__).parent.parent.parent
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -110,7 +115,7 @@ def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> No
 
     assert torch.equal(torch.compile(loss, backend="eager")(x), loss(x))
     torch.compiler.reset()
-    with pytest.raises(RuntimeError, match=r"GPipe\.forward"):
+    with pytest.raises(RuntimeError, match=r"return uncompiled\(self\.forward"):
         torch.compile(loss, backend="eager", fullgraph=True)(x)
 
 
@@ -195,6 +200,31 @@ def test_layers_do_what_they_do_uncompiled(pipe: Pipe, make: Callable[[], nn.Seq
         assert_same(actual, expected)
 
 
+# Who does not compile
+
+
+def test_the_compiler_is_not_imported_unasked() -> None:
+    """Its import takes longer than that of all the rest; a decorator of torch.compiler on our own code was enough."""
+    script = """if True:
+        import sys
+        import torch
+        from torch import nn
+        import torchgpipe, torchgpipe_balancing
+        from torchgpipe.batchnorm import DeferredBatchNorm
+        assert "torch._dynamo" not in sys.modules, "at import"
+        layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 2))
+        model = torchgpipe.GPipe(layers, [2, 2], devices=["cpu:0", "cpu:1"], chunks=2, deferred_batch_norm=True)
+        model(torch.rand(4, 2)).sum().backward()
+        assert "torch._dynamo" not in sys.modules, "by a step"
+        with torch.inference_mode():
+            model.eval()(torch.rand(4, 2))
+        assert "torch._dynamo" not in sys.modules, "by evaluation"
+    """
+    command = [sys.executable, "-W", "error", "-c", script]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 # How often
 
 
@@ -217,6 +247,21 @@ def test_mini_batches_of_other_sizes_are_compiled_once(pipe: Pipe) -> None:
     for batch in [8, 6, 7, 5, 8, 10]:
         model(data(batch)).sum().backward()
         counts.append(graphs.count)
+    assert len(set(counts[1:])) == 1
+
+
+def test_code_around_a_pipeline_is_compiled_again_for_no_more_than_a_dynamic_size(pipe: Pipe) -> None:
+    model, graphs = pipe(blocks(2), [1, 1], chunks=2), Graphs()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x * 2).square().mean() + 1
+
+    compiled = torch.compile(loss, backend=graphs)
+    counts = []
+    for batch in [8, 6, 7, 5, 8, 10]:
+        compiled(data(batch)).backward()
+        counts.append(graphs.count)
+    assert counts[0] == 2  # what is before the pipeline, and what is behind it
     assert len(set(counts[1:])) == 1
 
 

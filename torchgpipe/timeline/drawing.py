@@ -172,6 +172,7 @@ def _write_number(
     has_copies: bool,
 ) -> None:
     """Into the box, or to the right of it if there is more room."""
+    start, end = max(start, time[0]), min(end, time[1])
     number = str(span.micro_batch)
     inside = min(9.0, (end - start) * size / _points(number, 1.0))
     beside = min(6.0, (free - end) * size / _points(number, 1.0))

@@ -1,0 +1,228 @@
+"""Models that are not sequential, taken apart into layers: logits, gradients and weights are those of the original.
+
+The libraries that the models come from may be missing. What the recipes rest on is tested without them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchgpipe
+from tests.conftest import Pipe
+from tests.plain import assert_same, outcome, plain_outcome
+from torchgpipe import GPipe
+from torchgpipe.skip import pop, skippable, stash
+
+sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
+pytest.importorskip("tqdm")
+
+from taken_apart import as_in_layers, as_in_model, gpt2_layers, main, names_in, resnet_layers
+
+
+def step(model: Any, *inputs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Logits and gradients."""
+    model.zero_grad()
+    output = model(*inputs)
+    output = getattr(output, "logits", output)
+    output.square().mean().backward()
+    return output.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def renamed(gradients: dict[str, Tensor | None], names: dict[str, str]) -> dict[str, Tensor | None]:
+    return {names[name]: gradient for name, gradient in gradients.items()}
+
+
+# ResNet
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(x + self.bn(self.conv(x)))  # type: ignore[no-any-return]
+
+
+class LikeResNet(nn.Module):
+    """Built as that of torchvision: with stages, and without a module that flattens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(Residual(), Residual())
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.avgpool(self.layer1(self.relu(self.bn1(self.conv1(x)))))
+        return self.fc(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def small_resnet(library: str) -> nn.Module:
+    if library == "torchvision":
+        torchvision: Any = pytest.importorskip("torchvision")
+        return torchvision.models.resnet50(num_classes=3).double()  # type: ignore[no-any-return]
+    return LikeResNet().double()
+
+
+@pytest.mark.parametrize("library", ["a model like it", "torchvision"])
+def test_resnet(pipe: Pipe, library: str) -> None:
+    """Batch norm sees a micro-batch at a time, so the original does as well."""
+    model = small_resnet(library)
+    layers = resnet_layers(copy.deepcopy(model))
+    names = names_in(resnet_layers(model), model)
+    x = torch.rand(4, 3, 32, 32, dtype=torch.float64)
+    gpipe = pipe(layers, [2, len(layers) - 4, 2], chunks=2)
+
+    def original(x: Tensor) -> Tensor:
+        return torch.cat([model(part) for part in x.chunk(2)])
+
+    expected, actual = outcome(model, x, run=original), outcome(gpipe, x)
+    expected.param_grads = renamed(expected.param_grads, names)
+    expected.buffers = {names[name]: buffer for name, buffer in expected.buffers.items()}
+    assert_same(actual, expected)
+
+    torch.testing.assert_close(gpipe.eval()(x), model.eval()(x))  # of the whole mini-batch
+
+
+# GPT-2
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def gpt2(request: pytest.FixtureRequest) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=3, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    config._attn_implementation = request.param
+    config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = 0.0
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gpt2(pipe: Pipe, checkpoint: str, gpt2: Any, padded: bool) -> None:
+    inputs = [torch.randint(11, (6, 8))]
+    if padded:
+        inputs.append((torch.arange(8) < torch.tensor([[3], [8], [1], [5], [8], [2]])).long())
+    logits, gradients = step(with_mask(gpt2), *inputs)
+    layers = gpt2_layers(gpt2)
+    names = names_in(layers, gpt2)
+    actual, grads = step(pipe(layers, [1, 2, 2], chunks=3, checkpoint=checkpoint), *inputs)
+    torch.testing.assert_close(actual, logits)
+    torch.testing.assert_close(grads, renamed(gradients, names))
+
+
+def with_mask(model: nn.Module) -> nn.Module:
+    """The model with the mask as its second input, and with the names of its own parameters."""
+    masked = copy.copy(model)
+    forward = model.forward
+    vars(masked)["forward"] = lambda tokens, mask=None: forward(tokens, attention_mask=mask)
+    return masked
+
+
+def test_gpt2_with_two_tables_is_refused(gpt2: Any) -> None:
+    gpt2.lm_head.weight = nn.Parameter(gpt2.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match="lm_head has weights of its own"):
+        gpt2_layers(gpt2)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "resnet50"])
+def test_the_example(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip({"gpt2": "transformers", "resnet50": "torchvision"}[model])
+    main([model, "--steps", "1", "--batch", "4"])
+    out = capsys.readouterr().out
+    assert "logits differ by at most" in out
+    theirs, ours = out.rsplit("the original, with what was learnt: ")[1].split("; the pipeline: ")
+    assert float(theirs) == pytest.approx(float(ours), abs=1e-2)
+
+
+# Weights
+
+
+def test_weights_go_from_the_original_to_the_pipeline_and_back(pipe: Pipe) -> None:
+    model, other = LikeResNet().double(), LikeResNet().double()
+    layers = resnet_layers(other)
+    names = names_in(layers, other)
+    gpipe = pipe(layers, [2, 4, 2], chunks=2)
+    gpipe.load_state_dict(as_in_layers(model.state_dict(), names))
+    x = torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    gpipe(x).sum().backward()
+    back = as_in_model(gpipe.state_dict(), names)
+    assert list(back) == list(model.state_dict())
+    model.load_state_dict(back)
+    torch.testing.assert_close(gpipe.eval()(x), model.eval()(x))
+
+
+# One table for the first and the last layer
+
+
+@skippable(stash=["table"])
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("table", self.table.weight)
+        return self.table(x)  # type: ignore[no-any-return]
+
+
+@skippable(pop=["table"])
+class Score(nn.Module):
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        table = yield pop("table")
+        return F.linear(x, table)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.think, self.score = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
+        self.score.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(self.think(self.table(x)))  # type: ignore[no-any-return]
+
+
+def test_a_table_that_goes_through_a_portal(pipe: Pipe, checkpoint: str) -> None:
+    module = nn.Sequential(Embed(), nn.Linear(4, 4), Score()).double()
+    tied = Tied().double()
+    tied.load_state_dict(
+        {"table.weight": module[0].table.weight, "score.weight": module[0].table.weight}
+        | {f"think.{name}": tensor for name, tensor in module[1].state_dict().items()}
+    )
+    x = torch.randint(11, (6, 3))
+    logits, gradients = step(tied, x)
+    names = {"table.weight": "0.table.weight", "think.weight": "1.weight", "think.bias": "1.bias"}
+    actual, grads = step(pipe(module, [1, 1, 1], chunks=3, checkpoint=checkpoint), x)
+    torch.testing.assert_close(actual, logits)
+    torch.testing.assert_close(grads, renamed(gradients, names))
+
+
+def test_a_table_of_two_layers_on_one_device(checkpoint: str) -> None:
+    """The last partition comes back to the device of the first one."""
+    tied = Tied().double()
+    module = nn.Sequential(OrderedDict(tied.named_children()))
+    x = torch.randint(11, (6, 3))
+    expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
+    devices = ["cpu:0", "cpu:1", "cpu:0"]
+    model = GPipe(module, [1, 1, 1], devices=devices, chunks=3, checkpoint=checkpoint)
+    actual = outcome(model, x)
+    torch.testing.assert_close(actual.param_grads, expected.param_grads)
+    assert torch.equal(actual.output, expected.output)
+
+
+def test_a_table_of_two_layers_on_two_devices_is_refused() -> None:
+    module = nn.Sequential(OrderedDict(Tied().named_children()))
+    with pytest.raises(ValueError, match=r"'table\.weight' .* is also 'score\.weight' .*keep its layers together"):
+        GPipe(module, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
