@@ -7,11 +7,15 @@ each. The tests read the reports.
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
+import io
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import torchgpipe
 from torchgpipe import GPipe, replicas
 from torchgpipe.batchnorm import mini_batch
 from torchgpipe.pipe import Pipe, WithDevice
@@ -31,6 +36,7 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
+EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 WORLD = 2
 CHUNKS = 3
 BALANCE = [2, 1, 2]
@@ -106,6 +112,9 @@ class Trial:
         loss_of(self.plain(x), y).backward()
 
     def check(self) -> None:
+        """The gradients are those of the plain model, and each bucket was reduced once since the last check."""
+        assert self.reduced and sorted(self.reduced) == list(range(len(self.reduced))), self.reduced
+        self.reduced.clear()
         for name, expected in gradients(self.plain).items():
             actual = gradients(self.layers)[name]
             assert (actual is None) == (expected is None), name
@@ -133,12 +142,10 @@ def each_bucket_is_reduced_once(devices: list[str], checkpoint: str) -> None:
         trial = Trial(devices, checkpoint, **options)
         counts = []
         for step in range(3):
-            trial.reduced.clear()
             trial.step(*data(12, step))
+            counts.append(len(trial.reduced))
             trial.check()
             trial.zero_grad()
-            assert sorted(trial.reduced) == list(range(len(trial.reduced)))
-            counts.append(len(trial.reduced))
         assert counts[-1] > 1 if options else counts == [1, 1, 1], counts
 
 
@@ -146,11 +153,10 @@ def fewer_micro_batches_come(devices: list[str], checkpoint: str) -> None:
     """The last batch of an epoch: some micro-batches, and one."""
     trial = Trial(devices, checkpoint)
     for step, size in enumerate([12, 4, 2, 12]):
-        trial.reduced.clear()
         trial.step(*data(size, step))
+        assert trial.reduced == [0]
         trial.check()
         trial.zero_grad()
-        assert trial.reduced == [0]
 
 
 def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
@@ -166,7 +172,9 @@ def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
             trial.check()
             trial.zero_grad()
     trial = Trial(devices, checkpoint, lambda layers: layers[2].weight.requires_grad_(False))
-    trial.step(*data(12))
+    with trial.model.no_sync():
+        trial.step(*data(12))
+    trial.step(*data(2, 1))
     trial.check()
 
 
@@ -174,16 +182,16 @@ def gradients_are_accumulated(devices: list[str], checkpoint: str) -> None:
     """`no_sync` for all but the last of several backwards: one reduction, and the sum of the gradients."""
     trial = Trial(devices, checkpoint)
     for _ in range(2):
-        trial.reduced.clear()
-        for step in range(3):
+        for step, size in enumerate([12, 4, 2]):
             with trial.model.no_sync() if step < 2 else nullcontext():
-                trial.step(*data(12, step))
+                trial.step(*data(size, step))
             assert trial.reduced == ([] if step < 2 else [0])
         trial.check()
         trial.zero_grad()
 
 
 def other_settings(devices: list[str], checkpoint: str, **how: Any) -> None:
+    """Fewer micro-batches, and accumulation, are no other graph to a DDP that was promised always the same."""
     for options in (
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
@@ -193,10 +201,42 @@ def other_settings(devices: list[str], checkpoint: str, **how: Any) -> None:
             # DDP advises against looking for unused parameters where there are none.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             trial = Trial(devices, checkpoint, **how, **options)
-            for step in range(3):
-                trial.step(*data(12, step))
+            for step, size in enumerate([12, 4, 2, 12]):
+                trial.step(*data(size, step))
                 trial.check()
                 trial.zero_grad()
+            for step, size in enumerate([12, 4]):
+                with trial.model.no_sync() if step < 1 else nullcontext():
+                    trial.step(*data(size, step))
+            trial.check()
+
+
+def steps_are_skipped_in_all_processes(devices: list[str], checkpoint: str) -> None:
+    """What overflows in one of them overflows in the average. In float16 under a scaler, with clipping."""
+    trial = Trial(devices, checkpoint, nn.Module.float)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (trial.layers, trial.plain)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
+    scales = []
+    for step in range(4):
+        x, y = (tensor.float() for tensor in data(12, step))
+        if step == 1:
+            x[1] = torch.inf  # is in the share of process 1
+        mine = slice(dist.get_rank(), None, WORLD)
+        for net, part, scaler, optimizer in zip((trial.model, trial.plain), (mine, slice(None)), scalers, optimizers):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(net(x[part]).float(), y[part])
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        scales.append([scaler.get_scale() for scaler in scalers])
+    assert scales == [[2.0**8] * 2, [2.0**7] * 2, [2.0**7] * 2, [2.0**8] * 2]
+    for name, expected in trial.plain.state_dict().items():
+        actual = trial.layers.state_dict()[name]
+        torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.001)
+        assert torch.equal(*replicas.exchange(dist.group.WORLD, actual))
 
 
 def the_output_is_in_a_reference(devices: list[str], checkpoint: str) -> None:
@@ -257,6 +297,58 @@ def some_parameters_are_not_used(devices: list[str], checkpoint: str) -> None:
                 loss_of(trial.plain(x[part]), y[part]).div(WORLD).backward()
             trial.check()
             trial.zero_grad()
+
+
+def unused_parameters_with_the_default_settings(devices: list[str], checkpoint: str) -> None:
+    """DDP refuses them in the next forward, unless a checkpointed cell counts them as used: then they get zeros.
+
+    Autograd tells the hooks of a parameter that an input of `Checkpoint` has no gradient, as if that were one.
+    """
+
+    def branch(layers: nn.Sequential) -> None:
+        torch.manual_seed(1)
+        layers[0] = Branch().double()
+
+    trial = Trial(devices, checkpoint, branch)
+    for step, (first, second) in enumerate([(1, 1), (1, -1)]):
+        x, y = data(12, step)
+        x[0::2] *= first
+        x[1::2] *= second
+        if checkpoint == "never" and step > 0:
+            with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+                trial.model(x)
+            return
+        mine = slice(dist.get_rank(), None, WORLD)
+        loss_of(trial.model(x[mine]), y[mine]).backward()
+        if checkpoint == "never":
+            continue
+        for part in (slice(0, None, WORLD), slice(1, None, WORLD)):
+            loss_of(trial.plain(x[part]), y[part]).div(WORLD).backward()
+        for parameter in trial.plain.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        trial.check()
+        trial.zero_grad()
+
+
+def layers_in_ddp(devices: list[str], checkpoint: str) -> None:
+    """One thread keeps their messages in order, and several are refused, because nothing does."""
+    layers, plain = build(), build()
+    layers[2] = DistributedDataParallel(layers[2])
+    if len(set(devices)) > 1:
+        with pytest.raises(ValueError, match=r"DistributedDataParallel\(GPipe\(\.\.\.\)\)"):
+            GPipe(layers, BALANCE, devices=devices, checkpoint=checkpoint)
+        return
+    model = GPipe(layers, BALANCE, devices=devices, chunks=CHUNKS, checkpoint=checkpoint)
+    for step, size in enumerate([12, 4, 12]):
+        x, y = data(size, step)
+        mine = slice(dist.get_rank(), None, WORLD)
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model(x[mine]), y[mine]).backward()
+        loss_of(plain(x), y).backward()
+        for name, expected in gradients(plain[2]).items():
+            torch.testing.assert_close(model.get_parameter(f"2.module.{name}").grad, expected)
 
 
 # Statistics of batch norms
@@ -434,9 +526,12 @@ CASES: list[Callable[[list[str], str], None]] = [
     parts_are_frozen,
     gradients_are_accumulated,
     other_settings,
+    steps_are_skipped_in_all_processes,
     the_output_is_in_a_reference,
     an_optimizer_keeps_both_processes_equal,
     some_parameters_are_not_used,
+    unused_parameters_with_the_default_settings,
+    layers_in_ddp,
     statistics_are_those_of_the_joined_batch,
     statistics_without_gradients,
     statistics_of_accumulated_batches,
@@ -468,6 +563,20 @@ def run_all(rank: int, folder: str) -> None:
                 if failed.item():
                     dist.barrier()
     dist.destroy_process_group()
+    Path(folder, f"example-{rank}").write_text(_output_of_the_example(rank, folder))
+
+
+def _output_of_the_example(rank: int, folder: str) -> str:
+    if importlib.util.find_spec("tqdm") is None:
+        return ""
+    sys.path.append(str(EXAMPLES))
+    example = importlib.import_module("ddp")
+    meeting = Path(folder, "example")
+    meeting.mkdir(exist_ok=True)
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(io.StringIO()):
+        example.train(rank, str(meeting), example.parse_options(["--steps", "3", "--batch", "16"]))
+    return output.getvalue()
 
 
 def _report(case: Callable[..., None], variant: str, checkpoint: str, rank: int) -> str:
@@ -483,7 +592,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ddp")
     context = mp.spawn(run_all, (str(folder),), nprocs=WORLD, join=False)
     try:
-        for _ in range(12):  # If one waits for the other for ever, its report is missing below.
+        for _ in range(24):  # If one waits for the other for ever, its report is missing below.
             if context.join(timeout=10):
                 break
     finally:
@@ -502,3 +611,11 @@ def test_with_ddp(reports: Path, variant: str, mode: str, case: Callable[..., No
         assert report.exists(), f"process {rank} did not get there"
         if report.read_text():
             pytest.fail(f"process {rank}: {report.read_text()}", pytrace=False)
+
+
+def test_the_example(reports: Path) -> None:
+    pytest.importorskip("tqdm")
+    lines = (reports / "example-0").read_text().splitlines()
+    assert lines[0] == "parameters and statistics of the processes differ by 0.0"
+    assert "of new excerpts are recognised" in lines[1]
+    assert (reports / "example-1").read_text() == ""

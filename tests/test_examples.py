@@ -63,6 +63,23 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
     assert re.findall(r"\d\.\d{6}", capsys.readouterr().out) == losses
 
 
+def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    threads = torch.get_num_threads()
+    main = runpy.run_path(str(EXAMPLES / "mixed_precision.py"))["main"]
+    try:
+        losses = {
+            dtype: main(["--dtype", dtype, "--steps", "3", "--batch", "4", "--context", "8"])
+            for dtype in ("float32", "bfloat16", "float16")
+        }
+    finally:
+        torch.set_num_threads(threads)
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01) and losses["bfloat16"] != losses["float32"]
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=0.01) and losses["float16"] != losses["float32"]
+
+
 def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm")
     main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]

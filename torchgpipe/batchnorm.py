@@ -188,8 +188,8 @@ def mini_batch(m: int, model: nn.Module | None = None, group: Any = None) -> Ite
     :class:`~torchgpipe.GPipe` does so in each forward. In a loop of your own, put it around what is a batch::
 
         with mini_batch(4):
-            for chunk in input.chunk(4):
-                loss_fn(model(chunk)).backward()
+            for x, y in zip(input.chunk(4), target.chunk(4)):
+                loss_fn(model(x), y).backward()
 
     In a block inside another one, the whole inner block is part of one micro-batch of the outer one.
 
@@ -276,7 +276,10 @@ class DeferredBatchNorm(_BatchNorm):
 
     Moments of float16 and bfloat16 are taken and merged in float32. What is seen of an unfinished mini-batch
     is no part of ``state_dict``, whose keys are those of :class:`~torch.nn.BatchNorm2d`. Entries that the
-    original torchgpipe has besides, such as ``sum`` and ``sum_squares``, are dropped in loading.
+    original torchgpipe has besides, such as ``sum`` and ``sum_squares``, are dropped in loading. ::
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model = DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=4)
 
     Shape:
         - Input: (batch, channels, ...), with two or more values of each channel in training

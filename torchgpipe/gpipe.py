@@ -15,7 +15,7 @@ from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch, gather, scatter
 from torchgpipe.partition import Partition, place, split, verify_balance, verify_module
 from torchgpipe.pipeline import Mechanisms, Pipeline
-from torchgpipe.replicas import verify_sync
+from torchgpipe.replicas import verify_layers
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
@@ -97,7 +97,7 @@ class GPipe(nn.Module):
         self._defers = deferred_batch_norm
         self._unwrapped = False
         _verify_names(self, module)
-        verify_sync(module.modules(), self.devices)
+        verify_layers(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(module, self.balance, self._partition_type)
@@ -141,7 +141,7 @@ class GPipe(nn.Module):
             )
         if not self._partitions:
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
-        verify_sync(self.modules(), self.devices)
+        verify_layers(self.modules(), self.devices)
         batches = self._scatter(inputs, self.chunks, self.devices[0])
         with mini_batch(len(batches), self):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["exchange", "replicas", "verify_even", "verify_sync"]
+__all__ = ["exchange", "replicas", "verify_even", "verify_layers"]
 
 
 def replicas() -> Any:
@@ -52,17 +52,28 @@ def exchange(group: Any, values: Tensor) -> list[Tensor]:
     return received
 
 
-def verify_sync(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
     """Raises if layers would communicate with other processes from several threads at once.
 
     Raises:
-        ValueError: there is a :class:`~torch.nn.SyncBatchNorm`, and there are several devices and processes.
+        ValueError: there is a :class:`~torch.nn.SyncBatchNorm` or a layer in
+            :class:`~torch.nn.parallel.DistributedDataParallel`, and there are several devices and processes.
     """
     if len(set(devices)) == 1 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
-        raise ValueError(
-            f"SyncBatchNorm cannot run in a pipeline on {len(set(devices))} devices: each device has a thread, so "
-            "its messages to other processes would be in no order, and they would wait for each other for ever; use "
-            "BatchNorm and GPipe(..., deferred_batch_norm=True), whose running statistics are those of all processes"
-        )
+    for module in modules:
+        for kind, remedy in _REMEDIES.items():
+            if isinstance(module, kind):
+                raise ValueError(
+                    f"{kind.__name__} cannot run in a pipeline on {len(set(devices))} devices: each device has a "
+                    "thread, so its messages to other processes would be in no order, and they would wait for each "
+                    f"other for ever; use {remedy}"
+                )
+
+
+_REMEDIES: dict[type[nn.Module], str] = {
+    nn.SyncBatchNorm: (
+        "BatchNorm and GPipe(..., deferred_batch_norm=True), whose running statistics are those of all processes"
+    ),
+    DistributedDataParallel: "it around the pipeline: DistributedDataParallel(GPipe(...))",
+}

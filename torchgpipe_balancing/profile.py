@@ -44,7 +44,7 @@ T = TypeVar("T")
 def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeout: float = 1.0) -> Report:
     """Measures the time and the memory that each layer takes in training. ::
 
-        report = profile(model, torch.rand(16, 3, 224, 224))
+        report = profile(model, sample)
         print(report)
         model = GPipe(model, report.balance(4), chunks=8)
 

@@ -1,0 +1,1 @@
+"""Training as people practise it: each recipe of the documentation, beside the plain model."""

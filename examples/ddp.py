@@ -1,0 +1,149 @@
+"""Trains in several processes, each of which has a pipeline: DistributedDataParallel around GPipe.
+
+A convolutional network learns to tell from which module of Python's standard library a few lines are. Each process
+takes its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the gradients.
+The batch norms are deferred: their running statistics are those of the mini-batch of all processes. At the end every
+process has the same parameters and statistics, and the first one evaluates alone, on lines that nobody has learned.
+
+    python examples/ddp.py                  # two processes, some seconds on two CPU cores
+    python examples/ddp.py --processes 1    # the same mini-batches in one process
+
+The accelerators of the machine are dealt out to the processes; where there are too few, all partitions are on the CPU.
+"""
+
+import argparse
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from torchgpipe import GPipe
+
+CLASSES = 8  # modules
+CONTEXT = 128  # bytes of them to tell them by
+
+
+class Embedding(nn.Module):
+    """Bytes (batch, time) to vectors (batch, width, time)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.byte(text).mT
+
+
+def build(rank: int, options: argparse.Namespace) -> GPipe:
+    """Takes bytes (batch, CONTEXT); scores each class: (batch, CLASSES). The same weights in every process."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Embedding(32)]
+    for _ in range(3):
+        layers += [nn.Conv1d(32, 32, 5, padding=2, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.MaxPool1d(2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * CONTEXT // 8, CLASSES))
+    n = options.partitions
+    balance = [len(part) for part in torch.arange(len(model)).tensor_split(n)]
+    enough = torch.accelerator.device_count() >= n * options.processes
+    kind = torch.accelerator.current_accelerator() if enough else None
+    devices = ["cpu"] * n if kind is None else [f"{kind.type}:{n * rank + j}" for j in range(n)]
+    return GPipe(model, balance, devices=devices, chunks=options.chunks, deferred_batch_norm=True)
+
+
+def read_modules() -> tuple[list[Tensor], list[Tensor]]:
+    """The largest modules of the standard library, byte by byte: what is to be learned, and the last tenth of each."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: file.stat().st_size)
+    texts = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files[-CLASSES:]]
+    return [text[: len(text) * 9 // 10] for text in texts], [text[len(text) * 9 // 10 :] for text in texts]
+
+
+def excerpts(texts: list[Tensor], batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Parts of the texts, (batch, CONTEXT), and from which of them each is."""
+    classes = torch.randint(CLASSES, (batch,), generator=draw)
+    parts = []
+    for k in classes.tolist():
+        start = int(torch.randint(len(texts[k]) - CONTEXT, (), generator=draw))
+        parts.append(texts[k][start : start + CONTEXT])
+    return torch.stack(parts).long(), classes
+
+
+def train(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """What one of the processes does."""
+    if not torch.accelerator.is_available():
+        torch.set_num_threads(1)
+    learn, held_out = read_modules()
+    pipeline = build(rank, options)
+    backend = "gloo" if pipeline.devices[0].type == "cpu" else None
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=options.processes)
+    model = DistributedDataParallel(pipeline)  # without device_ids, because it has several devices
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    draw = torch.Generator().manual_seed(1)  # all draw the same mini-batch, and take their share of it
+    with tqdm(desc=f"{options.processes} processes", total=options.steps, unit=" steps", disable=rank > 0) as progress:
+        for _ in range(options.steps):
+            texts, classes = excerpts(learn, options.batch, draw)
+            mine = slice(rank, None, options.processes)
+            scores = model(texts[mine])
+            loss = F.cross_entropy(scores, classes[mine].to(scores.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            progress.update()
+
+    apart = difference(pipeline)
+    if rank == 0:
+        print(f"parameters and statistics of the processes differ by {apart}")
+        print(f"{evaluate(pipeline, held_out):.1%} of new excerpts are recognised, 1 in {CLASSES} by chance")
+    dist.destroy_process_group()
+
+
+def difference(pipeline: GPipe) -> float:
+    """The largest between any number that this process or another one keeps and that of process 0."""
+    device = pipeline.devices[0]
+    here = torch.cat([tensor.detach().flatten().to(device, torch.float64) for tensor in pipeline.state_dict().values()])
+    first = here.clone()
+    dist.broadcast(first, 0)
+    apart = (here - first).abs().max()
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    return float(apart)
+
+
+@torch.no_grad()
+def evaluate(pipeline: GPipe, held_out: list[Tensor]) -> float:
+    """The pipeline itself, without DistributedDataParallel, waits for no other process."""
+    texts, classes = excerpts(held_out, 256, torch.Generator().manual_seed(2))
+    scores = pipeline.eval()(texts)
+    return float((scores.argmax(1).cpu() == classes).double().mean())
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train in several processes, each with a pipeline.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--processes", type=int, default=2, help="how many pipelines there are")
+    add("--partitions", type=int, default=2, help="into how many the layers are split")
+    add("--chunks", type=int, default=2, help="micro-batches in the share of a process")
+    add("--batch", type=int, default=64, help="excerpts in a mini-batch, of all processes together")
+    add("--steps", type=int, default=150, help="mini-batches to learn from")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_options(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.processes == 1:
+            train(0, folder, options)
+        else:
+            spawn(train, (folder, options), nprocs=options.processes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Trains a language model, and can be stopped at any moment: the next run goes on where the last one has saved.
+
+    python examples/resume.py                    # some seconds on two CPU cores; stop it, and start it again
+    python examples/resume.py --partitions 3     # goes on with another balance
+
+A run that was killed and resumed has the losses of one that was not, on the CPU to the last bit. For that, all that
+the next step depends on is in the file: the parameters, what the optimizer and its schedule keep, and the random
+states, of the layers (there is dropout) and of the order of the batches. The file is never half written: it is made
+under another name, and takes the place of the old one when it is complete.
+
+The model and the text are those of ``language_model.py``. All accelerators of the machine are used; where there is
+none, the partitions share the CPU.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from language_model import language_model, read_text, windows
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from torchgpipe import GPipe
+
+
+def build(options: argparse.Namespace) -> GPipe:
+    torch.manual_seed(0)
+    model = language_model(layers=3, width=64, heads=4, context=options.context)
+    model.insert(1, nn.Dropout(0.1))
+    partitions = options.partitions or min(torch.accelerator.device_count() or 2, len(model))
+    balance = [len(part) for part in torch.arange(len(model)).tensor_split(partitions)]
+    return GPipe(model, balance, chunks=options.chunks)
+
+
+class Run:
+    """A training run, all of whose state can be taken out and put back."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.model = build(options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=options.steps)
+        self.order = torch.Generator().manual_seed(0)
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "order": self.order.get_state(),
+            "random": random_states(),
+            "losses": self.losses,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.order.set_state(state["order"])
+        set_random_states(state["random"])
+        self.losses = state["losses"]
+
+    def step(self, text: torch.Tensor, options: argparse.Namespace) -> None:
+        starts = torch.randint(len(text) - options.context, (options.batch,), generator=self.order)
+        inputs, targets = windows(text, starts, options.context)
+        scores = self.model(inputs.to(self.model.devices[0]))
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten().to(scores.device))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.losses.append(loss.item())
+
+
+def random_states() -> list[torch.Tensor]:
+    """Of the CPU, and of every accelerator."""
+    accelerators = torch.get_device_module().get_rng_state_all() if torch.accelerator.is_available() else []
+    return [torch.get_rng_state(), *accelerators]
+
+
+def set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for index, state in enumerate(states[1 : 1 + torch.accelerator.device_count()]):
+        torch.get_device_module().set_rng_state(state, index)
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Whenever this is interrupted, there is a whole file: the old one or the new one."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train, and go on after an interruption.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--file", type=Path, default=Path("demo/resume.pt"), help="where the state is kept")
+    add("--every", type=int, default=5, help="after how many steps it is saved")
+    add("--partitions", type=int, default=0, help="0 for one on each accelerator, or two on the CPU")
+    add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
+    add("--batch", type=int, default=16, help="windows of text in a mini-batch")
+    add("--context", type=int, default=32, help="bytes in a window")
+    add("--steps", type=int, default=100, help="mini-batches to learn from")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    """The losses of all steps, those before an interruption included."""
+    options = parse_options(arguments)
+    if not torch.accelerator.is_available():
+        torch.set_num_threads(1)  # a model as small as this has no use for more
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    text, _ = read_text(None)
+    run = Run(options)
+    if options.file.exists():
+        run.load_state_dict(torch.load(options.file, map_location="cpu", weights_only=True))
+        print(f"{options.file} is after step {len(run.losses)}; going on")
+
+    with tqdm(initial=len(run.losses), total=options.steps, unit=" steps") as progress:
+        while len(run.losses) < options.steps:
+            run.step(text, options)
+            if len(run.losses) % options.every == 0 or len(run.losses) == options.steps:
+                save(run.state_dict(), options.file)
+            progress.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
+            progress.update()
+    print(f"loss {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at last; delete {options.file} to start anew")
+    return run.losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Mixed precision and gradient accumulation: the loop of the documentation, once with a pipeline and once without.
+
+Both are equal to the last bit, steps that are skipped because a gradient overflows included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.conftest import Pipe
+from tests.plain import run_plain
+from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class History:
+    """What happens in each step, and the parameters at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+
+
+def train(
+    layers: nn.Sequential, run: Callable[[Tensor], Tensor], autocast: Context, scale: float = 0.0, accumulate: int = 1
+) -> History:
+    """A loop as users write it.
+
+    Args:
+        layers: are trained
+        run: the model
+        autocast: around the model and the loss
+        scale: of the loss at first; 0 for no scaling
+        accumulate: how many mini-batches there are in a step
+    """
+    history = History()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale > 0)
+    for step in batches(6, accumulate):
+        optimizer.zero_grad()
+        for x, y in step:
+            with autocast():
+                loss = F.cross_entropy(run(x).float(), y) / len(step)
+            scaler.scale(loss).backward()
+            history.losses.append(loss.item())
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(layers.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        history.norms.append(norm.item())
+        history.scales.append(scaler.get_scale())
+    history.parameters = [parameter.detach() for parameter in layers.parameters()]
+    return history
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(None, 0.0), (torch.bfloat16, 0.0), (torch.float16, 2.0**10), (torch.float16, 2.0**19)]
+)
+def test_training_is_that_of_the_plain_model(
+    pipe: Pipe, checkpoint: str, dtype: torch.dtype | None, scale: float, accumulate: int
+) -> None:
+    autocast: Context = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype)
+    plain = make_layers()
+    layers = copy.deepcopy(plain)
+    model = pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)
+    # A checkpointed micro-batch casts its own weights, and one that is not shares those of autocast's cache.
+    within, each = (autocast, nullcontext) if checkpoint == "never" else (nullcontext, autocast)
+    expected = train(plain, partial(run_plain, plain, chunks=CHUNKS, each=each), within, scale, accumulate)
+    actual = train(layers, model, autocast, scale, accumulate)
+
+    assert actual.losses == expected.losses
+    assert actual.norms == pytest.approx(expected.norms, rel=0, abs=0, nan_ok=True)
+    assert actual.scales == expected.scales
+    assert all(map(torch.equal, actual.parameters, expected.parameters))
+
+    overflowed = not all(norm < float("inf") for norm in actual.norms)
+    assert overflowed == (scale == 2.0**19)
+    assert any(after < before for before, after in pairwise([scale, *actual.scales])) == overflowed
