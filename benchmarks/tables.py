@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ablation import ablation_table
+from benchmarks.capacity import growth_table, largest_table
 from benchmarks.overhead import shown
 from benchmarks.records import RESULTS, table
+from benchmarks.speed import PIPELINES, SCHEDULES, published_table, targets_table
+from benchmarks.transparency import accuracy_table
 
 README = Path(__file__).resolve().parent / "README.md"
 
@@ -24,7 +28,7 @@ def render(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         try:
-            rows = TABLES[match[2]]() + "\n"
+            rows = PICTURES.get(match[2], "") + TABLES[match[2]]() + "\n"
         except FileNotFoundError:  # not measured yet
             rows = ""
         return f"{match[1]}\n{rows}{match[3]}"
@@ -91,6 +95,61 @@ def nodes() -> str:
         for row in _result("profile_cell")["nodes"]
     ]
     return table(rows, ["", "threads", "mode", "nodes", "of them in Python"])
+
+
+def speed() -> str:
+    """Speed-ups; naive-1, which they are over, is left out."""
+    lines = []
+    for row in _result("speed")["rows"]:
+        if row["experiment"] == "naive-1":
+            continue
+        ways = [f"{name} {_speed_up(row[name])}" for name in SCHEDULES if name in row]
+        other = row.get("checkpoint_sequential")
+        lines.append(
+            [
+                *(row[key] for key in ("model", "experiment", "mode")),
+                f"{row['ideal']:.2f}" if "ideal" in row else "-",
+                *(_speed_up(row.get(name)) for name in PIPELINES),
+                _middle(row.get("ours", {}).get("over original")),
+                ", ".join(ways) or (_speed_up(other) if other else "-"),
+            ]
+        )
+    header = ["model", "experiment", "checkpoint", "ideal", *PIPELINES, "ours/original", "PyTorch's own"]
+    return table(lines, header)
+
+
+def _speed_up(answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return "-"
+    return f"- {answer['none']}" if "none" in answer else _middle(answer.get("speed-up"))
+
+
+def _middle(figures: dict[str, float] | None) -> str:
+    return "-" if figures is None else f"{figures['median']:.2f}"
+
+
+def speed_targets() -> str:
+    return targets_table(_result("speed")["targets"])
+
+
+def speed_published() -> str:
+    return published_table(_result("speed")["published"]["samples/s"])
+
+
+def capacity() -> str:
+    return largest_table(_result("capacity"))
+
+
+def capacity_growth() -> str:
+    return growth_table(_result("capacity"))
+
+
+def transparency() -> str:
+    return accuracy_table(_result("transparency"))
+
+
+def ablation() -> str:
+    return ablation_table(_result("ablation"))
 
 
 def memory_by_mode() -> str:
@@ -260,8 +319,23 @@ TABLES: dict[str, Callable[[], str]] = {
         batchnorm,
         parts,
         nodes,
+        speed,
+        speed_targets,
+        speed_published,
+        capacity,
+        capacity_growth,
+        transparency,
+        ablation,
         summary,
     )
+}
+
+#: What stands above a table as soon as it is measured.
+PICTURES = {
+    "speed": "![Speed-up over the number of partitions, for each model](results/speed.svg)\n\n",
+    "capacity": "![The largest model that fits, and the peak of a step](results/capacity.svg)\n\n",
+    "transparency": "![The accuracy of every run](results/transparency.svg)\n\n",
+    "ablation": "![A step with none of the mechanisms, and with one after another](results/ablation.svg)\n\n",
 }
 
 
