@@ -113,6 +113,7 @@ def at_hand(plain_model: bool) -> dict[str, Any]:
     names.update(
         mini_batch=names["input"], Stash=Stash, Middle=nn.Identity, Pop=Pop, stash=stash, pop=pop, skippable=skippable
     )
+    names.update(optimizer=torch.optim.SGD(plain.parameters(), lr=0.1), steps=3)
     names["model"] = plain if plain_model else torchgpipe.GPipe(nn.Sequential(*plain), balance=[2, 2], chunks=4)
     return names
 

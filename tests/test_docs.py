@@ -17,6 +17,7 @@ from tests.test_public import PUBLIC, named
 ROOT = Path(torchgpipe.__file__).parent.parent
 MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 RST = sorted(path for path in (ROOT / "docs").rglob("*.rst") if "_build" not in path.parts)
+RST.remove(ROOT / "docs" / "scaling.rst")  # runs in several processes: tests/distributed/test_docs.py
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ EXAMPLES = {
     name + member: snippets.in_docstring(thing.__doc__)
     for name in [*PUBLIC, *(f"{module}.{each}" for module, names in PUBLIC.items() for each in names)]
     for member, thing in snippets.documented(named(name))
-    if snippets.in_docstring(inspect.getdoc(thing))
+    if snippets.in_docstring(inspect.getdoc(thing)) and name != "torchgpipe.distributed.DistributedGPipe"
 }
 
 

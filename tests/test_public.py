@@ -23,6 +23,7 @@ PUBLIC: dict[str, list[str]] = {
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
     "torchgpipe.balance": ["balance_by_size", "balance_by_time"],
     "torchgpipe.batchnorm": ["DeferredBatchNorm", "mini_batch"],
+    "torchgpipe.distributed": ["Checkpoints", "DistributedGPipe"],
     "torchgpipe.pipe": ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"],
     "torchgpipe.timeline.timeline": ["Timeline"],
     "torchgpipe.timeline.span": ["Row", "Span"],

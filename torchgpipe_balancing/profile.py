@@ -203,7 +203,8 @@ class _Counter:
         kept = _storages([packed.tensor for packed in saved])
         owned = _storages(chain(layer.parameters(), layer.buffers()))
         new = kept.keys() - owned.keys() - self._counted
-        self._counted = (self._counted | new) & _storages(_tensors(output)).keys()
+        # Skips go to the host, and their addresses to whoever comes next.
+        self._counted = (self._counted | new) & _storages(_tensors(output.value)).keys()
 
         sizes = Sizes(
             activations=sum(kept[address] for address in new),

@@ -230,6 +230,10 @@ class DistributedGPipe(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does those of a plain model.
 
+        Args:
+            max_norm: the largest norm that is left as it is
+            norm_type: which norm: 2.0 for the Euclidean one, ``float("inf")`` for the largest absolute value
+
         Returns:
             the norm of the gradients of all stages before, in every process
         """
