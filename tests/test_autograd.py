@@ -482,6 +482,28 @@ def test_parameters_that_change_before_backward(model: GPipe, layers: nn.Sequent
         loss.backward()
 
 
+def test_parameters_that_were_frozen_for_the_forward_only(pipe: Pipe, checkpoint: str) -> None:
+    """A generator is trained through a discriminator that is frozen for its call, and freed before backward.
+
+    The recomputation finds the parameters free, but the plain model gives them no gradient. They were once taken for
+    tensors that no layer has registered.
+    """
+
+    def step(run: Callable[[Tensor], Tensor], layers: nn.Sequential) -> list[Tensor | None]:
+        layers.zero_grad()
+        layers[2].requires_grad_(False)
+        layers[0].bias.requires_grad_(False)
+        loss = run(batch()).square().sum()
+        layers.requires_grad_(True)
+        loss.backward()
+        return [parameter.grad for parameter in layers.parameters()]
+
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    expected = step(lambda x: run_plain(layers, x, chunks=3), layers)
+    assert [grad is None for grad in expected] == [False, True, True, True]
+    assert equal(step(pipe(layers, [2, 1], chunks=3, checkpoint=checkpoint), layers), expected)
+
+
 def test_parameters_that_are_swapped_for_a_call(model: GPipe, layers: nn.Sequential) -> None:
     """`functional_call` puts the model's own parameters back before backward, which is for the others."""
     model.requires_grad_(False)
@@ -528,6 +550,17 @@ def test_training_mode_that_changes_before_backward(pipe: Pipe, checkpoint: str)
     else:
         assert torch.equal(x.grad, output)
     assert not model[1].training
+
+
+def test_training_mode_that_was_left_and_entered_again_before_backward(model: GPipe) -> None:
+    """Nothing has changed. But the views of the partitions take over a mode when they are called, and no sooner."""
+    loss = model(batch()).square().sum()
+    model.eval()
+    with torch.no_grad():
+        model(batch())
+    model.train()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------ unused and frozen

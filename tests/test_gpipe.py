@@ -206,6 +206,15 @@ def test_balance_with_an_empty_partition(balance: list[int]) -> None:
     _assert_points_to_balancing(caught.value)
 
 
+@pytest.mark.parametrize("balance", [3, "12", ["1", "2"], [1.0, 2.0], [1.5, 1.5], [None, 3], [[1], [2]]], ids=str)
+def test_balance_takes_integers_only(balance: Any) -> None:
+    """The errors were those of int(), and fractions were cut off without a word."""
+    with pytest.raises(TypeError, match="balance takes a list of integers") as caught:
+        GPipe(make_model(3), balance)
+    assert repr(balance) in str(caught.value)
+    _assert_points_to_balancing(caught.value)
+
+
 def _assert_points_to_balancing(error: Exception) -> None:
     assert "torchgpipe.balance" in str(error)
     assert "torchgpipe_balancing" in str(error)
@@ -375,6 +384,13 @@ def test_checkpoint_must_be_one_of_three(mode: Any) -> None:
     assert str(mode) in str(caught.value)
 
 
+def test_a_checkpoint_mode_that_is_set_later_is_checked_at_the_call() -> None:
+    model = GPipe(make_model(1), [1], devices=["cpu"])
+    model.checkpoint = "nevr"
+    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never', but 'nevr'"):
+        model(make_input())
+
+
 def test_defaults() -> None:
     model = GPipe(make_model(1), [1])
     assert model.chunks == 1
@@ -457,6 +473,14 @@ def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
     model = pipe(make_model(2), [1, 1])
     with pytest.raises(TypeError, match="setattr"):
         model.partitions[0][0] = nn.Identity()
+
+
+def test_a_layer_that_was_deleted_is_an_error_at_the_call(pipe: Pipe) -> None:
+    """It was a KeyError of the name alone."""
+    model = pipe(make_model(3), [1, 2])
+    delattr(model, "1")
+    with pytest.raises(RuntimeError, match=r"layers \['1'\] have been deleted .* nn.Identity\(\)"):
+        model(make_input())
 
 
 # Partitions as modules

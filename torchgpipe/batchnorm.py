@@ -41,7 +41,7 @@ from torchgpipe.phase import is_recomputing
 from torchgpipe.replicas import exchange, replicas, verify_even
 from torchgpipe.twin import twin
 
-__all__ = ["DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
+__all__ = ["STATISTICS", "DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -547,7 +547,8 @@ Norm = (
 )
 
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+#: The buffers that those update.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @contextmanager
@@ -556,7 +557,7 @@ def scratch_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     try:
         for norm in norms:
-            for name in _STATISTICS:
+            for name in STATISTICS:
                 statistic = norm._buffers.get(name)
                 if statistic is not None:
                     kept.append((norm._buffers, name, statistic))

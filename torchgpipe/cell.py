@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.ambient import Ambient
-from torchgpipe.batchnorm import Norm, exclusive, scratch_statistics
+from torchgpipe.batchnorm import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
@@ -85,18 +85,22 @@ class Stage(Site):
         self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
         self.source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
         # Looked up anew for each call, because layers and parameters can be replaced between calls.
-        self._layers = [(module, module.training, list(module._parameters.items())) for module in modules]
+        # Not the partition, a view, which takes over the mode of the model when that is called.
+        layers = [module for module in modules if module is not partition]
+        self._layers = [(module, module.training, list(module._parameters.items())) for module in layers]
         self.norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
         self._buffers = [
             (module, name)
             for module in modules
-            if module._buffers and not isinstance(module, Norm)
+            if module._buffers
             for name in module._buffers
+            if not (isinstance(module, Norm) and name in STATISTICS)
         ]
         has_skips = any(is_skippable(module) for module in modules)
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
         self._all_parameters = tuple(parameters)
+        self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
 
         #: From the input of a cell to its output. Skips that arrive are behind the input's leaves, and those that leave
@@ -121,7 +125,10 @@ class Stage(Site):
         return self._again() if self.norms or self._buffers else self.stream.use()
 
     def versions(self) -> list[int]:
-        return [parameter._version for parameter in self._all_parameters]
+        return [parameter._version for parameter in self._versioned]
+
+    def owns(self, tensor: Tensor) -> bool:
+        return any([tensor is parameter for parameter in self._all_parameters])
 
     def changed(self) -> str | None:
         for module, training, own in self._layers:
@@ -138,17 +145,18 @@ class Stage(Site):
             before = self._buffer_versions()
             yield
             after = self._buffer_versions()
-        for (module, name), old, new in zip(self._buffers, before, after):
-            if old != new:
+        for (module, name), (old, old_version), (new, new_version) in zip(self._buffers, before, after):
+            if old is not new or old_version != new_version:
                 raise RuntimeError(
                     f"recomputation has changed the buffer '{name}' of a {type(module).__name__} once more, so it does "
                     "not compute what the first run did; change it only if not is_recomputing(), or use "
                     "checkpoint='never'"
                 )
 
-    def _buffer_versions(self) -> list[tuple[int, int]]:
+    def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
         buffers = [module._buffers.get(name) for module, name in self._buffers]
-        return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in buffers]
+        # With the buffers themselves: of one that is gone, another may have the id.
+        return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in buffers]
 
 
 def _call(partition: Partition, source: str, batch: Batch) -> Batch:

@@ -71,6 +71,10 @@ class Site:
         """The versions of all parameters, which count changes in place."""
         raise NotImplementedError
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a parameter of the place, though it may not have required grad at the call."""
+        raise NotImplementedError
+
     def changed(self) -> str | None:
         """What about the place is not as it was at the call, if anything."""
         raise NotImplementedError
@@ -203,7 +207,6 @@ class Recomputation:
 
     def _refuse_captured(self, leaves: Leaves, outputs: Leaves, parameters: frozenset[Edge]) -> None:
         """Raises if a gradient would get lost: one that belongs to neither the leaves nor the parameters."""
-        own = {id(tensor) for tensor in leaves}
         seen: set[Edge] = set()
         pending: list[Any] = []
         for output in outputs:
@@ -211,7 +214,7 @@ class Recomputation:
                 continue
             if output.grad_fn is not None:
                 pending.append(output.grad_fn)
-            elif not any([output is known for known in (*leaves, *self.site.parameters)]):
+            elif not self._knows(leaves, output):
                 raise self._captured(output)
         while pending:
             node = pending.pop()
@@ -220,8 +223,12 @@ class Recomputation:
                 if edge[0] is not None and edge not in parameters and edge not in seen:
                     seen.add(edge)
                     pending.append(edge[0])
-            if not edges and type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+            if not edges and type(node).__name__ == "AccumulateGrad" and not self._knows(leaves, node.variable):
                 raise self._captured(node.variable)
+
+    def _knows(self, leaves: Leaves, tensor: Tensor) -> bool:
+        # A parameter that was frozen at the call, and is no more, gets no gradient from the plain model either.
+        return any([tensor is leaf for leaf in leaves]) or self.site.owns(tensor)
 
     def _captured(self, tensor: Tensor) -> RuntimeError:
         return RuntimeError(

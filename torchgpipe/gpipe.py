@@ -61,7 +61,7 @@ class GPipe(nn.Module):
         partitions (list[nn.Sequential]): views on the layers of each partition
 
     Raises:
-        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``balance`` no list of integers.
         ValueError: the balance does not fit the module, another argument is out of its range, or layers cannot
             be partitioned because they share parameters or have a name that the pipeline needs.
         IndexError: there are fewer devices than partitions.
@@ -185,7 +185,7 @@ class GPipe(nn.Module):
     def _checkpoint_stop(self, m: int) -> int:
         if not self.training:
             return 0
-        return {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        return {"always": m, "except_last": m - 1, "never": 0}[_verify_checkpoint(self.checkpoint)]
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -41,6 +42,12 @@ class Partition(nn.Sequential):
         """Takes over the layers that the owner has by now under the same names, and its mode."""
         self.training = owner.training
         layers: dict[str, Any] = owner._modules
+        missing = [name for name in self._modules if name not in layers]
+        if missing:
+            raise RuntimeError(
+                f"layers {missing} have been deleted from the pipeline, whose balance counts them; put nn.Identity() "
+                "in their place, or wrap what is left again: GPipe(model.unwrap(), ...)"
+            )
         for name in self._modules:
             self._modules[name] = layers[name]
 
@@ -81,11 +88,20 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     """The balance as a list, once it fits a module with that many layers.
 
     Raises:
+        TypeError: it is something else than integers in a list or the like.
         ValueError: it is missing, has another sum than ``layers``, or leaves a partition empty.
     """
     if balance is None:
         raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)"))
-    counts = [int(count) for count in balance]
+    try:
+        counts = [operator.index(count) for count in balance]
+    except TypeError:
+        raise TypeError(
+            _recommend_balancing(
+                f"balance takes a list of integers, the number of layers in each partition, but got {balance!r} "
+                f"(module: {layers} layers)"
+            )
+        ) from None
     if any(count <= 0 for count in counts):
         raise ValueError(
             _recommend_balancing(f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})")

@@ -380,6 +380,19 @@ def test_a_block_inside_another_takes_its_place() -> None:
     assert max(span.end for span in outer.of_step(0)) < min(span.start for span in outer.of_step(1))
 
 
+def test_blocks_that_overlap_leave_no_recorder() -> None:
+    """Those of two threads, say. The first one to end took the other's recorder away, and the other put it back."""
+    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    first, second = torchgpipe.record(model), torchgpipe.record(model)
+    first.__enter__()
+    timeline = second.__enter__()
+    first.__exit__(None, None, None)
+    model(batch())
+    second.__exit__(None, None, None)
+    assert timeline.steps == [0]
+    assert model._mechanisms.recorder is None
+
+
 def test_it_can_be_read_after_the_block_only() -> None:
     model = GPipe(linears(), [1] * N, devices=["cpu"] * N)
     with torchgpipe.record(model) as timeline:

@@ -21,7 +21,7 @@ from torch import nn
 from torchgpipe.device import device_module
 from torchgpipe.gpipe import GPipe
 from torchgpipe.stream import Stream, Tick
-from torchgpipe.timeline.record import End, Place, WhatIsRecorded
+from torchgpipe.timeline.record import End, Place, Recorder, WhatIsRecorded
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
 
@@ -60,16 +60,20 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     if steps < 1:
         raise ValueError(f"steps must be a positive number of steps to keep, but got {steps!r}")
     pipeline = _pipeline_of(model)
-    recorder = _Recorder(steps)
+    recorder = _Recorder(steps, pipeline._mechanisms.recorder)
     timeline = Timeline()
-    previous = pipeline._mechanisms.recorder
     pipeline._mechanisms = replace(pipeline._mechanisms, recorder=recorder)
     raised = True
     try:
         yield timeline
         raised = False
     finally:
-        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=previous)
+        recorder.is_over = True
+        # Blocks of several threads end in any order: this one may not be the last, nor the one around it still there.
+        current: Any = pipeline._mechanisms.recorder
+        while isinstance(current, _Recorder) and current.is_over:
+            current = current.outer
+        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=current)
         recorder.stop(timeline, raised)
 
 
@@ -96,9 +100,19 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe]]:
 
 
 class _Recorder:
-    """Listens to the steps of a block, and keeps the last ones."""
+    """Listens to the steps of a block, and keeps the last ones.
 
-    def __init__(self, steps: int) -> None:
+    Args:
+        steps: how many
+        outer: who listened before
+
+    Attributes:
+        is_over: whether the block has been left
+    """
+
+    def __init__(self, steps: int, outer: Recorder | None) -> None:
+        self.outer = outer
+        self.is_over = False
         self._began = perf_counter()
         self._numbers = count()
         self._steps: deque[_Step] = deque(maxlen=steps)
