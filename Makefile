@@ -5,16 +5,17 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint format types bench docs clean
+.PHONY: help demo test coverage lint format types bench docs clean
 
 help:
-	@echo "make demo     train a language model through a pipeline, and compare it with the plain model"
-	@echo "make test     run the tests (make test ARGS='-k copy' runs some)"
-	@echo "make lint     check the style; make format mends it"
-	@echo "make types    check the types"
-	@echo "make bench    measure the time that the pipeline itself takes"
-	@echo "make docs     build the documentation into docs/_build/html"
-	@echo "make clean    remove .venv and everything else that was made here"
+	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
+	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
+	@echo "make coverage  run the tests, and list the lines that they leave out"
+	@echo "make lint      check the style; make format mends it"
+	@echo "make types     check the types"
+	@echo "make bench     measure the time that the pipeline itself takes"
+	@echo "make docs      build the documentation into docs/_build/html"
+	@echo "make clean     remove .venv and everything else that was made here"
 
 $(READY): pyproject.toml setup.py constraints.txt
 	@echo "Setting up $(VENV), which takes some minutes the first time ..."
@@ -23,13 +24,17 @@ $(READY): pyproject.toml setup.py constraints.txt
 	touch $@
 
 # A thread that waits for another sleeps: one that spins slows all down tenfold where the cores are shared.
-demo test: export OMP_WAIT_POLICY = passive
+demo test coverage: export OMP_WAIT_POLICY = passive
 
 demo: $(READY)
 	$(RUN) examples/language_model.py $(ARGS)
 
 test: $(READY)
 	$(RUN) -m pytest --numprocesses auto --dist loadfile $(ARGS)
+
+coverage: $(READY)
+	$(RUN) -m coverage run -m pytest $(ARGS)
+	$(RUN) -m coverage report
 
 lint: $(READY)
 	$(RUN) -m ruff check
@@ -49,4 +54,4 @@ docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage

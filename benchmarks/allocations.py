@@ -27,8 +27,9 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -151,6 +152,33 @@ def measure_on_gpu(forward: Callable[[], Tensor]) -> Answer:
     return {**answer, "backward": torch.cuda.max_memory_allocated() - rest}
 
 
+@cache
+def reports() -> Reports:
+    """The CPU allocator's. To be called before anything is made that a counted step will free."""
+    return Reports()
+
+
+def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
+    """The devices that have a memory of their own: CPU devices share one."""
+    found = [torch.device(device) for device in devices]
+    return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in found))
+
+
+def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
+    """The most bytes that a step takes above the level at rest, in each memory."""
+    gc.collect()
+    if memories[0].type == "cpu":
+        above = reports().measure(forward)
+        return [max(above["forward"], above["backward"])]
+    for device in memories:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    rest = [torch.cuda.memory_allocated(device) for device in memories]
+    torch.autograd.backward(forward())
+    most = [torch.cuda.max_memory_allocated(device) for device in memories]
+    return [high - low for high, low in zip(most, rest, strict=True)]
+
+
 # One request
 
 
@@ -186,7 +214,7 @@ def answer(peer: str, request: Request) -> Answer:
         # The output is the loss's own: as in `loss_fn(model(x)).backward()`, nothing else holds it.
         return model(x).square().mean()
 
-    measure = measure_on_gpu if device.type == "cuda" else REPORTS.measure
+    measure = measure_on_gpu if device.type == "cuda" else reports().measure
 
     torch.autograd.backward(forward())  # What is made once and kept is made here.
     figures = []
@@ -207,5 +235,5 @@ def answer(peer: str, request: Request) -> Answer:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    REPORTS = Reports()
+    reports()
     serve(answer)

@@ -1,9 +1,12 @@
 """Throughput of training: how much faster a model is on n devices, beside what is possible, and beside others.
 
-Experiments are named as torchgpipe's own: `naive-1` is the plain model on one device, the whole mini-batch at once, and
+Experiments are named as torchgpipe's own: `naive-1` is the plain model on one device, the whole mini-batch at once (and
+`micro-batches` the same in as many pieces as a pipeline gets, for small pieces take longer), and
 `pipeline-n` is a pipeline of n partitions, balanced by time, in each checkpoint mode. PyTorch's `checkpoint_sequential`
 is the other way to save memory by recomputation, on one device; it can divide a model only where no skip passes, and
-here it makes as many pieces as the root of the number of those places. All train the same model on the same mini-batch.
+here it makes as many pieces as the root of the number of those places. PyTorch's pipelines, `ScheduleGPipe` and
+`Schedule1F1B` of torch.distributed.pipelining, take a process for each partition, are cut at the same places, and know
+no checkpointing. All train the same model on the same mini-batch.
 
 Speed-up is over `naive-1` in the same turn. The ideal is what the schedule allows, with partitions that take the same
 time, a backward of twice the time of forward, and nothing else: of m + n - 1 clocks each device works m, and a
@@ -12,6 +15,11 @@ checkpointed micro-batch is computed four thirds as long.
     python -m benchmarks.speed                 # small models, a minute or two on two cores
     python -m benchmarks.speed --size paper    # the real ones, on GPUs
     python -m benchmarks.speed --draw          # only draws what was measured: results/speed.svg
+
+Beside the times stands what a step takes in memory on one device (`footprint.py`), and at the end what was aimed at: on
+one device a pipeline is to be nearly as fast as recomputation allows; no slower than `checkpoint_sequential` where it
+takes no more memory; and no slower than the original, and faster where the host is the limit, which is what the tiny
+GPT is for.
 
 Where there are fewer devices than partitions, neighbours share one. On CPUs each partition of ours has a thread, but
 backward runs in one thread, as PyTorch does it: the ideal is for devices of their own.
@@ -22,7 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,13 +39,23 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.peers import Answer, Peer, Request
+from benchmarks.pictures import COLORS, INK, open_axes, save
 from benchmarks.records import RESULTS, environment, ratios, spread, table, write
 from benchmarks.training import TASKS
 
 PIPELINES = ("ours", "original")
-PEERS = ("plain", "checkpoint_sequential", *PIPELINES)
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
+PEERS = ("plain", "checkpoint_sequential", *PIPELINES, *SCHEDULES)
 MODES = ("always", "except_last", "never")
-PARTITIONS = (1, 2, 4, 8)
+#: The plain model, one micro-batch after the other: what splitting costs without a pipeline.
+SPLIT = "micro-batches"
+
+PARTITIONS = {"small": (1, 2), "paper": (1, 2, 4, 8)}
+
+#: What is aimed at, as ratios of speeds: to the limit on one device, to checkpoint_sequential in no more memory, and to
+#: the original, in general and where the host is the limit.
+AIMS = {"limit": 0.9, "split": 0.9, "checkpoint_sequential": 1.0, "original": 1.0, "host": 1.3}
+HOST_BOUND = "gpt-tiny"
 
 #: Samples per second of torchgpipe 0.0.3 on Tesla P40, as its documentation has them: by model and experiment.
 PUBLISHED = {
@@ -70,72 +88,104 @@ def experiments(peers: list[str], partitions: list[int], modes: list[str]) -> It
     """Name, partitions, checkpoint mode, and who takes part."""
     if "plain" in peers:
         yield "naive-1", 1, "-", ["plain"]
+        yield SPLIT, 1, "-", ["plain"]
     if "checkpoint_sequential" in peers:
         yield "checkpoint_sequential", 1, "-", ["checkpoint_sequential"]
-    piped = [peer for peer in peers if peer in PIPELINES]
-    if piped:
-        for n in partitions:
-            for mode in modes:
+    for n in partitions:
+        for mode in modes:
+            piped = [peer for peer in peers if peer in PIPELINES or (peer in SCHEDULES and mode == "never" and n > 1)]
+            if piped:
                 yield f"pipeline-{n}", n, mode, piped
 
 
-def balances(size: str, model: str, devices: list[str], partitions: list[int], seconds: float) -> dict[int, list[int]]:
-    """The balance for each number of partitions, proposed by ours for all peers."""
-    task = TASKS[size][model]
+def script(peer: str) -> str:
+    """What a peer's process runs."""
+    return "stages.py" if peer in SCHEDULES else "training.py"
+
+
+def balances(peer: Peer, args: argparse.Namespace, model: str) -> dict[int, Request]:
+    """For each number of partitions the balance that ours proposes, for all peers, and one of what no skip divides."""
+    task = TASKS[args.size][model]
     request: Request = {
         "kind": "balance",
-        "size": size,
+        "size": args.size,
         "model": model,
         "rows": max(1, task.batch // task.chunks),
-        "device": devices[0],
-        "partitions": partitions,
-        "seconds": seconds,
+        "device": args.devices[0],
+        "partitions": args.partitions,
+        "seconds": 10.0 if args.size == "paper" else 0.5,
     }
-    with Peer("ours", "training.py") as peer:
-        return dict(zip(partitions, peer.ask(request)["balances"], strict=True))
+    return dict(zip(args.partitions, peer.ask(request)["balances"], strict=True))
+
+
+def request_for(
+    args: argparse.Namespace, model: str, experiment: str, peer: str, n: int, mode: str, found: Request
+) -> Request:
+    """What a peer is asked to do."""
+    task = TASKS[args.size][model]
+    return {
+        "kind": "train",
+        "size": args.size,
+        "model": model,
+        "batch": task.batch,
+        "m": task.chunks,
+        "mode": mode,
+        **found,
+        "split": experiment == SPLIT,
+        "devices": placed(peer, args.devices, n),
+        "warm_up": 2 if args.size == "paper" else 1,
+        "steps": args.steps,
+    }
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each experiment on each model: each peer's throughput, turn by turn."""
-    paper = args.size == "paper"
     planned = list(experiments(args.peers, args.partitions, args.checkpoint))
     rows = []
+    found: dict[str, dict[int, Request]] = {}
     total = len(args.models) * args.turns * sum(len(peers) for *_, peers in planned)
     with ExitStack() as stack:
-        running = {name: stack.enter_context(Peer(name, "training.py")) for name in args.peers}
+        running = {name: stack.enter_context(Peer(name, script(name))) for name in args.peers}
+        proposing = running.get("ours") or stack.enter_context(Peer("ours", "training.py"))
         bar = stack.enter_context(tqdm(total=total, unit="run"))
         for model in args.models:
             task = TASKS[args.size][model]
             bar.set_description(f"{model}: balancing")
-            found = balances(args.size, model, args.devices, args.partitions, 10.0 if paper else 1.0)
+            found[model] = balances(proposing, args, model)
             answers: list[dict[str, list[Answer]]] = [{peer: [] for peer in peers} for *_, peers in planned]
             for _ in range(args.turns):
                 for (name, n, mode, peers), answered in zip(planned, answers, strict=True):
                     bar.set_description(f"{model}: {name} {mode}")
                     for peer in peers:
-                        request = {
-                            "kind": "train",
-                            "size": args.size,
-                            "model": model,
-                            "batch": task.batch,
-                            "m": task.chunks,
-                            "mode": mode,
-                            "balance": found.get(n),
-                            "devices": placed(peer, args.devices, n),
-                            "warm_up": 2 if paper else 1,
-                            "steps": args.steps,
-                        }
+                        request = request_for(args, model, name, peer, n, mode, found[model].get(n, {}))
                         answered[peer].append(running[peer].ask(request))
                         bar.update()
-            rows += summary(model, task.batch, task.chunks, found, planned, answers)
+            rows += summary(model, task.batch, task.chunks, found[model], planned, answers)
+    add_memory(args, rows, found)
     return rows
+
+
+def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, dict[int, Request]]) -> None:
+    """Tells the rows of one device what a step takes. Counted after the times, in processes of its own."""
+    alone = [row for row in rows if row["n"] == 1]
+    for name in args.peers:
+        if name in SCHEDULES:
+            continue
+        with Peer(name, "footprint.py") as peer:
+            for row in alone:
+                if "throughput" in row.get(name, {}):
+                    model = row["model"]
+                    what = model, row["experiment"], name
+                    answer = peer.ask(request_for(args, *what, 1, row["mode"], found[model].get(1, {})))
+                    if "peak" in answer:
+                        row[name]["peak"] = answer["peak"][0]
 
 
 def summary(
     model: str,
     batch: int,
     m: int,
-    found: dict[int, list[int]],
+    found: dict[int, Request],
     planned: list[tuple[str, int, str, list[str]]],
     answers: list[dict[str, list[Answer]]],
 ) -> list[dict[str, Any]]:
@@ -155,7 +205,7 @@ def summary(
     for (name, n, mode, peers), of_peers, answered in zip(planned, seconds, answers, strict=True):
         row: dict[str, Any] = {"model": model, "experiment": name, "mode": mode, "n": n, "m": m, "batch": batch}
         if name.startswith("pipeline"):
-            row["balance"] = found[n]
+            row["balance"] = found[n]["balance"]
             row["ideal"] = ideal(n, m, mode)
         if mode in ("-", "except_last") and name in PUBLISHED.get(model, {}):
             row["published"] = PUBLISHED[model][name]
@@ -172,101 +222,169 @@ def summary(
     return rows
 
 
+def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was aimed at, and what was reached: medians of ratios, turn by turn."""
+    reached = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        ours = [row for row in own if "throughput" in row.get("ours", {})]
+        alone = [row for row in ours if row["experiment"] == "pipeline-1"]
+
+        split = next((row["plain"] for row in own if row["experiment"] == SPLIT), {})
+        for row in alone:
+            if "speed-up" in row["ours"]:
+                share = {key: value / row["ideal"] for key, value in row["ours"]["speed-up"].items()}
+                reached.append(_reached("limit", model, f"pipeline-1, {row['mode']}", share))
+            if "seconds" in split:
+                over = ratios(row["ours"]["seconds"], split["seconds"])
+                share = {key: value / row["ideal"] for key, value in over.items()}
+                reached.append(_reached("split", model, f"pipeline-1, {row['mode']}", share))
+
+        other = next((row["checkpoint_sequential"] for row in own if "checkpoint_sequential" in row), {})
+        if "peak" in other:
+            small = [row for row in alone if row["ours"].get("peak", float("inf")) <= other["peak"]]
+            found = [(row["mode"], ratios(row["ours"]["seconds"], other["seconds"])) for row in small]
+            if found:
+                mode, best = max(found, key=lambda one: one[1]["median"])
+                reached.append(_reached("checkpoint_sequential", model, f"pipeline-1, {mode}", best))
+
+        aim = "host" if model == HOST_BOUND else "original"
+        for row in ours:
+            if "over original" in row["ours"]:
+                where = f"{row['experiment']}, {row['mode']}"
+                reached.append(_reached(aim, model, where, row["ours"]["over original"]))
+    return reached
+
+
+def _reached(aim: str, model: str, where: str, figures: dict[str, float]) -> dict[str, Any]:
+    met = figures["median"] >= AIMS[aim]
+    return {"aim": aim, "at least": AIMS[aim], "model": model, "where": where, "reached": figures, "met": met}
+
+
+WORDS = {
+    "limit": "of what recomputation allows on one device",
+    "split": "of the same, the plain model being given micro-batches as well",
+    "checkpoint_sequential": "times the speed of checkpoint_sequential, in no more memory",
+    "original": "times the speed of torchgpipe 0.0.7",
+    "host": "times the speed of torchgpipe 0.0.7, where the host is the limit",
+}
+
+
+def targets_table(reached: list[dict[str, Any]]) -> str:
+    """For each aim and model how often it was met, and the best and the worst."""
+    lines = []
+    for aim, words in WORDS.items():
+        for model in dict.fromkeys(one["model"] for one in reached):
+            own = [one for one in reached if (one["aim"], one["model"]) == (aim, model)]
+            if own:
+                own.sort(key=lambda one: one["reached"]["median"])
+                ends = [f"{shown(one['reached'], 2)}, {one['where']}" for one in (own[0], own[-1])]
+                met = f"{sum(one['met'] for one in own)} of {len(own)}"
+                lines.append([f"{AIMS[aim]} {words}", model, met, *ends])
+    return table(lines, ["aim, at least", "model", "met", "lowest", "highest"])
+
+
 def shown(figures: dict[str, float] | None, digits: int) -> str:
     if figures is None:
         return "-"
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    header = ["experiment", "checkpoint", "peer", "samples/s", "speed-up", "ideal", "over original", "theirs, P40"]
+def speed_table(rows: list[dict[str, Any]]) -> str:
+    """The rows of one model."""
+    header = ["experiment", "checkpoint", "peer", "samples/s", "speed-up", "ideal", "over original", "peak, MiB"]
+    lines = []
+    for row in rows:
+        for peer in (peer for peer in PEERS if peer in row):
+            of = row[peer]
+            lines.append(
+                [
+                    row["experiment"],
+                    row["mode"],
+                    peer,
+                    shown(of.get("throughput"), 1) if "none" not in of else f"- {of['none']}",
+                    shown(of.get("speed-up"), 2),
+                    f"{row['ideal']:.2f}" if "ideal" in row else "-",
+                    shown(of.get("over original"), 2),
+                    f"{of['peak'] / 2**20:.1f}" if "peak" in of else "-",
+                ]
+            )
+    return table(lines, header)
+
+
+def published_table(published: dict[str, dict[str, float]]) -> str:
+    lines = []
+    for model, figures in published.items():
+        first = next(iter(figures.values()))
+        lines += [[model, name, f"{figure:.1f}", f"{figure / first:.2f}"] for name, figure in figures.items()]
+    return table(lines, ["model", "experiment", "samples/s", "speed-up"])
+
+
+def by_model(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What is to be said about each model, and its rows."""
     for model in dict.fromkeys(row["model"] for row in rows):
-        lines = []
         own = [row for row in rows if row["model"] == model]
-        for row in own:
-            theirs = row.get("published")  # told once, beside the first peer
-            for peer in (peer for peer in PEERS if peer in row):
-                of = row[peer]
-                lines.append(
-                    [
-                        row["experiment"],
-                        row["mode"],
-                        peer,
-                        shown(of.get("throughput"), 1) if "none" not in of else f"- {of['none']}",
-                        shown(of.get("speed-up"), 2),
-                        f"{row['ideal']:.2f}" if "ideal" in row else "-",
-                        shown(of.get("over original"), 2),
-                        "-" if theirs is None else f"{theirs:.1f}",
-                    ]
-                )
-                theirs = None
-        about = f"mini-batches of {own[0]['batch']} in {own[0]['m']} micro-batches"
-        print(f"\n{model}: {about}; median of turns (lowest-highest)\n\n" + table(lines, header))
-    print(
-        "\n'theirs, P40': samples/s that torchgpipe published for its own benchmark, of the large models on Tesla P40."
-        "\nOnly how they grow from one experiment to the next can be compared with the other figures."
-    )
+        yield f"{model}: mini-batches of {own[0]['batch']} in {own[0]['m']} micro-batches", own
+
+
+def show(result: dict[str, Any]) -> None:
+    for about, own in by_model(result["rows"]):
+        print(f"\n{about}; median of turns (lowest-highest)\n\n" + speed_table(own))
+    if result["targets"]:
+        print("\nwhat was aimed at\n\n" + targets_table(result["targets"]))
+    print("\ntorchgpipe 0.0.3's own figures, of models of full size on Tesla P40\n\n" + published_table(PUBLISHED))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Speed-up over the number of partitions, a panel for each model."""
-    import matplotlib
+    """Speed-up over the number of partitions, a panel for each model but the host-bound one."""
     from matplotlib.figure import Figure
 
-    ink, colors = "#404040", dict(zip(MODES, ("#e07a1f", "#1f6f8b", "#8a5fbf"), strict=True))
-    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink, "svg.hashsalt": "speed"})
-    rows = [row for row in result["rows"] if row["experiment"].startswith("pipeline")]
+    rows = [row for row in result["rows"] if row["experiment"].startswith("pipeline") and row["model"] != HOST_BOUND]
     models = list(dict.fromkeys(row["model"] for row in rows))
     if not models:
         print("\nno pipeline was measured: nothing to draw")
         return
-    figure = Figure(figsize=(3.6 * len(models) + 1.5, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
-    for axes, model in zip(panels, models, strict=True):
+    columns = min(4, len(models))
+    lines = -(-len(models) // columns)
+    figure = Figure(figsize=(3.6 * columns + 2.2, 3.5 * lines + 0.4), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes, model in zip(panels, models):
         own = [row for row in rows if row["model"] == model]
-        for mode, color in colors.items():
-            of_mode = [row for row in own if row["mode"] == mode]
-            if not of_mode:
-                continue
-            axes.plot(
-                [row["n"] for row in of_mode],
-                [row["ideal"] for row in of_mode],
-                color=color,
-                linewidth=1,
-                linestyle=":",
-                label=f"ideal, {mode}",
-            )
-            for peer, style in zip(PIPELINES, ("-", "--"), strict=True):
-                known = [(row["n"], row[peer]["speed-up"]) for row in of_mode if "speed-up" in row.get(peer, {})]
-                if known:
-                    middle = [figures["median"] for _, figures in known]
-                    error = [[abs(figures["median"] - figures[end]) for _, figures in known] for end in ("low", "high")]
-                    axes.errorbar(
-                        [n for n, _ in known],
-                        middle,
-                        error,
-                        color=color,
-                        linestyle=style,
-                        marker="o",
-                        markersize=4,
-                        capsize=3,
-                        label=f"{peer}, {mode}",
-                    )
-        published = PUBLISHED.get(model, {})
-        if "naive-1" in published:
-            points = [(row["n"], row["published"] / published["naive-1"]) for row in own if "published" in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), "x", color=ink, label="torchgpipe's own, Tesla P40")
-        axes.set_title(model, loc="left")
-        axes.set(xlabel="partitions", xticks=sorted({row["n"] for row in own}), ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=ink)
-        axes.grid(axis="y", alpha=0.3)
-    panels[0].set_ylabel("speed-up over the plain model on one device")
+        draw_model(axes, own)
+        partitions = sorted({row["n"] for row in own})
+        open_axes(axes, title=model, xlabel="partitions", xticks=partitions, ylim=(0, None))
+    for axes in panels[len(models) :]:
+        axes.set_axis_off()
+    figure.supylabel("speed-up over the plain model on one device", fontsize=10)
     labels = {text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels())}
     figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    print(f"\ndrawn: {path.name}")
+    save(figure, path)
+
+
+def draw_model(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for mode, color in zip(MODES, COLORS):
+        of_mode = [row for row in rows if row["mode"] == mode]
+        if of_mode:
+            ideals = [row["ideal"] for row in of_mode]
+            partitions = [row["n"] for row in of_mode]
+            axes.plot(partitions, ideals, color=color, linewidth=1, linestyle=":", label=f"ideal, {mode}")
+        for peer, style in zip(PIPELINES, ("-", "--"), strict=True):
+            draw_line(axes, of_mode, peer, color=color, linestyle=style, label=f"{peer}, {mode}")
+    for peer, color, style in zip(SCHEDULES, COLORS[3:], ("-", "--")):
+        draw_line(axes, rows, peer, color=color, linestyle=style, label=f"{peer}, never")
+    published = PUBLISHED.get(rows[0]["model"], {})
+    first = published.get("naive-1")
+    points = [] if first is None else [(row["n"], row["published"] / first) for row in rows if "published" in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), "x", color=INK, label="published, on Tesla P40")
+
+
+def draw_line(axes: Any, rows: Sequence[dict[str, Any]], peer: str, **style: Any) -> None:
+    known = [(row["n"], row[peer]["speed-up"]) for row in rows if "speed-up" in row.get(peer, {})]
+    if known:
+        error = [[abs(figures["median"] - figures[end]) for _, figures in known] for end in ("low", "high")]
+        partitions, middle = [n for n, _ in known], [figures["median"] for _, figures in known]
+        axes.errorbar(partitions, middle, error, marker="o", markersize=4, capsize=3, **style)
 
 
 def main() -> None:
@@ -276,13 +394,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(TASKS["small"]), default=list(TASKS["small"]))
     parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--partitions", nargs="+", type=int, default=list(PARTITIONS), help="n")
+    parser.add_argument("--partitions", nargs="+", type=int, help="n")
     parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--turns", type=int, default=None, help="of each peer at each experiment")
     parser.add_argument("--steps", type=int, default=None, help="in a turn, whose figure is their median")
     parser.add_argument("--json", type=Path, default=RESULTS / "speed.json")
     parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
     args = parser.parse_args()
+    args.partitions = args.partitions or list(PARTITIONS[args.size])
     args.turns = args.turns or (5 if args.size == "paper" else 3)
     args.steps = args.steps or (5 if args.size == "paper" else 1)
 
@@ -291,10 +410,11 @@ def main() -> None:
         return
     before = environment()
     rows = measure(args)
-    show(rows)
     published = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
     about = {"size": args.size, "devices": args.devices, "turns": args.turns, "steps": args.steps}
-    result = {"unit": "samples/s", "environment": before, **about, "published": published, "rows": rows}
+    figures = {"published": published, "rows": rows, "targets": targets(rows)}
+    result = {"unit": "samples/s", "environment": before, **about, **figures}
+    show(result)
     write(args.json, result)
     draw(result, args.json.with_suffix(".svg"))
 

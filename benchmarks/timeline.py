@@ -7,7 +7,7 @@ every other pair the other way round, so that both sides see the same load; a tu
 quartiles of its steps, since what is above them is the machine's. What recording adds to a cell, in microseconds, is
 the difference of the lowest steps of cells that do next to nothing.
 
-    python benchmarks/timeline.py      # -> results/timeline.json, about two minutes
+    python -m benchmarks.timeline      # -> results/timeline.json, about two minutes
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from records import RESULTS, environment, spread, table, write
 from torch import Tensor, nn
 
 import torchgpipe
+from benchmarks.records import RESULTS, environment, spread, table, write
 from torchgpipe import GPipe
 from torchgpipe.timeline.label import labelled
 from torchgpipe.timeline.record import WhatIsRecorded, recorded

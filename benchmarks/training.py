@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -39,6 +40,9 @@ class Task(NamedTuple):
     chunks: int
 
 
+#: Micro-batches so small that all devices wait for the host.
+TINY = Task(lambda: gpt(64, 4, 2, 8, 4), (4,), 32, 32)
+
 #: By size and name. The names are those of the architectures, however small they are made.
 TASKS: dict[str, dict[str, Task]] = {
     "small": {
@@ -46,12 +50,14 @@ TASKS: dict[str, dict[str, Task]] = {
         "amoebanetd": Task(lambda: amoebanetd(10, 3, 16), (3, 32, 32), 16, 4),
         "unet": Task(lambda: unet(2, 2, 8), (3, 32, 32), 16, 4),
         "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
+        "gpt-tiny": TINY,
     },
     "paper": {
         "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
         "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),
         "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 64, 32),
         "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
+        "gpt-tiny": TINY,
     },
 }
 
@@ -63,14 +69,14 @@ def made(size: str, name: str) -> nn.Sequential:
 
 
 def inputs(task: Task, batch: int, device: str) -> Tensor:
-    """Images, or tokens of a small vocabulary."""
+    """Images, or tokens from the start of the vocabulary."""
     torch.manual_seed(0)
     if len(task.sample) == 1:
-        return torch.randint(256, (batch, *task.sample)).to(device)
+        return torch.randint(64, (batch, *task.sample)).to(device)
     return torch.rand(batch, *task.sample).to(device)
 
 
-def closed_units(module: nn.Sequential) -> Iterator[nn.Module]:
+def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
     """The layers, in as many pieces as no skip leaves. Nothing else can be checkpointed apart without a pipeline."""
     unit: list[nn.Module] = []
     open_skips = 0
@@ -97,6 +103,8 @@ def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tens
         return pipeline
     module.to(request["devices"][0])
     if peer == "plain":
+        if request.get("split"):
+            return lambda x: torch.cat([module(part) for part in x.chunk(request["m"])])
         return module
     units = list(closed_units(module))
     segments = round(math.sqrt(len(units)))
@@ -148,13 +156,25 @@ def _train(peer: str, module: nn.Sequential, request: Request) -> Answer:
 
 
 def balance(peer: str, request: Request) -> Answer:
-    """The balance by time for each number of partitions, from one profile of a micro-batch."""
-    from torchgpipe_balancing import profile
+    """Balances by time for each number of partitions, from one profile of a micro-batch.
+
+    They are of the layers, and, for those who cannot cut where a skip passes, of the units that no skip leaves; None
+    where there are too few of these.
+    """
+    from torchgpipe_balancing import partition, profile
 
     module = made(request["size"], request["model"])
     sample = inputs(TASKS[request["size"]][request["model"]], request["rows"], "cpu")
     report = profile(module, sample, device=request["device"], timeout=request["seconds"])
-    return {"balances": [report.balance(n) for n in request["partitions"]]}
+    # The others recompute nothing.
+    costs = iter(report.costs("time", recompute=False))
+    units = [sum(islice(costs, len(unit))) for unit in closed_units(module)]
+    return {
+        "balances": [
+            {"balance": report.balance(n), "units": partition(units, n) if n <= len(units) else None}
+            for n in request["partitions"]
+        ]
+    }
 
 
 def answer(peer: str, request: Request) -> Answer:

@@ -253,6 +253,18 @@ def parse_options() -> argparse.Namespace:
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", default="except_last", choices=["always", "except_last", "never"], help="what to recompute")
 
+    add_model_and_training(parser)
+
+    add = parser.add_argument_group("the results").add_argument
+    add("--prompt", default="def ", help="how the sample of generated text begins")
+    add("--sample", type=int, default=400, help="bytes to generate")
+    add("--curve", type=Path, default=Path("demo/language_model.png"), help="where to draw the losses")
+    add("--timeline", type=Path, default=Path("demo/timeline.png"), help="where to draw the pipeline's last step")
+    return parser.parse_args()
+
+
+def add_model_and_training(parser: argparse.ArgumentParser) -> None:
+    """What an example has to know that trains the same model on the same text."""
     add = parser.add_argument_group("the model").add_argument
     add("--layers", type=int, default=6, help="transformer blocks")
     add("--width", type=int, default=128, help="length of the vector at each position")
@@ -271,13 +283,6 @@ def parse_options() -> argparse.Namespace:
         help="bfloat16 trains under autocast, which is for GPUs: few CPUs are fast at it",
     )
     add("--seed", type=int, default=0, help="of the first weights, the batches, and the sample")
-
-    add = parser.add_argument_group("the results").add_argument
-    add("--prompt", default="def ", help="how the sample of generated text begins")
-    add("--sample", type=int, default=400, help="bytes to generate")
-    add("--curve", type=Path, default=Path("demo/language_model.png"), help="where to draw the losses")
-    add("--timeline", type=Path, default=Path("demo/timeline.png"), help="where to draw the pipeline's last step")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -513,6 +513,20 @@ def test_skips_are_cut_off() -> None:
     assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once a walk, from what was stashed
 
 
+def test_a_stash_that_is_gone_hides_no_activation() -> None:
+    """What a later layer keeps may lie where the stash was, of which only a copy is left."""
+    ends = Namespace(), Namespace()
+    module = nn.Sequential(
+        Stash(torch.exp).isolate(ends[0]),
+        Stash(torch.tanh).isolate(ends[1]),
+        Pop(torch.add).isolate(ends[0]),
+        Pop(torch.add).isolate(ends[1]),
+    )
+    for _ in range(20):
+        report = quick(module, torch.rand(1 << 10, requires_grad=True))
+        assert sizes(report, "activations") == [4096, 4096, 0, 0]
+
+
 def test_skips_that_layers_change_in_place() -> None:
     # A second run must not find what the first has made of the skip.
     seen: list[float] = []

@@ -1,57 +1,108 @@
-"""What the README and the guides show runs as it stands there."""
+"""What README, documentation and docstrings show runs as it stands there, and tables are those of the results."""
 
 from __future__ import annotations
 
-import re
-import textwrap
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchgpipe
+import torchgpipe_balancing
+from tests import snippets
+from tests.test_public import PUBLIC, named
 
 ROOT = Path(torchgpipe.__file__).parent.parent
-MARKDOWN = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-RST = re.compile(r"^\.\. code-block:: python\n((?:   .*\n|\n)+)", flags=re.MULTILINE)
+MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+RST = sorted(path for path in (ROOT / "docs").rglob("*.rst") if "_build" not in path.parts)
+RST.remove(ROOT / "docs" / "scaling.rst")  # runs in several processes: tests/distributed/test_docs.py
 
 
-def blocks(page: str) -> list[str]:
-    found = (MARKDOWN if page.endswith(".md") else RST).findall((ROOT / page).read_text())
-    return [textwrap.dedent(block).strip() for block in found]
-
-
-README, PRACTICE, MIGRATING = "README.md", "docs/practice.rst", "docs/migrating.rst"
-BLOCKS = [
-    pytest.param(page, block, id=f"{page}: {block.splitlines()[-1]}")
-    for page in (README, PRACTICE, MIGRATING)
-    for block in blocks(page)
-]
-
-
-def test_the_pages_have_code() -> None:
-    assert len(blocks(README)) >= 5
-    assert len(blocks(PRACTICE)) == 4
-    assert len(blocks(MIGRATING)) >= 5
-
-
-@pytest.mark.parametrize(("page", "block"), BLOCKS)
-def test_code_of_the_pages(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "safetensors" in block:
-        pytest.importorskip("safetensors")
+@pytest.fixture(autouse=True)
+def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples may write files, take for granted as many GPUs as they need, and measure longer than we need."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, page, "exec"), {"__name__": "page"})
+    monkeypatch.setattr("torchgpipe.gpipe.default_devices", lambda n: [torch.device("cpu")] * n)
+    for measure in (torchgpipe_balancing.balance_by_time, torchgpipe_balancing.profile):
+        monkeypatch.setitem(measure.__kwdefaults__, "timeout", 0.0)
+    later = importlib.import_module("torchgpipe.balance").balance_by_time
+    monkeypatch.setitem(later.__kwdefaults__, "timeout", 0.0)
 
 
-@pytest.mark.parametrize("page", ["recipes"])
+def test_there_is_code_to_run() -> None:
+    """Without this, a fault in the reader would let everything pass."""
+    assert len(snippets.in_markdown((ROOT / "README.md").read_text())) >= 2
+    guide = snippets.in_rst((ROOT / "docs" / "guide.rst").read_text())
+    assert len(guide) >= 20
+    assert any(snippet.code.startswith(">>>") for snippet in guide)
+    assert len(snippets.in_docstring(torchgpipe.GPipe.__doc__)) == 1
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
+def test_code_of_a_page_in_markdown(page: Path) -> None:
+    """Each block by itself."""
+    for snippet in snippets.in_markdown(page.read_text()):
+        snippets.run(snippet, page, {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", RST, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-def test_code_of_a_page_that_goes_on(page: str) -> None:
-    """From top to bottom: what a block has defined is there in the next one."""
-    found = blocks(f"docs/{page}.rst")
-    assert len(found) >= 5
-    names = {"__name__": page}
+def test_code_of_a_page_of_the_documentation(page: Path) -> None:
+    """Each block after the others."""
+    text = page.read_text()
+    if "timeline.plot(" in text:
+        pytest.importorskip("matplotlib")
+    if "import safetensors" in text or "from safetensors" in text:
+        pytest.importorskip("safetensors")
+    names = {"__name__": "page"}
     try:
-        for block in found:
-            exec(compile(block, page, "exec"), names)
+        for snippet in snippets.in_rst(text):
+            snippets.run(snippet, page, names)
     finally:
         torch.compiler.reset()
+
+
+EXAMPLES = {
+    name + member: snippets.in_docstring(thing.__doc__)
+    for name in [*PUBLIC, *(f"{module}.{each}" for module, names in PUBLIC.items() for each in names)]
+    for member, thing in snippets.documented(named(name))
+    if snippets.in_docstring(inspect.getdoc(thing)) and name != "torchgpipe.distributed.DistributedGPipe"
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_code_of_a_docstring(name: str) -> None:
+    """Each block by itself."""
+    if any(".plot(" in snippet.code for snippet in EXAMPLES[name]):
+        pytest.importorskip("matplotlib")
+    module = max((module for module in PUBLIC if name.startswith(module)), key=len)
+    for snippet in EXAMPLES[name]:
+        names = snippets.at_hand(plain_model=module in ("torchgpipe_balancing", "torchgpipe.balance"))
+        names.update({public: named(f"{module}.{public}") for public in PUBLIC[module]})
+        if name.startswith("torchgpipe_balancing.Report"):
+            names["report"] = torchgpipe_balancing.profile(names["model"], names["sample"])
+        snippets.run(snippet, name, names)
+
+
+def test_tables_are_those_of_the_results() -> None:
+    """`python -m benchmarks.tables` writes them."""
+    pytest.importorskip("matplotlib")
+    tables = importlib.import_module("benchmarks.tables")
+    for page in tables.pages():
+        text = page.read_text()
+        assert tables.render(text) == text, f"the tables of {page.name} are older than the results"
+
+
+def test_figures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`python docs/figures.py` draws them."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    figures = importlib.import_module("figures")
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    figures.main()
+    drawn = sorted(tmp_path.iterdir())
+    assert drawn
+    for path in drawn:
+        committed = (ROOT / "docs" / "images" / path.name).read_text()
+        assert path.read_text() == committed, f"{path.name} is older than docs/figures.py"

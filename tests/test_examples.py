@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,32 @@ def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(" ")[0] for line in phases] == ["8", "8", "16", "16"]
     assert sum(line.startswith("The slowest partition takes") for line in lines) == 2
     assert sum(line.startswith("total") for line in lines) == 3
+
+
+def test_distributed_language_model_learns_what_the_pipeline_in_one_process_learns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    small = ["--dtype", "float64", "--steps", "6", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
+    small += ["--context", "8", "--curve", str(tmp_path / "curve.png")]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, EXAMPLES / "distributed_language_model.py", *small],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+    once = ["--pipeline", "--sample", "1", "--timeline", str(tmp_path / "timeline.png")]
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *once, *small])
+    runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
+    losses = re.findall(r"\d\.\d{6}", done.stdout)
+    assert len(losses) == 2
+    assert re.findall(r"\d\.\d{6}", capsys.readouterr().out) == losses
 
 
 def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from torch import nn
 
 from benchmarks.models import gpt, resnet, unet
 from benchmarks.peers import Request
-from benchmarks.speed import MODES, PEERS, experiments, ideal, placed, summary
-from benchmarks.training import TASKS, closed_units, runner, train
+from benchmarks.records import spread
+from benchmarks.speed import MODES, PEERS, experiments, ideal, placed, summary, targets
+from benchmarks.training import TASKS, balance, closed_units, inputs, runner, train
 
 
 def request(model: str, devices: list[str], balance: list[int] | None) -> Request:
@@ -37,11 +38,30 @@ def test_all_is_measured_that_was_asked_for() -> None:
     planned = list(experiments(list(PEERS), [1, 2], list(MODES)))
     assert [name for name, *_ in planned] == [
         "naive-1",
+        "micro-batches",
         "checkpoint_sequential",
         *["pipeline-1"] * 3,
         *["pipeline-2"] * 3,
     ]
-    assert list(experiments(["plain"], [1, 2], list(MODES))) == [("naive-1", 1, "-", ["plain"])]
+    assert list(experiments(["plain"], [1, 2], list(MODES))) == [
+        ("naive-1", 1, "-", ["plain"]),
+        ("micro-batches", 1, "-", ["plain"]),
+    ]
+
+
+def test_pytorch_s_own_pipelines_stand_beside_what_recomputes_nothing() -> None:
+    planned = experiments(list(PEERS), [1, 2], list(MODES))
+    taking_part = [(n, mode) for _, n, mode, peers in planned if "Schedule1F1B" in peers]
+    assert taking_part == [(2, "never")]
+
+
+def test_balances_are_of_layers_and_of_what_no_skip_divides() -> None:
+    asked = {"size": "small", "model": "unet", "rows": 1, "device": "cpu", "partitions": [2, 8], "seconds": 0.0}
+    two, eight = balance("ours", asked)["balances"]
+    model = TASKS["small"]["unet"].make()
+    assert (len(two["balance"]), sum(two["balance"])) == (2, len(model))
+    assert (len(two["units"]), sum(two["units"])) == (2, len(list(closed_units(model))))
+    assert (len(eight["balance"]), eight["units"]) == (8, None)
 
 
 def test_a_model_is_divided_only_where_no_skip_passes() -> None:
@@ -53,8 +73,7 @@ def test_a_model_is_divided_only_where_no_skip_passes() -> None:
 def test_every_way_computes_the_same(model: str) -> None:
     torch.manual_seed(0)
     module = TASKS["small"][model].make().eval()
-    sample = TASKS["small"][model].sample
-    x = torch.randint(256, (4, *sample)) if model == "gpt" else torch.rand(4, *sample)
+    x = inputs(TASKS["small"][model], 4, "cpu")
     asked = request(model, ["cpu", "cpu"], [len(module) - 3, 3])
     with torch.no_grad():
         outputs = [
@@ -69,10 +88,10 @@ def test_a_run_is_timed_and_summed_up() -> None:
     size = len(TASKS["small"]["gpt"].make())
     planned = list(experiments(["plain", "ours"], [2], ["except_last"]))
     answers = [
-        {"plain": [train("plain", request("gpt", ["cpu"], None))]},
+        *[{"plain": [train("plain", request("gpt", ["cpu"], None))]}] * 2,
         {"ours": [train("ours", request("gpt", ["cpu:0", "cpu:1"], [size - 3, 3]))]},
     ]
-    naive, piped = summary("gpt", 4, 2, {2: [size - 3, 3]}, planned, answers)
+    naive, _, piped = summary("gpt", 4, 2, {2: {"balance": [size - 3, 3]}}, planned, answers)
     assert naive["plain"]["speed-up"]["median"] == 1
     seconds = [row[peer]["seconds"][0] for row, peer in ((naive, "plain"), (piped, "ours"))]
     assert piped["ours"]["throughput"]["median"] == pytest.approx(4 / seconds[1])
@@ -85,3 +104,29 @@ def test_what_a_peer_cannot_train_is_told() -> None:
     planned = [("checkpoint_sequential", 1, "-", ["checkpoint_sequential"])]
     (row,) = summary("gpt", 4, 2, {}, planned, [{"checkpoint_sequential": [{"none": "skips"}]}])
     assert row["checkpoint_sequential"] == {"none": "skips"}
+
+
+def test_targets_are_held_against_the_limit_the_original_and_equal_memory() -> None:
+    def row(experiment: str, mode: str, **peers: object) -> dict[str, object]:
+        about = {"model": "resnet", "experiment": experiment, "mode": mode, "ideal": ideal(1, 4, "always")}
+        return {**about, **peers}
+
+    def answer(seconds: float, peak: int, original: float) -> dict[str, object]:
+        ratios = {"speed-up": spread([1 / seconds]), "over original": spread([original])}
+        return {"throughput": {}, "seconds": [seconds], "peak": peak, **ratios}
+
+    reached = targets(
+        [
+            row("checkpoint_sequential", "-", checkpoint_sequential=answer(1.5, 100, 1)),
+            row("pipeline-1", "always", ours=answer(1.6, 80, 1.1)),
+            row("pipeline-1", "never", ours=answer(1.0, 200, 0.9)),  # faster, but takes more
+        ]
+    )
+    found = [(one["aim"], one["where"], round(one["reached"]["median"], 3), one["met"]) for one in reached]
+    assert found == [
+        ("limit", "pipeline-1, always", round(1 / 1.6 / 0.75, 3), False),
+        ("limit", "pipeline-1, never", round(1 / 0.75, 3), True),
+        ("checkpoint_sequential", "pipeline-1, always", round(1.5 / 1.6, 3), False),
+        ("original", "pipeline-1, always", 1.1, True),
+        ("original", "pipeline-1, never", 0.9, False),
+    ]

@@ -6,7 +6,7 @@ optimizer and of micro-batches. What is measured, and how it is split, is the sa
     from torchgpipe import GPipe
     from torchgpipe.balance import balance_by_time
 
-    balance = balance_by_time(torch.cuda.device_count(), model, torch.rand(16, 3, 224, 224))
+    balance = balance_by_time(2, model, sample)
     model = GPipe(model, balance, chunks=8)
 """
 

@@ -181,15 +181,15 @@ _tracking: ContextVar[dict[nn.Module, _Tracked] | None] = ContextVar("torchgpipe
 
 
 @contextmanager
-def mini_batch(m: int, model: nn.Module | None = None) -> Iterator[None]:
+def mini_batch(m: int, model: nn.Module | None = None, group: Any = None) -> Iterator[None]:
     """Makes a ``with`` block one mini-batch to the deferred batch norms that run in it.
 
     At its end they update their running statistics; after an exception they forget what they have seen.
     :class:`~torchgpipe.GPipe` does so in each forward. In a loop of your own, put it around what is a batch::
 
         with mini_batch(4):
-            for chunk in input.chunk(4):
-                loss_fn(model(chunk)).backward()
+            for x, y in zip(input.chunk(4), target.chunk(4)):
+                loss_fn(model(x), y).backward()
 
     In a block inside another one, the whole inner block is part of one micro-batch of the outer one.
 
@@ -198,12 +198,13 @@ def mini_batch(m: int, model: nn.Module | None = None) -> Iterator[None]:
             on the whole mini-batch
         model: where it is called by :class:`~torch.nn.parallel.DistributedDataParallel`, the mini-batch of its
             layers is that of all processes
+        group: the processes that have the same ``model``, where no DistributedDataParallel is there to tell
 
     Raises:
         RuntimeError: the processes may have different numbers of mini-batches.
     """
     outer = _tracking.get()
-    mine = _of_all_processes(model)
+    mine = _of_all_processes(model, group)
     token = _tracking.set(mine)
     try:
         yield
@@ -224,12 +225,13 @@ def mini_batch(m: int, model: nn.Module | None = None) -> Iterator[None]:
         mine.clear()  # The graph keeps the context, for its recomputations.
 
 
-def _of_all_processes(model: nn.Module | None) -> dict[nn.Module, _Tracked]:
+def _of_all_processes(model: nn.Module | None, group: Any) -> dict[nn.Module, _Tracked]:
     """The layers that will exchange their moments, in the order of the model, which is the same everywhere.
 
     The order in which they run is not, and some may run in one process and not in another.
     """
-    group = None if model is None else replicas()
+    if model is not None and group is None:
+        group = replicas()
     if model is None or group is None:
         return {}
     norms = [norm for norm in model.modules() if isinstance(norm, DeferredBatchNorm) and _is_tracking(norm)]
@@ -274,7 +276,10 @@ class DeferredBatchNorm(_BatchNorm):
 
     Moments of float16 and bfloat16 are taken and merged in float32. What is seen of an unfinished mini-batch
     is no part of ``state_dict``, whose keys are those of :class:`~torch.nn.BatchNorm2d`. Entries that the
-    original torchgpipe has besides, such as ``sum`` and ``sum_squares``, are dropped in loading.
+    original torchgpipe has besides, such as ``sum`` and ``sum_squares``, are dropped in loading. ::
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model = DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=4)
 
     Shape:
         - Input: (batch, channels, ...), with two or more values of each channel in training

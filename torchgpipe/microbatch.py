@@ -33,7 +33,12 @@ class NoChunk:
 
     Example::
 
-        output = model((tokens, NoChunk(attention_mask)))
+        class Scale(nn.Module):
+            def forward(self, input, weights):
+                return input * weights
+
+        model = GPipe(nn.Sequential(Scale(), nn.Linear(8, 2)), balance=[1, 1], chunks=4)
+        output = model(torch.randn(16, 8), NoChunk(torch.rand(8)))
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -12,7 +12,15 @@ from torch import nn
 
 from torchgpipe.device import same_memory
 
-__all__ = ["Partition", "place", "split", "verify_balance", "verify_divided", "verify_module"]
+__all__ = [
+    "Partition",
+    "place",
+    "split",
+    "verify_balance",
+    "verify_divided",
+    "verify_module",
+    "verify_sharing",
+]
 
 
 class Partition(nn.Sequential):
@@ -161,7 +169,7 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
         ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot
             initialise itself.
     """
-    _verify_sharing(partitions, devices)
+    verify_sharing(partitions, devices)
     on_meta = _verify_meta(partitions)
     for partition, device in zip(partitions, devices):
         _materialise(partition, device)
@@ -172,14 +180,19 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
             partition.to(device)
 
 
-def _verify_sharing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
-    owners: dict[torch.Tensor, tuple[str, torch.device]] = {}
+def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) -> None:
+    """Raises if a parameter would have to be in two places: on two devices, or in two processes.
+
+    Raises:
+        ValueError: the same, with the names.
+    """
+    owners: dict[torch.Tensor, tuple[str, object]] = {}
     shared = []
-    for j, (partition, device) in enumerate(zip(partitions, devices)):
+    for j, (partition, place) in enumerate(zip(partitions, places)):
         for name, parameter in partition.named_parameters():
-            here = f"'{name}' (partition {j} on {device})"
-            first, its_device = owners.setdefault(parameter, (here, device))
-            if its_device != device:
+            here = f"'{name}' (partition {j} on {place})"
+            first, its_place = owners.setdefault(parameter, (here, place))
+            if its_place != place:
                 shared.append(f"{first} is also {here}")
     if shared:
         raise ValueError(

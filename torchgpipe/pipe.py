@@ -52,7 +52,9 @@ class WithDevice(nn.Module):
 
 
 class PipeSequential(nn.Sequential):
-    """A Sequential whose layers may take several arguments: a tuple that one returns is those of the next.
+    """A Sequential whose layers may take several arguments: a tuple that one returns is those of the next. ::
+
+        assert PipeSequential(nn.Bilinear(8, 8, 2))(input, input).shape == (16, 2)
 
     The layers of a :class:`Pipe` follow each other in this way anyway, and so do those in an
     :class:`~torch.nn.Sequential` that is one of its layers. So this is to run them without a pipeline, and for what is
@@ -75,6 +77,9 @@ class LocalRRef:
     """The output of a :class:`Pipe` where no RPC framework is initialised: a reference to what is here.
 
     It answers to those methods of :class:`torch.distributed.rpc.RRef` that are of use for such a one.
+
+    Attributes:
+        value: the output
     """
 
     value: Any
@@ -84,7 +89,11 @@ class LocalRRef:
         return self.value
 
     def to_here(self, timeout: float = -1.0) -> Any:
-        """The output, at once."""
+        """The output, at once.
+
+        Args:
+            timeout: how long to wait, in seconds; nothing has to be waited for
+        """
         return self.value
 
     def is_owner(self) -> bool:
@@ -102,7 +111,7 @@ pytree.register_pytree_node(
 class Pipe(GPipe):
     """Trains a Sequential whose layers are on their devices already, as ``torch.distributed.pipeline.sync.Pipe`` did::
 
-        model = nn.Sequential(nn.Linear(16, 8).to("cuda:0"), nn.ReLU(), nn.Linear(8, 4).to("cuda:1"))
+        model = nn.Sequential(nn.Linear(8, 8).to("cuda:0"), nn.ReLU(), nn.Linear(8, 4).to("cuda:1"))
         model = Pipe(model, chunks=8)
         output = model(input).local_value()
 

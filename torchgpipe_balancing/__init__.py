@@ -3,7 +3,7 @@
     from torchgpipe import GPipe
     from torchgpipe_balancing import balance_by_time
 
-    balance = balance_by_time(model, sample, partitions=4)
+    balance = balance_by_time(model, sample, partitions=2)
     model = GPipe(model, balance, chunks=8)
 
 Time is what a pipeline waits for; memory is what a device runs out of; parameters need nothing to be run.
@@ -12,7 +12,7 @@ keep time balanced within the devices' memory, ask for the report::
 
     report = torchgpipe_balancing.profile(model, sample)
     print(report)
-    balance = report.balance(4, by="time")
+    balance = report.balance(2, by="time")
 
 This package stands beside `torchgpipe`, and knows of it only how skips are stashed and popped.
 """
@@ -108,7 +108,9 @@ def balance_by_size(
 
 
 def balance_by_parameters(module: nn.Sequential, *, partitions: int) -> list[int]:
-    """Balances the number of parameters, without running the model; it may be on the meta device.
+    """Balances the number of parameters, without running the model; it may be on the meta device. ::
+
+        balance = balance_by_parameters(model, partitions=2)
 
     Args:
         module: the model, not yet wrapped

@@ -44,7 +44,7 @@ T = TypeVar("T")
 def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeout: float = 1.0) -> Report:
     """Measures the time and the memory that each layer takes in training. ::
 
-        report = profile(model, torch.rand(16, 3, 224, 224))
+        report = profile(model, sample)
         print(report)
         model = GPipe(model, report.balance(4), chunks=8)
 
@@ -203,7 +203,8 @@ class _Counter:
         kept = _storages([packed.tensor for packed in saved])
         owned = _storages(chain(layer.parameters(), layer.buffers()))
         new = kept.keys() - owned.keys() - self._counted
-        self._counted = (self._counted | new) & _storages(_tensors(output)).keys()
+        # Skips go to the host, and their addresses to whoever comes next.
+        self._counted = (self._counted | new) & _storages(_tensors(output.value)).keys()
 
         sizes = Sizes(
             activations=sum(kept[address] for address in new),

@@ -23,11 +23,17 @@ By = Literal["time", "size"]
 
 @dataclass(frozen=True)
 class Times:
-    """What a layer takes for the sample, in seconds."""
+    """What a layer takes for the sample, in seconds.
 
-    forward: float  #: forward, building the graph for backward
-    recompute: float  #: what checkpointing adds: forward once more, without a graph; 0 if nothing is recomputed
-    backward: float  #: backward; 0 if the output needs no gradient
+    Attributes:
+        forward: forward, building the graph for backward
+        recompute: what checkpointing adds: forward once more, without a graph; 0 if nothing is recomputed
+        backward: backward; 0 if the output needs no gradient
+    """
+
+    forward: float
+    recompute: float
+    backward: float
 
     def total(self, *, recompute: bool = True) -> float:
         """Seconds for forward and backward, with recomputation or without."""
@@ -36,12 +42,19 @@ class Times:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a layer holds, in bytes."""
+    """What a layer holds, in bytes.
 
-    activations: int  #: what is kept for backward and no layer before keeps already
+    Attributes:
+        activations: what is kept for backward and no layer before keeps already
+        parameters: its parameters
+        buffers: its buffers
+        output: what is handed on, to the next layer and as skips to later ones
+    """
+
+    activations: int
     parameters: int
     buffers: int
-    output: int  #: what is handed on, to the next layer and as skips to later ones
+    output: int
 
 
 def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
@@ -67,22 +80,36 @@ def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer: which it is, its times and its sizes."""
+    """One layer: which it is, its times and its sizes.
 
-    name: str  #: its name in the nn.Sequential
-    type: str  #: the name of its class
+    Attributes:
+        name: its name in the nn.Sequential
+        type: the name of its class
+        times: what it takes, in seconds
+        sizes: what it holds, in bytes
+    """
+
+    name: str
+    type: str
     times: Times
     sizes: Sizes
 
 
 @dataclass(frozen=True)
 class Report:
-    """The layers of a model, in order, and how they were measured."""
+    """The layers of a model, in order, and how they were measured.
+
+    Attributes:
+        layers: one for each layer
+        sample: shapes and types of the input
+        device: where they were measured
+        rounds: times are the medians of so many rounds
+    """
 
     layers: tuple[LayerProfile, ...]
-    sample: str  #: shapes and types of the input
+    sample: str
     device: str
-    rounds: int  #: times are the medians of so many rounds
+    rounds: int
 
     def costs(
         self,

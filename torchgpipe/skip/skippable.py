@@ -49,7 +49,9 @@ class pop:
 
 
 class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers classes
-    """What a class is after :func:`skippable`, beside what it was: ``isinstance(layer, Skippable)``.
+    """What a class is after :func:`skippable`, beside what it was. ::
+
+        assert isinstance(Stash(), Skippable)
 
     Attributes:
         stashable_names (frozenset[str]): the names that the class stashes
@@ -84,7 +86,11 @@ class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers cl
         return self
 
     def skip_key(self, name: str) -> SkipKey:
-        """The identity of one of the layer's skips."""
+        """The identity of one of the layer's skips.
+
+        Args:
+            name: the name of the skip, as the layer has declared it
+        """
         return SkipKey(self.__dict__.get("_skip_namespaces", {}).get(name), name)
 
 
@@ -272,9 +278,11 @@ def _taking_wrapped_keys(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def verify_skippables(module: nn.Module) -> None:
-    """Checks that every skip of a model is stashed once and popped once, in this order.
+    """Checks that every skip of a model is stashed once and popped once, in this order. ::
 
-    A layer's skips are those of all modules in it.
+        verify_skippables(nn.Sequential(Stash(), Middle(), Pop()))
+
+    A layer's skips are those of all modules in it. :class:`~torchgpipe.GPipe` does this when it is made.
 
     Args:
         module: the layers are its children, in their order

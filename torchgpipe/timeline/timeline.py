@@ -68,7 +68,10 @@ class Timeline:
         return self._rows
 
     def of_step(self, step: int | None = None) -> list[Span]:
-        """The spans of one step, by default of the last.
+        """The spans of one step.
+
+        Args:
+            step: its number, by default that of the last
 
         Raises:
             ValueError: that step was not recorded, or is not kept.

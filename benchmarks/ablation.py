@@ -1,0 +1,338 @@
+"""What each mechanism of the engine gives: a U-Net trained with none of them, and with one after the other.
+
+    dependency   the order of micro-batches at backward is fixed, and not the autograd engine's choice
+    streams      copies have streams of their own, beside the computation
+    portals      skips go straight to where they are needed, and not in tuples through every partition between
+
+Nothing is patched: a pipeline is given its mechanisms, and the model without portals is the same layers handing on
+tuples (`examples/unet.py`). For each there is the throughput, the peak of a step above what is there at rest, and a
+timeline of one step, as `torchgpipe.record` has seen it; the pictures stand one above the other on one scale.
+
+    python -m benchmarks.ablation                 # a small U-Net over four partitions, on the CPU
+    python -m benchmarks.ablation --size paper    # U-Net on GPUs
+    python -m benchmarks.ablation --draw          # only draws what was measured: results/ablation.svg
+
+The CPU is no place to see what streams give: its work is done when the call returns, so there is nothing to overlap.
+Its devices are numbered, `cpu:0`, `cpu:1` and so on, have a thread each in forward, and are made to copy as GPUs do;
+backward runs in one thread, in the order that the engine takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.peers import Answer, Peer, Request, serve
+from benchmarks.pictures import INK, open_axes, save
+from benchmarks.records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.speed import placed, shown
+
+PEERS = ("plain", "ours")
+EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
+MIB = 2**20
+
+
+class Ways(NamedTuple):
+    """Which mechanisms are on."""
+
+    dependency: bool
+    streams: bool
+    portals: bool
+
+    def __str__(self) -> str:
+        return ", ".join(name for name, on in self._asdict().items() if on) or "none"
+
+
+#: One after the other.
+WAYS = [Ways(False, False, False), Ways(True, False, False), Ways(True, True, False), Ways(True, True, True)]
+
+
+class Task(NamedTuple):
+    """A U-Net and its images.
+
+    Attributes:
+        depth: how often the size of an image is halved
+        width: channels at full size
+        size: height and width of an image
+        batch: the size of a mini-batch
+        chunks: the micro-batches that it is split into
+        partitions: of the pipeline
+    """
+
+    depth: int
+    width: int
+    size: int
+    batch: int
+    chunks: int
+    partitions: int
+
+
+TASKS = {"small": Task(3, 8, 32, 16, 8, 4), "paper": Task(5, 64, 192, 64, 32, 8)}
+
+NOTE = (
+    "On the CPU work is done when the call returns: streams have nothing to overlap there, and change nothing. What "
+    "the others change is the order of backward (dependency) and what is copied (portals)."
+)
+
+
+# ---- The child.
+
+
+def wrapped(request: Request) -> tuple[nn.Module, Any]:
+    """The model with what is on, and its input."""
+    from torchgpipe import GPipe
+    from torchgpipe.stream import Stream, Streams
+
+    if EXAMPLES not in sys.path:
+        sys.path.append(EXAMPLES)
+    from unet import unet, without_portals
+
+    class Apart(Streams):
+        """Any two devices copy, also those that share the CPU's memory."""
+
+        def moves(self, source: torch.device, target: torch.device) -> bool:
+            return source != target
+
+    class NoSideStreams(Apart):
+        """Copies are launched where the computation is, and both wait for each other."""
+
+        def side(self, device: torch.device, purpose: str) -> Stream:
+            return self.current(device)
+
+    task = Task(*request["task"])
+    ways = Ways(*request["ways"])
+    devices = request["devices"]
+    torch.manual_seed(0)
+    module = unet(task.depth, task.width)
+    x = torch.rand(task.batch, 3, task.size, task.size).to(devices[0])
+    if request["plain"]:
+        return module.to(devices[0]), x
+
+    from torchgpipe_balancing import balance_by_time
+
+    rows = max(1, task.batch // task.chunks)
+    balance = request["balance"] or balance_by_time(module, x[:rows], partitions=task.partitions, timeout=0.5)
+    request["balance"] = balance
+    layers = module if ways.portals else without_portals(module)
+    model = GPipe(layers, balance, devices=devices, chunks=task.chunks)
+    streams = Apart() if ways.streams else NoSideStreams()
+    model._mechanisms = replace(model._mechanisms, streams=streams, dependency=ways.dependency)
+    return model, x if ways.portals else (x,)
+
+
+def loss_of(model: nn.Module, x: Any) -> Tensor:
+    output = model(x)
+    scores: Tensor = output if isinstance(output, Tensor) else output[0]
+    return scores.square().mean()
+
+
+def timed(model: nn.Module, x: Any, request: Request) -> Answer:
+    """Seconds of steps."""
+    from benchmarks.training import synchronize
+
+    seconds = []
+    for _ in range(request["warm_up"] + request["steps"]):
+        model.zero_grad(set_to_none=True)
+        synchronize(request["devices"])
+        start = perf_counter()
+        torch.autograd.backward(loss_of(model, x))
+        synchronize(request["devices"])
+        seconds.append(perf_counter() - start)
+    return {"seconds": seconds[request["warm_up"] :], "balance": request["balance"]}
+
+
+def recorded(model: nn.Module, x: Any, request: Request) -> Answer:
+    """What a step was like, the shortest of several: kind, micro-batch, partition, start and end of each span."""
+    from torchgpipe import record
+
+    torch.autograd.backward(loss_of(model, x))
+    with record(model) as timeline:
+        for _ in range(request["steps"]):
+            torch.autograd.backward(loss_of(model, x))
+    steps = [timeline.of_step(step) for step in timeline.steps]
+    spans = min(steps, key=lambda spans: max(span.end for span in spans) - min(span.start for span in spans))
+    first = min(span.start for span in spans)
+    return {
+        "spans": [
+            f"{span.kind} {span.micro_batch} {span.partition} {span.start - first:.6f} {span.end - first:.6f}"
+            for span in spans
+        ]
+    }
+
+
+def counted(model: nn.Module, x: Any, request: Request) -> Answer:
+    """The peak of a step above the level at rest, in each memory."""
+    from benchmarks.allocations import memories, peaks, reports
+
+    own = memories(request["devices"])
+    if own[0].type == "cpu":
+        reports()
+    torch.autograd.backward(loss_of(model, x))
+    model.zero_grad(set_to_none=True)
+    return {"peak": peaks(lambda: loss_of(model, x), own)}
+
+
+def answer(peer: str, request: Request) -> Answer:
+    model, x = wrapped(request)
+    return {"time": timed, "record": recorded, "count": counted}[request["kind"]](model, x, request)
+
+
+# ---- The parent.
+
+
+def experiments(peers: list[str]) -> Iterator[tuple[str, bool, Ways]]:
+    """Name, whether it is the plain model, and what is on."""
+    if "plain" in peers:
+        yield "plain, one device", True, WAYS[-1]
+    if "ours" in peers:
+        yield from ((str(ways), False, ways) for ways in WAYS)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    task = TASKS[args.size]
+    planned = list(experiments(args.peers))
+    balance: list[int] | None = None
+
+    def request(kind: str, plain: bool, ways: Ways) -> Request:
+        n = 1 if plain else task.partitions
+        about = {"kind": kind, "task": task, "plain": plain, "ways": ways, "balance": balance}
+        return {**about, "devices": placed("ours", args.devices, n), "warm_up": 1, "steps": args.steps}
+
+    seconds: list[list[float]] = [[] for _ in planned]
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(planned) * (args.turns + 2), unit="run") as bar:
+        with Peer("ours", Path(__file__).name) as peer:
+            for _ in range(args.turns):
+                for (name, plain, ways), found in zip(planned, seconds, strict=True):
+                    bar.set_description(name)
+                    told = peer.ask(request("time", plain, ways))
+                    balance = balance or told["balance"]
+                    found.append(statistics.median(told["seconds"]))
+                    bar.update()
+            for name, plain, ways in planned:
+                bar.set_description(f"{name}: timeline")
+                spans = [] if plain else peer.ask(request("record", plain, ways))["spans"]
+                rows.append({"experiment": name, **({} if plain else ways._asdict()), "spans": spans})
+                bar.update()
+        with Peer("ours", Path(__file__).name) as peer:
+            for (name, plain, ways), row, found in zip(planned, rows, seconds, strict=True):
+                bar.set_description(f"{name}: memory")
+                row["peak"] = peer.ask(request("count", plain, ways))["peak"]
+                row["seconds"] = found
+                row["throughput"] = spread(task.batch / each for each in found)
+                bar.update()
+    first = next((row for row in rows if row["experiment"] == "none"), rows[0])
+    for row in rows:
+        row["over none"] = ratios(row["seconds"], first["seconds"])
+        row["balance"] = balance
+    return rows
+
+
+def ablation_table(result: dict[str, Any]) -> str:
+    lines = [
+        [
+            row["experiment"],
+            shown(row["throughput"], 1),
+            shown(row["over none"], 2),
+            ", ".join(f"{peak / MIB:.2f}" for peak in row["peak"]),
+        ]
+        for row in result["rows"]
+    ]
+    return table(lines, ["switched on", "images/s", "over none", "peak of each memory, MiB"])
+
+
+def show(result: dict[str, Any]) -> None:
+    task = Task(**result["task"])
+    about = f"U-Net over {task.partitions} partitions, mini-batches of {task.batch} in {task.chunks} micro-batches"
+    print(f"\n{about}; median of turns (lowest-highest)\n\n" + ablation_table(result))
+    if result["note"]:
+        print("\n" + result["note"])
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A timeline for each, one above the other on one scale."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    colors = {
+        "forward": "#56b4e9",
+        "recomputation": "#f5d76e",
+        "backward": "#009e73",
+        "copy": "#cc79a7",
+        "wait": "#c8c8c8",
+    }
+    rows = [row for row in result["rows"] if row["spans"]]
+    if not rows:
+        print("\nno pipeline was measured: nothing to draw")
+        return
+    n = result["task"]["partitions"]
+    figure = Figure(figsize=(12, (0.28 * n + 0.75) * len(rows) + 0.6), layout="constrained")
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True)[:, 0]
+    longest = 0.0
+    for axes, row in zip(panels, rows, strict=True):
+        last = 0.0
+        for span in row["spans"]:
+            kind, _, j, start, end = span.split()
+            top, height = (0.24, 0.2) if kind == "copy" else (-0.43, 0.62)
+            corner, width = (1e3 * float(start), int(j) + top), 1e3 * (float(end) - float(start))
+            axes.add_patch(Rectangle(corner, width, height, facecolor=colors[kind], edgecolor="white", linewidth=0.3))
+            last = max(last, 1e3 * float(end))
+        longest = max(longest, last)
+        open_axes(axes, title=f"{row['experiment']}: {last:.1f} ms", ylim=(n - 0.5, -0.5), yticks=range(n))
+        axes.axvline(last, color=INK, linewidth=1, linestyle=":")
+        axes.grid(False)
+    panels[-1].set(xlim=(0, 1.01 * longest), xlabel="ms since the step began")
+    figure.supylabel("partition", fontsize=10)
+    figure.legend(
+        handles=[Patch(facecolor=color, label=kind) for kind, color in colors.items()],
+        loc="outside upper right",
+        ncols=len(colors),
+        frameon=False,
+    )
+    save(figure, path)
+
+
+def main() -> None:
+    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=list(TASKS), default="small")
+    parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="in a turn, whose figure is their median")
+    parser.add_argument("--json", type=Path, default=RESULTS / "ablation.json")
+    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
+    args = parser.parse_args()
+    if args.draw:
+        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
+        return
+
+    before = environment()
+    rows = measure(args)
+    about = {"size": args.size, "devices": args.devices, "turns": args.turns, "steps": args.steps}
+    note = NOTE if args.devices == ["cpu"] else ""
+    content = {"task": TASKS[args.size]._asdict(), "note": note, "rows": rows}
+    result = {"unit": "images/s, seconds, bytes", "environment": before, **about, **content}
+    show(result)
+    write(args.json, result)
+    draw(result, args.json.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    if "BENCHMARK_PEER" in os.environ:
+        torch.set_num_threads(1)
+        serve(answer)
+    else:
+        main()

@@ -1,0 +1,372 @@
+"""What fits: the largest model that can be trained on so many devices, and what the peak of a step depends on.
+
+Two questions, both about the memory of a training step (`footprint.py` says what is counted):
+
+1. How large can a model be? Experiments are named as torchgpipe's own: `naive-1` is the plain model, `pipeline-n` a
+   pipeline of n partitions, balanced by size, with all micro-batches checkpointed. Each climbs a ladder of ever larger
+   models until one does not fit. On GPUs a model fits if it can be trained, on the CPU if its peak is within `--limit`
+   a partition, all of them together, because they share one memory.
+2. What does the peak depend on? The same model and mini-batch, in more micro-batches and over more partitions.
+
+`memory.py` asks another question: what every byte is for, beside the original, with micro-batches that stay as large.
+
+    python -m benchmarks.capacity                              # small models, on the CPU
+    python -m benchmarks.capacity --size paper                 # AmoebaNet-D and U-Net, on GPUs
+    python -m benchmarks.capacity --size paper --limit 22.4    # the same with as many GiB as a Tesla P40 has
+    python -m benchmarks.capacity --draw                       # only draws what was measured: results/capacity.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.peers import PEERS, Answer, Peer, Request
+from benchmarks.pictures import COLORS, open_axes, save
+from benchmarks.records import RESULTS, environment, table, write
+from benchmarks.speed import MODES, PIPELINES, placed
+from benchmarks.training import TASKS
+
+GIB = 2**30
+MIB = 2**20
+
+
+class Ladder(NamedTuple):
+    """A kind of model that grows.
+
+    Attributes:
+        first: arguments of all its sizes, before those of the size
+        sizes: from small to large
+        sample: the shape of an image
+        batch: the size of a mini-batch
+        chunks: the micro-batches that a pipeline splits it into
+    """
+
+    first: tuple[int, ...]
+    sizes: Sequence[tuple[int, int]]
+    sample: tuple[int, ...]
+    batch: int
+    chunks: int
+
+    def arguments(self, size: tuple[int, int]) -> list[int]:
+        return [*self.first, *size]
+
+
+#: Sizes are (L, D) of an AmoebaNet-D, and (B, C) of a U-Net. The paper's are among the large ones.
+LADDERS: dict[str, dict[str, Ladder]] = {
+    "small": {
+        "amoebanetd": Ladder((10,), [(3, 8), (3, 16), (3, 24), (3, 32), (3, 40), (3, 48)], (3, 16, 16), 8, 4),
+        "unet": Ladder((2,), [(1, 8), (2, 8), (2, 16), (2, 24), (3, 32), (3, 48)], (3, 32, 32), 8, 4),
+    },
+    "paper": {
+        "amoebanetd": Ladder(
+            (1000,),
+            [(18, 208), (18, 416), (18, 544), (36, 544), (72, 512), (72, 768), (72, 1024), (144, 1024), (144, 1536)],
+            (3, 224, 224),
+            128,
+            32,
+        ),
+        "unet": Ladder(
+            (5,),
+            [(6, 72), (11, 128), (24, 128), (24, 160), (48, 160), (48, 224), (96, 224)],
+            (3, 192, 192),
+            32,
+            32,
+        ),
+    },
+}
+
+#: What torchgpipe 0.0.3 gives in its documentation, on Tesla P40: millions of parameters, GB for the model (parameters,
+#: gradients, optimizer), and GB for the activations at the peak, over all devices.
+PUBLISHED = {
+    "amoebanetd": {
+        "naive-1": [90, 1.00, None],
+        "pipeline-1": [358, 4.01, 6.64],
+        "pipeline-2": [613, 6.45, 11.31],
+        "pipeline-4": [1160, 13.00, 18.72],
+        "pipeline-8": [2010, 22.42, 35.78],
+    }
+}
+
+
+def places(devices: list[str], n: int) -> list[str]:
+    """The device of each partition. On the CPU all are on one, and so cells run one at a time, whoever runs them:
+    devices that compute side by side in one memory would show a sum that no device has."""
+    return placed("original", devices, n)
+
+
+def fits(answer: Answer, limit: float | None, n: int) -> bool:
+    """Whether a model could be trained, and within the limit, in bytes a partition, where that is arithmetic."""
+    return "peak" in answer and (limit is None or sum(answer["peak"]) <= limit * n)
+
+
+def request_for(model: str, ladder: Ladder, size: tuple[int, int]) -> Request:
+    about = {"model": model, "args": ladder.arguments(size), "sample": ladder.sample}
+    return {**about, "batch": ladder.batch, "m": ladder.chunks, "mode": "always"}
+
+
+class Balances:
+    """Balances by size, the same for all peers, found when they are needed for the first time."""
+
+    def __init__(self, peer: Peer, partitions: list[int]) -> None:
+        self._peer = peer
+        self._partitions = partitions
+        self._known: dict[str, list[list[int]]] = {}
+
+    def of(self, request: Request, n: int) -> list[int]:
+        key = json.dumps(request)
+        if key not in self._known:
+            self._known[key] = self._peer.ask({**request, "partitions": self._partitions})["balances"]
+        return self._known[key][self._partitions.index(n)]
+
+
+def climb(
+    peer: Peer, name: str, n: int, model: str, start: int, balances: Balances, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each size, up to the first that does not fit."""
+    on_cpu = args.devices == ["cpu"]
+    ladder = LADDERS[args.size][model]
+    for size in ladder.sizes[start:]:
+        request = request_for(model, ladder, size)
+        asked = {**request, "devices": places(args.devices, n), "limit": None if on_cpu else args.limit}
+        if peer.name != "plain":
+            asked["balance"] = balances.of(request, n)
+        answer = peer.ask(asked)
+        row = {"model": model, "experiment": name, "peer": peer.name, "n": n, "size": list(size), **answer}
+        row["fits"] = fits(answer, args.limit if on_cpu else None, n)
+        yield row
+        if not row["fits"]:
+            return
+
+
+def largest(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    """Question 1: all sizes that were tried."""
+    rows: list[dict[str, Any]] = []
+    with Peer("ours", "footprint.py") as asked:
+        balances = Balances(asked, args.partitions)
+        for model in args.models:
+            for name in args.peers:
+                start = 0
+                for n in [1] if name == "plain" else args.partitions:
+                    experiment = f"{'naive' if name == 'plain' else 'pipeline'}-{n}"
+                    bar.set_description(f"{model}: {experiment} {name}")
+                    # A process of its own: where memory has run out, it is given back as a whole.
+                    with Peer(name, "footprint.py") as peer:
+                        tried = list(climb(peer, experiment, n, model, start, balances, args))
+                    # On more devices at least the same fits: the ladder need not be climbed from the ground again.
+                    start += max(0, sum(row["fits"] for row in tried) - 1)
+                    rows += tried
+                    bar.update()
+    return rows
+
+
+def sweep(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
+    """What is varied, and micro-batches, partitions and mode."""
+    most = max(args.partitions)
+    for mode in MODES:
+        yield from (("m", m, most, mode) for m in args.chunks)
+        yield from (("n", max(args.chunks), n, mode) for n in args.partitions)
+
+
+def growth(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    """Question 2: a row for each number of micro-batches or partitions."""
+    task = TASKS[args.size]["resnet101"]
+    with torch.device("meta"):
+        layers = len(task.make())
+    rows = []
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(Peer(name, "footprint.py")) for name in args.peers}
+        for axis, m, n, mode in sweep(args):
+            row: dict[str, Any] = {"axis": axis, "m": m, "n": n, "mode": mode, "batch": task.batch}
+            for name, peer in running.items():
+                if name == "plain" and rows:
+                    row[name] = rows[0][name]  # It knows neither micro-batches nor partitions.
+                    continue
+                bar.set_description(f"resnet101: {m} micro-batches, {n} partitions, {mode}")
+                row[name] = peer.ask(
+                    {
+                        "size": args.size,
+                        "model": "resnet101",
+                        "batch": task.batch,
+                        "m": m,
+                        "mode": mode,
+                        "balance": [layers * (j + 1) // n - layers * j // n for j in range(n)],
+                        "devices": places(args.devices, 1 if name == "plain" else n),
+                    }
+                )
+            rows.append(row)
+            bar.update()
+    return rows
+
+
+def amount(values: Sequence[int], unit: int) -> str:
+    return f"{sum(values) / unit:.2f}"
+
+
+def largest_rows(result: dict[str, Any]) -> list[list[str]]:
+    """For each experiment the largest model that fits."""
+    unit = MIB if result["size"] == "small" else GIB
+    lines = []
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in result["largest"]:
+        key = row["model"], row["experiment"], row["peer"]
+        if row["fits"] or key not in found:
+            found[key] = row
+    for (model, experiment, peer), row in found.items():
+        theirs = PUBLISHED.get(model, {}).get(experiment) if peer == "ours" or peer == "plain" else None
+        told = "-" if theirs is None else " / ".join("-" if one is None else f"{one:g}" for one in theirs)
+        if not row["fits"]:
+            lines.append([model, experiment, peer, "none", "-", "-", "-", "-", told])
+            continue
+        each = ", ".join(amount([one], unit) for one in row["peak"])
+        lines.append(
+            [
+                model,
+                experiment,
+                peer,
+                "({}, {})".format(*row["size"]),
+                f"{row['parameters'] / 1e6:.2f}",
+                amount(row["kept"], unit),
+                amount(row["activations"], unit),
+                each,
+                told,
+            ]
+        )
+    return lines
+
+
+def largest_table(result: dict[str, Any]) -> str:
+    unit = "MiB" if result["size"] == "small" else "GiB"
+    header = ["model", "experiment", "peer", "largest", "parameters, M", f"model, {unit}", f"activations, {unit}"]
+    return table(largest_rows(result), [*header, f"peak of each memory, {unit}", "theirs, P40"])
+
+
+def growth_table(result: dict[str, Any]) -> str:
+    peers = [name for name in PEERS if name in result["growth"][0]]
+    lines = [
+        [row["m"], row["n"], row["mode"], *(peak_of(row[name]) for name in peers)]
+        for row in result["growth"]
+        if row["axis"] == "m" or row["n"] != max(one["n"] for one in result["growth"])
+    ]
+    return table(lines, ["micro-batches", "partitions", "checkpoint", *(f"{name}, MiB" for name in peers)])
+
+
+def peak_of(answer: Answer) -> str:
+    """Of the fullest device."""
+    return f"{max(answer['activations']) / MIB:.2f}" if "peak" in answer else f"- {answer['none']}"
+
+
+def show(result: dict[str, Any]) -> None:
+    print("\nthe largest model that fits\n\n" + largest_table(result))
+    if result["devices"] == ["cpu"]:
+        print(
+            "\nThe CPU has one memory for all partitions: a model fits if its peak is within "
+            f"{result['limit']:g} MiB a partition, all together."
+        )
+    batch = result["growth"][0]["batch"]
+    print(f"\nresnet101, mini-batches of {batch}: activations at the peak\n\n" + growth_table(result))
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The largest models, and the peak over micro-batches and over partitions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    draw_largest(left, result)
+    for axes, axis, what in ((middle, "m", "micro-batches"), (right, "n", "partitions")):
+        draw_growth(axes, [row for row in result["growth"] if row["axis"] == axis], axis, what)
+    labels = {text: line for line, text in zip(*middle.get_legend_handles_labels())}
+    figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
+    save(figure, path)
+
+
+def draw_largest(axes: Any, result: dict[str, Any]) -> None:
+    best: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result["largest"]:
+        if row["fits"] and row["peer"] != "original":
+            best.setdefault((row["model"], row["peer"]), {})[row["experiment"]] = row["parameters"] / 1e6
+    names = list(dict.fromkeys(name for found in best.values() for name in found))
+    models = list(dict.fromkeys(model for model, _ in best))
+    width = 0.8 / max(1, len(models))
+    for k, model in enumerate(models):
+        found = {name: value for (of, _), values in best.items() if of == model for name, value in values.items()}
+        places = [names.index(name) + (k - (len(models) - 1) / 2) * width for name in found]
+        bars = axes.bar(places, list(found.values()), width, color=COLORS[k], label=model)
+        axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+    open_axes(axes, title="largest model that fits", ylabel="million parameters", xticks=range(len(names)))
+    axes.set_xticklabels(names, rotation=20)
+    if models:
+        axes.legend(frameon=False, loc="upper left")
+
+
+def draw_growth(axes: Any, rows: list[dict[str, Any]], axis: str, what: str) -> None:
+    for mode, color in zip(MODES, COLORS):
+        for peer, style in zip(PIPELINES, ("-", "--"), strict=True):
+            known = [row for row in rows if row["mode"] == mode and "peak" in row.get(peer, {})]
+            if known:
+                peaks = [max(row[peer]["activations"]) / MIB for row in known]
+                label = f"{peer}, {mode}"
+                axes.plot(
+                    [row[axis] for row in known], peaks, style, color=color, marker="o", markersize=4, label=label
+                )
+    if rows and "peak" in rows[0].get("plain", {}):
+        axes.axhline(max(rows[0]["plain"]["activations"]) / MIB, color=COLORS[-1], linewidth=1, label="plain")
+    other = "n" if axis == "m" else "m"
+    others = {"n": "partitions", "m": "micro-batches"}[other]
+    fixed = f", {rows[0][other]} {others}" if rows else ""
+    open_axes(axes, title=f"activations at the peak, MiB{fixed}", xlabel=what, ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row[axis] for row in rows], [str(row[axis]) for row in rows])
+    axes.minorticks_off()
+
+
+def main() -> None:
+    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=list(LADDERS), default="small")
+    parser.add_argument("--models", nargs="+", choices=list(LADDERS["small"]), default=list(LADDERS["small"]))
+    parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["plain", "ours", "original"])
+    parser.add_argument("--partitions", nargs="+", type=int, help="n: 1, 2, 4 and 8, as far as there are GPUs")
+    parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the second question")
+    parser.add_argument("--limit", type=float, help="MiB a partition on the CPU (4), GiB a device on GPUs (all it has)")
+    parser.add_argument("--json", type=Path, default=RESULTS / "capacity.json")
+    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
+    args = parser.parse_args()
+    if args.draw:
+        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
+        return
+
+    on_cpu = args.devices == ["cpu"]
+    args.partitions = args.partitions or [n for n in (1, 2, 4, 8) if n <= (4 if on_cpu else len(args.devices))]
+    limit = args.limit or (4.0 if on_cpu else None)
+    args.limit = None if limit is None else limit * (MIB if on_cpu else GIB)
+    before = environment()
+    piped = sum(name != "plain" for name in args.peers)
+    total = len(args.models) * (len(args.partitions) * piped + ("plain" in args.peers)) + len(list(sweep(args)))
+    with tqdm(total=total, unit="run") as bar:
+        result = {
+            "unit": "bytes",
+            "environment": before,
+            "size": args.size,
+            "devices": args.devices,
+            "limit": limit,
+            "published": {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "figures": PUBLISHED},
+            "largest": largest(args, bar),
+            "growth": growth(args, bar),
+        }
+    show(result)
+    write(args.json, result)
+    draw(result, args.json.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Does a training run over several processes survive what happens to one of them?
+
+Each trial is a run under torchrun in which one process, drawn at random, raises an exception, is killed, or hangs: in a
+layer, while it saves a checkpoint, or between two steps. torchrun starts all of them again. What is looked at:
+
+- whether the run ends, with the losses of a run that was not interrupted, bit for bit;
+- whether the others have ended by themselves, and their errors name them and the one they have waited for;
+- whether a process is left.
+
+    python -m benchmarks.faults             # -> results/faults.json; 24 trials, ten minutes
+    python -m benchmarks.faults --trials 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from benchmarks.interrupted import STEPS, TIMEOUT, Harm
+from benchmarks.records import RESULTS, environment, spread, write
+
+__all__ = ["lines", "main", "trial"]
+
+#: The last one gives every restart a store of its own: in a shared one gloo would find addresses of the run before.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+ROOT = Path(__file__).resolve().parent.parent
+#: torchrun looks so rarely, in seconds, that the processes can end by themselves before it ends them.
+LOOKS = 2.0
+
+
+def trial(processes: int, harm: Harm) -> dict[str, Any]:
+    """A training run in which this happens.
+
+    Returns:
+        what has come of it; ``losses`` are those of the last run of each step
+    """
+    with TemporaryDirectory() as name:
+        folder, begin = Path(name), perf_counter()
+        done = subprocess.run(
+            [
+                *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)],
+                *["--max-restarts", "2", "--monitor-interval", str(LOOKS if harm.kind != "none" else 0.1)],
+                *["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"],
+                *["-m", "benchmarks.interrupted", name, json.dumps(harm)],
+            ],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        seconds = perf_counter() - begin
+        steps = lines(folder / "steps")
+        errors = {rank: lines(folder / f"errors-{rank}") for rank in range(processes) if rank != harm.rank}
+        pids = [line["pid"] for rank in range(processes) for line in lines(folder / f"processes-{rank}")]
+        begins = sorted({line["begin"] for line in steps})
+    return {
+        **harm._asdict(),
+        "ended": done.returncode == 0,
+        "runs": len(pids) // processes,
+        "resumed_at": begins[-1],
+        "others": processes - 1,
+        "others_that_told": sum(any(map(tells, found, [rank] * len(found))) for rank, found in errors.items()),
+        "left_behind": sum(alive(pid) for pid in pids),
+        "seconds": round(seconds, 1),
+        "losses": [loss for _, loss in sorted({line["step"]: line["loss"] for line in steps}.items())],
+    }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """What was noted in a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tells(error: dict[str, Any], rank: int) -> bool:
+    """Whether an error names its process, and whom it has waited for or what could not be saved together."""
+    text = error["error"]
+    own = re.match(rf"rank {rank}, stage {rank} of \d", text)
+    waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
+    saving = re.search(r"could not save the checkpoint of step \d+ .* together with all other processes", text)
+    return bool(own and (waited or saving))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def draw(trials: int, processes: int) -> list[Harm]:
+    """Harms at random, kills before all others; to those who save, at a step at which they do."""
+    random_ = random.Random(0)
+    saves = [step for step in range(STEPS) if (step + 1) % 3 == 0]
+    result = []
+    for k in range(trials):
+        kind = "kill" if k < 20 else ["raise", "hang"][k % 2]
+        place = random_.choice(["layer", "layer", "between", "save"])
+        step = random_.choice(saves) if place == "save" else random_.randrange(STEPS)
+        result.append(Harm(kind, place, random_.randrange(processes), step))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Let processes come to harm, and see what becomes of the run.")
+    parser.add_argument("--trials", type=int, default=24, help="the first 20 of them are kills")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=2, help="trials that run side by side")
+    parser.add_argument("--json", type=Path, default=RESULTS / "faults.json")
+    options = parser.parse_args()
+
+    expected = trial(options.processes, Harm("none"))["losses"]
+    assert len(expected) == STEPS
+    rows = []
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for row in pool.map(partial(trial, options.processes), draw(options.trials, options.processes)):
+            row["same_losses"] = row.pop("losses") == expected
+            rows.append(row)
+            print(row, flush=True)
+            write(options.json, summary(rows, options.trials))  # So far: a run that is cut short has not been in vain.
+
+
+def summary(rows: list[dict[str, Any]], wanted: int) -> dict[str, Any]:
+    """What has come of the trials."""
+    return {
+        "environment": environment(),
+        "steps": STEPS,
+        "timeout": TIMEOUT,
+        "trials": len(rows),
+        "trials_wanted": wanted,
+        "by_kind": dict(Counter(row["kind"] for row in rows)),
+        "ended": sum(row["ended"] for row in rows),
+        "same_losses": sum(row["same_losses"] for row in rows),
+        "others": sum(row["others"] for row in rows),
+        "others_that_told": sum(row["others_that_told"] for row in rows),
+        "left_behind": sum(row["left_behind"] for row in rows),
+        "seconds": spread(row["seconds"] for row in rows),
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()

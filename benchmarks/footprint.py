@@ -1,0 +1,108 @@
+"""The child of capacity.py, and of speed.py where that asks for memory: what a training step takes, memory by memory.
+
+Measured is the second step, with an optimizer that keeps one number for each parameter (RMSprop):
+
+    kept         parameters, buffers, gradients and the optimizer's state
+    activations  the most that is allocated beside these at any time of the step
+    peak         both together
+
+Each is a list with a figure for each GPU. CPU devices share one memory, and so they have one figure for all of them.
+`allocations.py` says how it is counted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.allocations import memories, peaks, reports
+from benchmarks.models import amoebanetd, gpt, resnet, unet
+from benchmarks.peers import Answer, Request, serve
+from benchmarks.training import TASKS, Task, inputs, runner
+
+__all__ = ["MAKERS"]
+
+MAKERS: dict[str, Callable[..., nn.Sequential]] = {"amoebanetd": amoebanetd, "gpt": gpt, "resnet": resnet, "unet": unet}
+
+
+def task_of(request: Request) -> Task:
+    """What a request asks to train: one of speed.py's tasks by its name, or a model with its arguments."""
+    if "size" in request:
+        return TASKS[request["size"]][request["model"]]
+    make, args = MAKERS[request["model"]], request["args"]
+    return Task(lambda: make(*args), tuple(request["sample"]), request["batch"], request["m"])
+
+
+def balances(request: Request) -> Answer:
+    """The balance by size for each number of partitions. It is found on the CPU: sizes are the same everywhere."""
+    from torchgpipe_balancing import profile
+
+    task = task_of(request)
+    sample = inputs(task, max(1, task.batch // task.chunks), "cpu")
+    report = profile(task.make(), sample, device="cpu", timeout=0.0)
+    return {"balances": [report.balance(n, by="size", param_scale=3.0) for n in request["partitions"]]}
+
+
+def answer(peer: str, request: Request) -> Answer:
+    """The number of parameters, and bytes; or why there are none."""
+    if "partitions" in request:
+        return balances(request)
+    gc.collect()
+    own = memories(request["devices"])
+    if own[0].type == "cpu":
+        reports()
+    elif request.get("limit") is not None:
+        for device in own:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, request["limit"] / total), device)
+    try:
+        return footprint(peer, task_of(request), request, own)
+    except torch.OutOfMemoryError:
+        return {"none": "out of memory"}
+
+
+def footprint(peer: str, task: Task, request: Request, own: list[torch.device]) -> Answer:
+    torch.manual_seed(0)
+    module = task.make()
+    run = runner(peer, module, request)
+    if run is None:
+        return {"none": "skips"}
+    x = inputs(task, request["batch"], request["devices"][0])
+    optimizer = torch.optim.RMSprop(module.parameters(), lr=0.0)
+
+    def forward() -> Tensor:
+        return run(x).square().mean()
+
+    torch.autograd.backward(forward())
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    above = peaks(forward, own)
+
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    tensors = [*module.parameters(), *module.buffers(), *state(optimizer), *gradients]
+    kept = [bytes_in(memory, tensors) for memory in own]
+    # The gradients are made by the step, and counted once.
+    activations = [most - bytes_in(memory, gradients) for most, memory in zip(above, own, strict=True)]
+    return {
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "kept": kept,
+        "activations": activations,
+        "peak": [a + b for a, b in zip(kept, activations, strict=True)],
+    }
+
+
+def bytes_in(memory: torch.device, tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if memories([tensor.device]) == [memory])
+
+
+def state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for of_parameter in optimizer.state.values():
+        yield from (value for value in of_parameter.values() if isinstance(value, Tensor))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(answer)

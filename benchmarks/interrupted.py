@@ -1,0 +1,137 @@
+"""The child of faults.py: a training run that comes to harm, is started again by torchrun, and goes on.
+
+It writes one line for each step that it has made, and one for each error that ends a process. The harm comes once, in
+the first of the runs: to one process, at one step, in the middle of a micro-batch, while it saves, or between steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchgpipe.distributed import Checkpoints, DistributedGPipe, files
+
+__all__ = ["STEPS", "TIMEOUT", "Harm", "main", "train"]
+
+STEPS = 12
+EVERY = 3  # steps between two checkpoints
+TIMEOUT = 5.0  # seconds that a process waits for another
+
+
+class Harm(NamedTuple):
+    """What happens.
+
+    Attributes:
+        kind: 'raise', 'kill' or 'hang'; 'none' for an uninterrupted run
+        place: 'layer', 'save' or 'between'
+        rank: to whom
+        step: when
+    """
+
+    kind: str
+    place: str = "layer"
+    rank: int = 0
+    step: int = 0
+
+    def strike(self, place: str, step: int) -> None:
+        """Does it, if this is the place, the process and the step."""
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if not first or (place, step, dist.get_rank()) != (self.place, self.step, self.rank):
+            return
+        if self.kind == "raise":
+            raise ArithmeticError("out of luck")
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "hang":
+            threading.Event().wait()
+
+
+class Layer(nn.Linear):
+    """A layer with something random, which counts steps, and may come to harm in one."""
+
+    harm = Harm("none")
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            self.harm.strike("layer", self.step)
+        return F.dropout(super().forward(x).tanh(), 0.2, self.training)
+
+
+class Writer(files.FileSystemWriter):  # type: ignore[misc, name-defined, unused-ignore]
+    """May come to harm when it has written, and before it has told the others."""
+
+    harm = Harm("none")
+    step = 0
+
+    def write_data(self, *args: Any) -> Any:
+        written = super().write_data(*args)
+        self.harm.strike("save", self.step)
+        return written
+
+
+def train(folder: Path, harm: Harm) -> None:
+    """Trains to the end, from the last checkpoint."""
+    n = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[Layer(8, 8) for _ in range(2 * n)])
+    model = DistributedGPipe(layers, [2] * n, chunks=4, loss_fn=F.mse_loss)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    checkpoints = Checkpoints(folder / "checkpoints", model, optimizer, timeout=timedelta(seconds=TIMEOUT))
+    files.FileSystemWriter = Writer  # type: ignore[misc, attr-defined, unused-ignore]
+    Layer.harm = Writer.harm = harm
+
+    begin = (checkpoints.load() or {"step": 0})["step"]
+    for step in range(begin, STEPS):
+        Layer.step = step
+        draw = torch.Generator().manual_seed(step)
+        input, target = torch.rand(2, 10, 8, generator=draw)
+        loss = model.step(input, target)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            note(folder / "steps", begin=begin, step=step, loss=loss.item())
+        harm.strike("between", step)
+        if (step + 1) % EVERY == 0:
+            checkpoints.wait()
+            Writer.step = step
+            # Every second one in the background.
+            checkpoints.save(step + 1, {"step": step + 1}, asynchronous=step % 2 == 0)
+    checkpoints.wait()
+
+
+def note(path: Path, **fields: Any) -> None:
+    """Adds a line to a file."""
+    with path.open("a") as file:
+        print(json.dumps(fields), file=file)
+
+
+def main() -> None:
+    """Takes a folder and the harm, as a list in JSON."""
+    folder, harm = Path(sys.argv[1]), Harm(*json.loads(sys.argv[2]))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    note(folder / f"processes-{dist.get_rank()}", pid=os.getpid())
+    try:
+        train(folder, harm)
+    except Exception as error:
+        note(folder / f"errors-{dist.get_rank()}", error=str(error), notes=getattr(error, "__notes__", []))
+        raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

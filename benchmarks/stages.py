@@ -1,0 +1,122 @@
+"""The child of speed.py for the pipelines that PyTorch has itself: torch.distributed.pipelining, a process a partition.
+
+Its schedules train the same layers on the same mini-batch, with gloo between CPUs and nccl between GPUs. They have no
+checkpointing, and no skips between processes: a model can be cut only where no skip passes. A step is timed from one
+barrier to the next.
+
+A server that has imported PyTorch once forks the processes, so that starting eight of them does not take eight imports.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.peers import Answer, Request, serve
+from benchmarks.training import TASKS, closed_units, inputs, made, synchronize
+
+SCHEDULES: dict[str, Any] = {"ScheduleGPipe": ScheduleGPipe, "Schedule1F1B": Schedule1F1B}
+
+#: A process that waits so long for another will never hear of it.
+PATIENCE = timedelta(minutes=10)
+
+
+def answer(peer: str, request: Request) -> Answer:
+    """Seconds of each step; or why there are none."""
+    reason = refusal(peer, request)
+    if reason is not None:
+        return {"none": reason}
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            train_stage,
+            args=(peer, request, folder),
+            nprocs=len(request["units"]),
+            start_method="forkserver",
+        )
+        result: Answer = json.loads(Path(folder, "answer").read_text())
+    return result
+
+
+def refusal(peer: str, request: Request) -> str | None:
+    """Why this cannot be trained, if it cannot."""
+    if request["units"] is None:
+        return "skips"
+    n = len(request["units"])
+    if peer == "Schedule1F1B" and request["m"] < n:
+        return "fewer micro-batches than partitions"
+    if request["devices"][0] != "cpu" and len(set(request["devices"])) < n:
+        return "fewer devices than partitions"
+    return None
+
+
+def train_stage(j: int, peer: str, request: Request, folder: str) -> None:
+    """Trains partition ``j`` in a process of its own; that of partition 0 writes the seconds."""
+    torch.set_num_threads(1)
+    device = torch.device(request["devices"][j])
+    n = len(request["units"])
+    if device.type == "cpu":
+        world: dict[str, Any] = {"backend": "gloo"}
+    else:
+        torch.accelerator.set_device_index(device)
+        world = {"backend": "nccl", "device_id": device}
+    store = f"file://{folder}/store"
+    dist.init_process_group(init_method=store, rank=j, world_size=n, timeout=PATIENCE, **world)
+    try:
+        seconds = timed_steps(j, n, device, peer, request)
+    finally:
+        dist.destroy_process_group()
+    if j == 0:
+        Path(folder, "answer").write_text(json.dumps(seconds))
+
+
+def timed_steps(j: int, n: int, device: torch.device, peer: str, request: Request) -> Answer:
+    task = TASKS[request["size"]][request["model"]]
+    first = sum(request["units"][:j])
+    units = list(closed_units(made(request["size"], request["model"])))
+    layers = Layers(*units[first : first + request["units"][j]]).to(device)
+    stage = PipelineStage(layers, j, n, device)
+    schedule = SCHEDULES[peer](stage, request["m"], loss_fn=loss)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
+    input = [inputs(task, request["batch"], str(device))] if j == 0 else []
+    # The loss compares with nothing, but the schedule splits a target for it.
+    target = {"target": torch.zeros(request["batch"], device=device)} if j == n - 1 else {}
+
+    seconds = []
+    for _ in range(request["warm_up"] + request["steps"]):
+        dist.barrier()
+        synchronize([str(device)])
+        start = perf_counter()
+        optimizer.zero_grad()
+        schedule.step(*input, **target)
+        optimizer.step()
+        synchronize([str(device)])
+        dist.barrier()
+        seconds.append(perf_counter() - start)
+    return {"seconds": seconds[request["warm_up"] :]}
+
+
+class Layers(nn.Sequential):
+    """Takes what another process has sent: a tuple's tensors come as several inputs."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return super().forward(inputs[0] if len(inputs) == 1 else inputs)
+
+
+def loss(output: Tensor, _target: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["benchmarks.stages"])
+    serve(answer)

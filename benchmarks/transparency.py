@@ -1,0 +1,288 @@
+"""Whether a pipeline changes what is learned: the accuracy of a ResNet, trained plain and through a pipeline.
+
+A pipeline gives the gradients of the plain model on the same micro-batches. What is left is batch norm, which
+normalises each micro-batch by itself. So the same ResNet is trained with the same seeds plain, on whole mini-batches,
+and through a pipeline with `deferred_batch_norm=True`, which tracks running statistics of whole mini-batches; each
+with three sizes of mini-batches, the learning rate growing with them. torchgpipe asked the same of ResNet-101 on
+ImageNet.
+
+    python -m benchmarks.transparency                                 # scikit-learn's handwritten digits, on the CPU
+    python -m benchmarks.transparency --cifar10 FOLDER                # with the files of "CIFAR-10 binary version"
+    python -m benchmarks.transparency --size paper --cifar10 FOLDER   # ResNet-101, mini-batches of 256 to 4k
+    python -m benchmarks.transparency --draw                          # only draws what is in results/transparency.json
+
+The digits come with scikit-learn. All that is random depends on the seed: on the CPU the same figures come out again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from benchmarks.models import resnet, resnet101
+from benchmarks.pictures import COLORS, INK, open_axes, save
+from benchmarks.records import RESULTS, environment, spread, table, write
+from benchmarks.speed import placed
+from torchgpipe import GPipe
+from torchgpipe_balancing import balance_by_parameters
+
+PEERS = ("plain", "ours")
+
+#: Top-1 errors of ResNet-101 on ImageNet that torchgpipe 0.0.3 gives in its documentation, in percent.
+PUBLISHED = {
+    "dataparallel-256": [22.02, 0.11],
+    "dataparallel-1k": [22.04, 0.24],
+    "pipeline-256": [21.99, 0.13],
+    "pipeline-1k": [22.24, 0.19],
+    "pipeline-4k": [22.13, 0.09],
+}
+
+
+class Data(NamedTuple):
+    """Images of shape (count, 3, height, width), and their classes."""
+
+    name: str
+    images: Tensor
+    classes: Tensor
+    test_images: Tensor
+    test_classes: Tensor
+
+
+class Training(NamedTuple):
+    """How a model is trained.
+
+    Attributes:
+        make: makes the model, from the number of classes
+        batches: the sizes of mini-batches
+        chunks: the micro-batches that a pipeline splits each into
+        partitions: of the pipeline
+        epochs: passes over the images
+        rate: the learning rate for the smallest mini-batch; it grows in proportion
+    """
+
+    make: Callable[[int], nn.Sequential]
+    batches: Sequence[int]
+    chunks: int
+    partitions: int
+    epochs: int
+    rate: float
+
+
+TRAININGS = {
+    "small": Training(lambda classes: resnet((1, 1), classes, width=8), (32, 64, 128), 4, 2, 6, 0.05),
+    "paper": Training(resnet101, (256, 1024, 4096), 8, 8, 90, 0.1),
+}
+
+
+def digits() -> Data:
+    """The 1797 handwritten digits that come with scikit-learn, 8 by 8 pixels each twice as wide and high."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SystemExit("the digits come with scikit-learn: pip install scikit-learn, or give --cifar10") from error
+    found = load_digits()
+    images = torch.from_numpy(found.images).float().div(16).sub(0.5)
+    images = F.interpolate(images[:, None], scale_factor=2).expand(-1, 3, -1, -1)
+    classes = torch.from_numpy(found.target).long()
+    # The last fifth was written by other people than the rest.
+    last = len(images) // 5
+    return Data("digits", images[:-last], classes[:-last], images[-last:], classes[-last:])
+
+
+def cifar10(folder: Path) -> Data:
+    """CIFAR-10 from the files of its binary version: for an image a byte that is its class, and 3 x 32 x 32 pixels."""
+
+    def read(names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise SystemExit(
+                f"{folder} lacks {', '.join(missing)}; it is to hold the files of CIFAR-10's binary version"
+            )
+        rows = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]).reshape(-1, 1 + 3 * 32 * 32)
+        pixels = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32)).float().div(255)
+        return pixels.sub(0.5), torch.from_numpy(rows[:, 0].astype(np.int64))
+
+    return Data("CIFAR-10", *read([f"data_batch_{k}.bin" for k in range(1, 6)]), *read(["test_batch.bin"]))
+
+
+def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[str]) -> tuple[nn.Module, str, str]:
+    """The model, and the devices of its input and of its output."""
+    if peer == "plain":
+        return module.to(devices[0]), devices[0], devices[0]
+    places = placed("ours", devices, training.partitions)
+    model = GPipe(
+        module,
+        balance_by_parameters(module, partitions=training.partitions),
+        devices=places,
+        chunks=training.chunks,
+        deferred_batch_norm=True,
+    )
+    return model, places[0], places[-1]
+
+
+def rate_at(epoch: float, training: Training, batch: int) -> float:
+    """Grows for the first twentieth of the epochs, then falls along a cosine."""
+    top = training.rate * batch / training.batches[0]
+    warm = training.epochs / 20
+    if epoch < warm:
+        return top * epoch / warm
+    return top * 0.5 * (1 + float(np.cos(np.pi * (epoch - warm) / (training.epochs - warm))))
+
+
+def train(
+    peer: str, data: Data, training: Training, batch: int, seed: int, devices: list[str], bar: tqdm[Any]
+) -> float:
+    """The share of test images that are classified right in the end."""
+    torch.manual_seed(seed)
+    model, first, last = wrapped(peer, training.make(10), training, devices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    order = torch.Generator().manual_seed(seed)
+    count = len(data.images) // batch  # What is left over would be a smaller mini-batch, and waits for another order.
+    for epoch in range(training.epochs):
+        for k, picked in enumerate(torch.randperm(len(data.images), generator=order)[: count * batch].split(batch)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(epoch + k / count, training, batch)
+            optimizer.zero_grad()
+            output = model(data.images[picked].to(first))
+            torch.autograd.backward(F.cross_entropy(output, data.classes[picked].to(last)))
+            optimizer.step()
+        bar.update()
+    model.eval()
+    with torch.no_grad():
+        guesses = [model(images.to(first)).argmax(dim=1).cpu() for images in data.test_images.split(batch)]
+    return float((torch.cat(guesses) == data.test_classes).double().mean())
+
+
+def measure(args: argparse.Namespace, data: Data, training: Training) -> list[dict[str, Any]]:
+    """A row for each way and size of mini-batches."""
+    rows = []
+    with tqdm(total=len(args.peers) * len(training.batches) * args.seeds * training.epochs, unit="epoch") as bar:
+        for peer in args.peers:
+            for batch in training.batches:
+                name = f"{'plain' if peer == 'plain' else 'pipeline'}-{batch}"
+                accuracies = []
+                for seed in range(args.seeds):
+                    bar.set_description(f"{name}, seed {seed}")
+                    accuracies.append(train(peer, data, training, batch, seed, args.devices, bar))
+                figures = {"accuracies": accuracies, "accuracy": spread(accuracies)}
+                rows.append({"experiment": name, "peer": peer, "batch": batch, **figures, **mean_of(accuracies)})
+    return rows
+
+
+def mean_of(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the pipeline gains or loses, seed by seed."""
+    by_batch = {(row["peer"], row["batch"]): row for row in rows}
+    found = []
+    for (peer, batch), row in by_batch.items():
+        if peer == "ours" and ("plain", batch) in by_batch:
+            pairs = zip(row["accuracies"], by_batch["plain", batch]["accuracies"], strict=True)
+            found.append({"batch": batch, **mean_of([ours - plain for ours, plain in pairs])})
+    return found
+
+
+def accuracy_table(result: dict[str, Any]) -> str:
+    gained = {row["batch"]: row for row in result["differences"]}
+    lines = []
+    for row in result["rows"]:
+        beside = gained.get(row["batch"]) if row["peer"] == "ours" else None
+        lines.append(
+            [
+                row["experiment"],
+                row["batch"],
+                f"{row['mean']:.2%} ± {row['deviation'] * 100:.2f}",
+                f"{row['accuracy']['low']:.2%}",
+                f"{row['accuracy']['high']:.2%}",
+                "-" if beside is None else f"{beside['mean'] * 100:+.2f} ± {beside['deviation'] * 100:.2f}",
+            ]
+        )
+    return table(lines, ["experiment", "mini-batch", "accuracy", "lowest", "highest", "pipeline - plain, points"])
+
+
+def show(result: dict[str, Any]) -> None:
+    about = f"{result['data']}, {result['seeds']} seeds, {result['epochs']} epochs"
+    print(f"\n{about}: accuracy on test images, mean ± standard deviation\n\n" + accuracy_table(result))
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Every run a dot, and the mean of each experiment."""
+    from matplotlib.figure import Figure
+
+    rows = result["rows"]
+    figure = Figure(figsize=(1.1 * len(rows) + 2, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for k, row in enumerate(rows):
+        color = COLORS[PEERS.index(row["peer"])]
+        percent = [100 * accuracy for accuracy in row["accuracies"]]
+        axes.plot([k] * len(percent), percent, "o", color=color, alpha=0.6, markeredgewidth=0)
+        axes.plot([k - 0.25, k + 0.25], [100 * row["mean"]] * 2, color=INK, linewidth=2)
+    about = f"ResNet on {result['data']}, {result['epochs']} epochs: each seed a dot, their mean a line"
+    open_axes(
+        axes, title=about, ylabel="accuracy on test images, %", xticks=range(len(rows)), xlim=(-0.5, len(rows) - 0.5)
+    )
+    axes.set_xticklabels([row["experiment"] for row in rows])
+    save(figure, path)
+
+
+def main() -> None:
+    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=list(TRAININGS), default="small")
+    parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--cifar10", type=Path, help="a folder with CIFAR-10's binary version, in place of the digits")
+    parser.add_argument("--batches", nargs="+", type=int, help="sizes of mini-batches")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--json", type=Path, default=RESULTS / "transparency.json")
+    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
+    args = parser.parse_args()
+    if args.draw:
+        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
+        return
+
+    if args.size == "paper" and args.cifar10 is None:
+        parser.error("--size paper is for larger images than the digits: give --cifar10 FOLDER")
+    training = TRAININGS[args.size]
+    training = training._replace(batches=args.batches or training.batches, epochs=args.epochs or training.epochs)
+    before = environment()
+    torch.set_num_threads(1)
+    data = digits() if args.cifar10 is None else cifar10(args.cifar10)
+    rows = measure(args, data, training)
+    about = {name: getattr(training, name) for name in ("chunks", "partitions", "epochs", "rate")}
+    result = {
+        "unit": "share of test images that are classified right",
+        "environment": before,
+        "size": args.size,
+        "data": data.name,
+        "devices": args.devices,
+        "seeds": args.seeds,
+        **about,
+        "published": {
+            "by": "torchgpipe 0.0.3, in its documentation",
+            "what": "ResNet-101 on ImageNet, top-1 error in percent, mean and spread",
+            "figures": PUBLISHED,
+        },
+        "rows": rows,
+        "differences": differences(rows),
+    }
+    show(result)
+    write(args.json, result)
+    draw(result, args.json.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

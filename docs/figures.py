@@ -1,0 +1,276 @@
+"""Draws the figures of the documentation that explain; those that show something measured come from `benchmarks/`.
+
+    python docs/figures.py    # writes docs/images/*.svg
+
+The pages take the SVG into their HTML, so its text has the colour of the page, light or dark. A file by itself, as the
+README shows it, falls back to a grey that can be read on both. Nothing but Python is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from torchgpipe.schedule import clock_cycles  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+
+#: The colours that timelines have, too.
+FORWARD, RECOMPUTATION, BACKWARD, COPY = "#56B4E9", "#F5D76E", "#009E73", "#CC79A7"
+INK = {FORWARD: "#000", RECOMPUTATION: "#000", BACKWARD: "#fff", COPY: "#000"}
+TEXT = "var(--color-foreground-primary, #808080)"
+FAINT = "var(--color-foreground-border, #a0a0a0)"
+ROW = "var(--color-background-secondary, rgba(128, 128, 128, 0.12))"
+
+
+class Picture:
+    """An SVG that is put together piece by piece."""
+
+    def __init__(self, title: str, width: float, height: float) -> None:
+        self._title = title
+        self._size = width, height
+        self._pieces: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str, label: str = "", round: int = 2
+    ) -> None:
+        frame = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round}"'
+        self._pieces.append(f'<rect {frame} style="fill:{colour}"/>')
+        if label:
+            ink = INK.get(colour, TEXT)
+            self.text(x + width / 2, y + height / 2, label, "middle", ink, 13)
+
+    def text(self, x: float, y: float, label: str, anchor: str = "start", colour: str = TEXT, size: float = 14) -> None:
+        place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" dominant-baseline="central" font-size="{size:g}"'
+        self._pieces.append(f'<text {place} style="fill:{colour}">{label}</text>')
+
+    def line(
+        self, points: Sequence[tuple[float, float]], colour: str = TEXT, width: float = 1.5, dash: str = ""
+    ) -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        self._pieces.append(
+            f'<polyline points="{path}" style="fill:none;stroke:{colour};stroke-width:{width}"{dashed}/>'
+        )
+
+    def arrow(
+        self, points: Sequence[tuple[float, float]], colour: str = TEXT, width: float = 1.5, dash: str = ""
+    ) -> None:
+        """A line with a head; its last piece is horizontal or vertical."""
+        (x0, y0), (x1, y1) = points[-2:]
+        dx, dy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
+        self.line([*points[:-1], (x1 - 4 * dx, y1 - 4 * dy)], colour, width, dash)
+        back, side = (x1 - 8 * dx, y1 - 8 * dy), (4 * dy, 4 * dx)
+        corners = [(x1, y1), (back[0] - side[0], back[1] - side[1]), (back[0] + side[0], back[1] + side[1])]
+        head = " ".join(f"{x:g},{y:g}" for x, y in corners)
+        self._pieces.append(f'<polygon points="{head}" style="fill:{colour}"/>')
+
+    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
+        for colour, label in entries:
+            self.box(x, y - 7, 14, 14, colour)
+            self.text(x + 20, y, label, size=13)
+            x += 34 + 7.2 * len(label)
+
+    def save(self, name: str) -> None:
+        width, height = self._size
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img"'
+        )
+        font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
+        lines = [f"{head} {font}>", f"<title>{self._title}</title>", *self._pieces, "</svg>"]
+        (IMAGES / f"{name}.svg").write_text("\n".join(lines) + "\n")
+
+
+class Work(NamedTuple):
+    """Something that a device does: from when to when, of which colour, for which micro-batch."""
+
+    j: int
+    start: float
+    end: float
+    colour: str
+    i: int
+
+
+def simulate(m: int, n: int, checkpointed: int = 0, forward: float = 1.0, backward: float = 2.0) -> Iterator[Work]:
+    """A step on devices that are all alike, where copies take no time: what each of them does when.
+
+    Cells start in the order of the schedule, as soon as their device and their input are there. Backward takes them in
+    the reverse order. A recomputation needs no gradient, so it only waits for its device.
+
+    Args:
+        m: the number of micro-batches
+        n: the number of partitions
+        checkpointed: how many of the micro-batches are computed again
+        forward: what a cell takes
+        backward: what its backward takes
+    """
+    cells = [cell for clock in clock_cycles(m, n) for cell in clock]
+    free = [0.0] * n
+    ready: dict[tuple[int, int], float] = {}
+    for i, j in cells:
+        start = max(free[j], ready.get((i, j - 1), 0.0))
+        ready[i, j] = free[j] = start + forward
+        yield Work(j, start, free[j], FORWARD, i)
+    loss = max(free)
+    free = [loss] * n
+    back: dict[tuple[int, int], float] = {}
+    for i, j in reversed(cells):
+        if i < checkpointed:
+            yield Work(j, free[j], free[j] + forward, RECOMPUTATION, i)
+            free[j] += forward
+        start = max(free[j], back.get((i, j + 1), loss))
+        back[i, j] = free[j] = start + backward
+        yield Work(j, start, free[j], BACKWARD, i)
+
+
+LEFT, UNIT, HEIGHT = 78.0, 11.6, 34.0
+
+
+def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) -> None:
+    """A row for each device, a box for each cell with the number of its micro-batch.
+
+    All are equally wide, so that a unit of time is as long in each, unless ``unit`` says otherwise.
+    """
+    n = max(work.j for work in works) + 1
+    end = max(work.end for work in works)
+    top = 34.0
+    picture = Picture(title, 646.0 if unit == UNIT else LEFT + unit * end + 8, top + HEIGHT * n + 26)
+    colours = {work.colour for work in works}
+    names = [(FORWARD, "forward"), (RECOMPUTATION, "recomputation"), (BACKWARD, "backward")]
+    picture.legend(LEFT, 14, [(colour, label) for colour, label in names if colour in colours])
+    for j in range(n):
+        y = top + HEIGHT * j
+        picture.text(0, y + HEIGHT / 2, f"device {j}")
+        picture.box(LEFT, y + 2, unit * end, HEIGHT - 4, ROW)
+    for work in works:
+        width = unit * (work.end - work.start)
+        label = str(work.i) if unit * (work.end - work.start) >= 9 else ""
+        picture.box(
+            LEFT + unit * work.start + 0.5, top + HEIGHT * work.j + 2, width - 1, HEIGHT - 4, work.colour, label
+        )
+    y = top + HEIGHT * n + 8
+    picture.arrow([(LEFT, y), (LEFT + unit * end, y)], FAINT)
+    picture.text(LEFT + unit * end, y + 12, "time", "end", size=12)
+    picture.save(name)
+
+
+def one_by_one(m: int, n: int) -> list[Work]:
+    """The same work without micro-batches: the mini-batch is on one device at a time."""
+    works, now = [], 0.0
+    for j in range(n):
+        works.append(Work(j, now, now + m, FORWARD, 0))
+        now += m
+    for j in reversed(range(n)):
+        works.append(Work(j, now, now + 2 * m, BACKWARD, 0))
+        now += 2 * m
+    return works
+
+
+def bubble() -> None:
+    """How much of the devices' time is lost at the ends of a mini-batch, (n - 1) / (m + n - 1)."""
+    width, height, left, top = 560.0, 250.0, 46.0, 12.0
+    picture = Picture(
+        "The bubble by the number of micro-batches, for 2, 4 and 8 partitions", left + width + 70, height + 62
+    )
+    counts = [1, 2, 4, 8, 16, 32, 64]
+
+    def place(m: float, share: float) -> tuple[float, float]:
+        return left + width * log2(m) / log2(counts[-1]), top + height * (1 - share)
+
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        picture.line([place(1, share), place(counts[-1], share)], FAINT, 0.5)
+        picture.text(left - 6, place(1, share)[1], f"{share:.0%}", "end", size=12)
+    for m in counts:
+        picture.text(place(m, 0)[0], top + height + 14, str(m), "middle", size=12)
+    picture.text(left + width / 2, top + height + 38, "micro-batches", "middle")
+    for n, colour in ((2, BACKWARD), (4, FORWARD), (8, COPY)):
+        points = [place(m / 4, (n - 1) / (m / 4 + n - 1)) for m in range(4, 4 * counts[-1] + 1)]
+        picture.line(points, colour, 2.5)
+        for m in counts:
+            x, y = place(m, (n - 1) / (m + n - 1))
+            picture.box(x - 3, y - 3, 6, 6, colour, round=3)
+        x, y = points[-1]
+        picture.text(x + 8, y - (6 if n == 8 else 0) + (6 if n == 2 else 0), f"n = {n}", size=13)
+    picture.save("bubble")
+
+
+def order() -> None:
+    """The autograd graph of one partition: what makes backward take the micro-batches one after the other."""
+    picture = Picture("Checkpoint and Recompute of three micro-batches on one partition, tied by phonies", 640, 216)
+    for i in range(3):
+        x = 20 + 210 * i
+        picture.text(x + 58, 14, f"micro-batch {i}", "middle")
+        picture.arrow([(x + 58, 28), (x + 58, 46)])
+        picture.box(x, 48, 116, 34, FORWARD, "Checkpoint")
+        picture.arrow([(x + 58, 82), (x + 58, 190)])
+        picture.text(x + 66, 182, "output", size=12)
+        picture.arrow([(x + 100, 82), (x + 100, 114)], COPY, 2, "4 3")
+        picture.box(x + 70, 116, 106, 34, RECOMPUTATION, "Recompute")
+        if i < 2:
+            picture.arrow([(x + 176, 133), (x + 193, 133), (x + 193, 65), (x + 208, 65)], COPY, 2, "4 3")
+    picture.line([(470, 206), (500, 206)], COPY, 2, "4 3")
+    picture.text(508, 206, "a phony", size=12)
+    picture.save("order")
+
+
+def streams() -> None:
+    """A copy beside the computation of two devices."""
+    picture = Picture("Micro-batch 0 is copied while device 0 computes micro-batch 1", 640, 178)
+    rows = ["device 0 computes", "leaving device 0", "arriving at device 1", "device 1 computes"]
+    for k, label in enumerate(rows):
+        picture.text(0, 22 + 40 * k, label, size=13)
+        picture.box(150, 7 + 40 * k, 480, 30, ROW)
+    for i in range(3):
+        picture.box(152 + 130 * i, 9, 126, 26, FORWARD, str(i))
+        picture.box(282 + 130 * i, 49, 60, 26, COPY, str(i))
+        picture.box(282 + 130 * i, 89, 60, 26, COPY, str(i))
+    for i in range(2):
+        picture.box(346 + 130 * i, 129, 126, 26, FORWARD, str(i))
+        picture.arrow([(344 + 130 * i, 115), (344 + 130 * i, 141)], TEXT)
+        picture.arrow([(280 + 130 * i, 35), (280 + 130 * i, 61)], TEXT)
+    picture.save("streams")
+
+
+def portal() -> None:
+    """A skip from the first device to the last, in a tuple and through a portal."""
+    picture = Picture("A skip in a tuple is copied to every device; through a portal it is copied once", 640, 250)
+    for row, (label, y) in enumerate([("in tuples", 44.0), ("through a portal", 174.0)]):
+        picture.text(0, y - 26, label, size=14)
+        for j in range(4):
+            x = 20 + 165 * j
+            picture.box(x, y, 100, 44, FORWARD, f"device {j}", 4)
+            if j < 3:
+                picture.arrow([(x + 100, y + 14), (x + 165, y + 14)])
+                if row == 0:
+                    picture.arrow([(x + 100, y + 32), (x + 165, y + 32)], COPY, 3)
+        if row == 1:
+            picture.arrow([(70, y + 44), (70, y + 64), (565, y + 64), (565, y + 44)], COPY, 3)
+    picture.line([(470, 14), (500, 14)], COPY, 3)
+    picture.text(508, 14, "the skip is copied", size=12)
+    picture.save("portal")
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    timetable("naive", "Four devices, one mini-batch: one device works at a time", one_by_one(4, 4))
+    timetable("overview", "Four devices, four micro-batches: the devices work side by side", list(simulate(4, 4)), 26.0)
+    timetable("pipeline", "Four devices, four micro-batches: the devices work side by side", list(simulate(4, 4)))
+    timetable(
+        "checkpointing",
+        "The same with checkpoint='except_last': all micro-batches but the last are computed again",
+        list(simulate(4, 4, checkpointed=3)),
+    )
+    bubble()
+    order()
+    streams()
+    portal()
+
+
+if __name__ == "__main__":
+    main()

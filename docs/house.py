@@ -1,0 +1,78 @@
+"""Two directives of this documentation: drawings that follow the colours of the page, and tables of measured figures.
+
+.. drawing:: pipeline          the SVG docs/images/pipeline.svg, within the page; the content is its caption
+
+.. results:: memory_by_mode    a table of benchmarks/tables.py, from the JSON that is committed now
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from benchmarks import tables
+
+HERE = Path(__file__).resolve().parent
+
+
+class Drawing(SphinxDirective):
+    """A picture in SVG, in which text has the colour of the page."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        path = HERE / "images" / f"{self.arguments[0]}.svg"
+        self.env.note_dependency(str(path))
+        figure = nodes.figure(
+            "",
+            nodes.raw("", f'<div class="drawing-frame">{path.read_text()}</div>', format="html"),
+            classes=["drawing"],
+        )
+        if self.content:
+            text, messages = self.parse_inline(" ".join(self.content), lineno=self.content_offset + 1)
+            figure += nodes.caption("", "", *text)
+            figure += messages
+        return [figure]
+
+
+class Results(SphinxDirective):
+    """A table that `benchmarks.tables` makes of a committed result."""
+
+    required_arguments = 1
+    _literal: ClassVar = re.compile(r"`([^`]+)`")
+
+    def run(self) -> list[nodes.Node]:
+        for path in tables.RESULTS.glob("*.json"):
+            self.env.note_dependency(str(path))
+        header, rule, *rows = (_cells(line) for line in tables.TABLES[self.arguments[0]]().splitlines())
+        figures = [cell.endswith(":") for cell in rule]
+        group = nodes.tgroup("", cols=len(header))
+        group += [nodes.colspec(colwidth=1) for _ in header]
+        group += nodes.thead("", self._row(header, figures))
+        group += nodes.tbody("", *(self._row(row, figures) for row in rows))
+        return [nodes.table("", group, classes=["results"])]
+
+    def _row(self, cells: list[str], figures: list[bool]) -> nodes.row:
+        row = nodes.row()
+        for cell, is_figure in zip(cells, figures, strict=True):
+            paragraph = nodes.paragraph()
+            for k, part in enumerate(self._literal.split(cell)):
+                paragraph += nodes.literal("", part) if k % 2 else nodes.Text(part)
+            row += nodes.entry("", paragraph, classes=["figures"] if is_figure else [])
+        return row
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("drawing", Drawing)
+    app.add_directive("results", Results)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,112 @@
+"""Starts processes that work together, for the tests: nothing outside of this machine, and nothing is left running.
+
+The processes are forked from one that has imported everything, so that a test need not share them with another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Crash", "launch"]
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.distributed.launch"])
+
+#: A process that takes longer hangs, and is killed.
+_LIMIT = 60.0
+
+
+class Crash(AssertionError):
+    """A process has ended with an exception."""
+
+
+def launch(
+    n: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0, victim: int | None = None
+) -> list[Any]:
+    """Calls ``function(*args)`` in ``n`` processes of one group.
+
+    Args:
+        timeout: that of the group, in seconds
+        victim: the rank of a process that comes to harm: how it ends does not matter, and when all others have ended it
+            is killed
+
+    Returns:
+        what each of them returns; of one that was killed, None
+
+    Raises:
+        Crash: one has raised something, or hangs.
+    """
+    with TemporaryDirectory() as folder:
+        pipes = [_SERVER.Pipe(duplex=False) for _ in range(n)]
+        processes = [
+            _SERVER.Process(
+                target=_run,
+                args=(rank, n, folder, timeout, victim is None, pipes[rank][1], function, args),
+                daemon=True,
+            )
+            for rank in range(n)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        end = monotonic() + _LIMIT
+        replies: list[Any] = []
+        try:
+            for rank, (receiver, _) in enumerate(pipes):
+                try:
+                    if rank == victim:
+                        replies.append((True, None))
+                    elif receiver.poll(max(0.0, end - monotonic())):
+                        replies.append(receiver.recv())
+                    else:
+                        replies.append("hangs")
+                except EOFError:
+                    replies.append((True, None))
+                receiver.close()
+        finally:
+            for rank, process in enumerate(processes):
+                process.kill() if "hangs" in replies or rank == victim else process.join(10)
+                process.kill()
+                process.join()
+    faults = [f"rank {rank}: {reply}" for rank, reply in enumerate(replies) if reply == "hangs"]
+    faults += [f"rank {rank}:\n{reply[1]}" for rank, reply in enumerate(replies) if reply != "hangs" and not reply[0]]
+    if faults:
+        raise Crash("\n".join(faults))
+    return [value for _, value in replies]
+
+
+def _run(
+    rank: int,
+    n: int,
+    folder: str,
+    timeout: float,
+    together: bool,
+    reply: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), n)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
+        value = function(*args)
+        if together:
+            dist.barrier()
+            dist.destroy_process_group()
+        reply.send((True, value))
+    except BaseException:
+        reply.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None

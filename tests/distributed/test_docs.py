@@ -1,0 +1,59 @@
+"""What documentation and docstrings show of several processes runs as it stands there, in several processes."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchgpipe
+from tests import snippets
+from tests.distributed.launch import launch
+from torchgpipe.distributed import Checkpoints, DistributedGPipe
+
+PAGE = Path(torchgpipe.__file__).parent.parent / "docs" / "scaling.rst"
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(16, 64, generator=draw), torch.randint(10, (16,), generator=draw)
+
+
+def run(found: list[snippets.Snippet], source: str, folder: str, **names: Any) -> None:
+    """Runs code that begins with its process group, in a process that has one."""
+    os.chdir(folder)
+    dist.init_process_group = lambda **options: None
+    for snippet in found:
+        snippets.run(snippet, source, names)
+
+
+def page(folder: str) -> None:
+    text = PAGE.read_text().replace("range(begin, 1000)", "range(begin, 200)").replace('"cuda"', '"cpu"')
+    found = snippets.in_rst(text)
+    assert len(found) >= 2
+    loss_fn = nn.functional.cross_entropy
+    run(found, PAGE.name, folder, batch=batch, replicas=1, stages=2, balance=[1, 2], loss_fn=loss_fn)
+    valid = dist.get_rank() == 0 and Checkpoints("runs/first", nn.Linear(1, 1)).steps()
+    assert valid is False or 200 in valid
+
+
+def docstring(folder: str) -> None:
+    found = snippets.in_docstring(DistributedGPipe.__doc__)
+    assert len(found) == 1
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 10))
+    data = [batch(step) for step in range(3)]
+    names = {"torch": torch, "timedelta": timedelta, "DistributedGPipe": DistributedGPipe, "module": module}
+    run(found, "DistributedGPipe", folder, data=data, **names)
+
+
+def test_code_of_the_page(tmp_path: Path) -> None:
+    launch(2, page, str(tmp_path))
+
+
+def test_code_of_the_docstring(tmp_path: Path) -> None:
+    launch(2, docstring, str(tmp_path))

@@ -1,0 +1,145 @@
+"""A process that fails, dies or hangs: all others end, and say who they are and for whom they have waited.
+
+That they end within the timeout shows in the tests' own limit; none of them asserts a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from tests.distributed.launch import launch
+from tests.distributed.models import data, mlp
+from torchgpipe.distributed import DistributedGPipe
+
+
+class Faulty(nn.Module):
+    """Comes to harm in a process, after it has seen some micro-batches."""
+
+    def __init__(self, kind: str, victim: int, after: int) -> None:
+        super().__init__()
+        self.kind, self.victim, self.left = kind, victim, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor) and dist.get_rank() == self.victim:
+            self.left -= 1
+            if self.left < 0:
+                harm(self.kind)
+        return x
+
+
+def harm(kind: str) -> None:
+    if kind == "raises":
+        raise ArithmeticError("out of luck")
+    if kind == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def learn_until_harm(kind: str, victim: int, after: int) -> str:
+    """In a pipeline of four, one layer or two with each: the error that comes of it."""
+    plain = mlp()
+    plain.insert([1, 3, 4, 6][victim], Faulty(kind, victim, after))
+    return error_of(DistributedGPipe(plain, [2, 2, 2, 1], chunks=4, loss_fn=F.mse_loss, checkpoint="never"))
+
+
+def learn_in_replicas_until_harm() -> str:
+    plain = mlp()
+    plain.insert(6, Faulty("hangs", 3, 5))
+    mesh, timeout = init_device_mesh("cpu", (2, 2)), timedelta(seconds=3)
+    return error_of(
+        DistributedGPipe(plain, [2, 5], chunks=4, loss_fn=F.mse_loss, checkpoint="never", mesh=mesh, timeout=timeout)
+    )
+
+
+def error_of(model: DistributedGPipe) -> str:
+    with pytest.raises((RuntimeError, ArithmeticError)) as info:
+        for step in range(9):
+            model.step(*data(8 + step))
+    return "\n".join([type(info.value).__name__, str(info.value), *info.value.__notes__])
+
+
+def check(said: list[str], victim: int, step: int) -> None:
+    for rank, text in enumerate(said):
+        if rank == victim:
+            continue
+        match = re.search(r"rank (\d), stage (\d).* has waited in step (\d+) for .* from rank ([\d, ]+), in vain", text)
+        assert match, text
+        assert (int(match[1]), int(match[3])) == (rank, step), text
+        assert str(rank) not in match[4], text
+        assert "start all of them again from the last checkpoint" in text
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_all_others_end_when_one_is_killed(victim: int) -> None:
+    said = launch(4, learn_until_harm, "is killed", victim, 9, victim=victim)
+    check(said, victim, step=3)
+    neighbours = {0: [1], 1: [0, 2], 3: [2]}[victim]
+    assert any(f"from rank {victim}," in said[rank] for rank in neighbours), said
+
+
+def test_all_others_end_when_one_raises() -> None:
+    said = launch(4, learn_and_leave, 2, victim=2)
+    check(said, 2, step=2)
+
+
+def learn_and_leave(victim: int) -> str:
+    said = learn_until_harm("raises", victim, 6)
+    if dist.get_rank() == victim:
+        assert "ArithmeticError\nout of luck\nmicro-batch 2 of 4, partition 2 (layers '4'..'5')" in said
+        assert said.endswith("rank 2, stage 2 of 4 at step 2")
+        os._exit(1)  # As a program does that does not catch it.
+    return said
+
+
+def test_all_others_end_when_one_hangs() -> None:
+    said = launch(4, learn_until_harm, "hangs", 1, 5, timeout=3.0, victim=1)
+    check(said, 1, step=2)
+
+
+def test_all_others_end_when_one_of_a_replica_hangs() -> None:
+    said = launch(4, learn_in_replicas_until_harm, victim=3)
+    check(said, 3, step=2)
+    assert "in replica 0" in said[0]
+
+
+def test_all_others_end_when_one_is_killed_between_steps() -> None:
+    said = launch(4, learn_and_vanish, victim=2)
+    check(said, 2, step=3)
+    assert all("whether all are ready" in said[rank] for rank in (0, 1, 3))
+
+
+def learn_and_vanish() -> str:
+    model = DistributedGPipe(mlp(), [2, 2, 1, 1], chunks=4, loss_fn=F.mse_loss)
+    with pytest.raises(RuntimeError) as info:
+        for step in range(9):
+            if step == 2 and dist.get_rank() == 2:
+                harm("is killed")
+            model.step(*data(8))
+    return str(info.value)
+
+
+def test_interleaved_stages_tell_as_well() -> None:
+    said = launch(2, learn_interleaved, victim=1)
+    match = re.search(r"rank 0, stage 0, 2 of 4 has waited in step 2 for the .* from rank 1, in vain", said[0])
+    assert match, said[0]
+
+
+def learn_interleaved() -> str:
+    plain = mlp()
+    plain.insert(1, Faulty("is killed", 1, 0))
+    plain.insert(3, Faulty("is killed", 1, 5))
+    model = DistributedGPipe(
+        plain, [2, 2, 2, 2], chunks=4, loss_fn=F.mse_loss, schedule="Interleaved1F1B", checkpoint="never"
+    )
+    return error_of(model)

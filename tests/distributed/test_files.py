@@ -1,0 +1,226 @@
+"""A checkpoint fits any number of processes, outlives those that wrote it, and runs no code."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed.launch import launch
+from tests.distributed.models import cross_entropy, everything, tokens, weigh
+from torchgpipe import GPipe
+from torchgpipe.distributed import Checkpoints, DistributedGPipe, files
+
+
+def wrapped(balance: list[int], dropout: float = 0.0, **options: Any) -> DistributedGPipe:
+    model = everything(dropout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * (len(balance) - 2))  # Others than those that are loaded.
+    return DistributedGPipe(model, balance, chunks=4, loss_fn=cross_entropy, weight=weigh, **options)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """With two groups, the first of which is empty in most processes."""
+    decaying = [parameter for name, parameter in model.named_parameters() if name == "0.weight"]
+    others = [parameter for name, parameter in model.named_parameters() if name != "0.weight"]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others}]
+    return torch.optim.Adam(groups, lr=0.05, betas=(0.8, 0.9))
+
+
+def learn(model: DistributedGPipe, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(model.step(*tokens(8 + step)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def save(folder: str, balance: list[int]) -> list[float]:
+    """Saves after two steps, in the background while it learns on, and returns the losses of the next two."""
+    model = wrapped(balance, 0.5)
+    optimizer = adam(model)
+    checkpoints = Checkpoints(folder, model, optimizer)
+    assert checkpoints.load() is None
+    learn(model, optimizer, range(2))
+    # What is random goes on where it was; with other stages it cannot.
+    checkpoints.save(2, {"step": 2, "shape": (1, None)}, asynchronous=True)
+    losses = learn(model, optimizer, range(2, 4))
+    checkpoints.wait()
+
+    torch.manual_seed(99)
+    model = wrapped(balance, 0.5)
+    optimizer = adam(model)
+    assert Checkpoints(folder, model, optimizer).load() == {"step": 2, "shape": (1, None)}
+    assert learn(model, optimizer, range(2, 4)) == losses
+
+    model = wrapped(balance)
+    optimizer = adam(model)
+    Checkpoints(folder, model, optimizer).load()
+    return learn(model, optimizer, range(2, 4))
+
+
+def load(folder: str, balance: list[int]) -> list[float]:
+    model = wrapped(balance)
+    optimizer = adam(model)
+    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints.load()
+    return learn(model, optimizer, range(2, 4))
+
+
+def learn_alone(folder: str, model: nn.Module) -> list[float]:
+    optimizer = adam(model)
+    assert Checkpoints(folder, model, optimizer).load()["step"] == 2
+    losses = []
+    for step in (2, 3):
+        input, target = tokens(8 + step)
+        scores = model(input)
+        loss = cross_entropy(scores, target)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_another_number_of_processes_another_balance_or_no_pipeline_goes_on_from_it(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    losses, *others = launch(4, save, folder, [3, 3, 2, 4])
+    assert all(other == losses for other in others)
+    for again in launch(2, load, folder, [5, 7]):
+        assert again == pytest.approx(losses, rel=1e-12)
+
+    # Here the batch norm sees the whole mini-batch at once, so there is one micro-batch.
+    plain = learn_alone(folder, everything())
+    piped = learn_alone(folder, GPipe(everything(), [6, 6], chunks=1))
+    assert piped == pytest.approx(plain, rel=1e-12)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
+
+
+def test_a_single_process_saves_for_another(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model = GPipe(copy.deepcopy(layers), [1, 1], chunks=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    checkpoints = Checkpoints(tmp_path, model, optimizer, keep=2)
+    for step in (1, 2, 3):
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        checkpoints.save(step, asynchronous=step == 2)
+    assert checkpoints.steps() == [2, 3]
+    state, drawn = values(model), torch.rand(3)
+
+    assert Checkpoints(tmp_path, layers).load() is None  # The state, of which there is none.
+    torch.testing.assert_close(layers.state_dict(), state, rtol=0, atol=0)
+    assert torch.equal(torch.rand(3), drawn)
+    checkpoints.load(2)
+    assert not torch.equal(values(model)["0.weight"], state["0.weight"])
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    checkpoints = Checkpoints(tmp_path, model)
+    checkpoints.save(7)
+    with pytest.raises(FileNotFoundError, match=r"step-00000006 is not there or not valid; valid .* \[7\]"):
+        checkpoints.load(6)
+    with pytest.raises(RuntimeError, match=r"has no model.1.weight, model.1.bias; load it into the model"):
+        Checkpoints(tmp_path, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).load()
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight"):
+        Checkpoints(tmp_path, nn.Sequential(nn.Linear(3, 4))).load()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(RuntimeError, match=r"has no settings.0.weight"):
+        Checkpoints(tmp_path, model, optimizer).load()
+    with pytest.raises(ValueError, match="keep must be positive"):
+        Checkpoints(tmp_path, model, keep=0)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+
+def test_nothing_that_is_loaded_runs_code(tmp_path: Path) -> None:
+    model, trace = nn.Sequential(nn.Linear(3, 3)), tmp_path / "trace"
+    checkpoints = Checkpoints(tmp_path / "run", model)
+    checkpoints.save(1, Bomb(trace))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        checkpoints.load()
+    (tmp_path / "run" / "step-00000001" / ".metadata").write_bytes(pickle.dumps(Bomb(trace)))
+    with pytest.raises(pickle.UnpicklingError, match=r"a checkpoint has no use for posix\.mkdir; don't trust"):
+        checkpoints.load()
+    (tmp_path / "run" / "step-00000001" / ".metadata").write_bytes(pickle.dumps("text"))
+    with pytest.raises(pickle.UnpicklingError, match="does not say what it consists of, but str"):
+        checkpoints.load()
+    assert not trace.exists()
+
+
+def die_while_saving(folder: str) -> str:
+    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    checkpoints = Checkpoints(folder, model)
+    checkpoints.save(1, "first")
+    if dist.get_rank() == 1:
+
+        class Deadly(files.FileSystemWriter):  # type: ignore[misc, name-defined, unused-ignore]
+            def write_data(self, *args: Any) -> Any:
+                super().write_data(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        files.FileSystemWriter = Deadly  # type: ignore[misc, attr-defined, unused-ignore]
+    checkpoints.save(2, "second", asynchronous=True)
+    with pytest.raises(RuntimeError) as info:
+        checkpoints.wait()
+    return str(info.value)
+
+
+def load_what_is_there(folder: str) -> Any:
+    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    checkpoints = Checkpoints(folder, model)
+    state = checkpoints.load()
+    checkpoints.save(2, "again")
+    return state
+
+
+def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    said, _ = launch(2, die_while_saving, str(tmp_path), victim=1)
+    assert said.startswith("rank 0, stage 0 of 2: could not save the checkpoint of step 2 in")
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002.part"}
+    assert launch(2, load_what_is_there, str(tmp_path)) == ["first", "first"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
+
+
+def save_replicas(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = wrapped([3, 9], mesh=mesh)
+    optimizer = adam(model)
+    replica = mesh.get_local_rank(0)
+    model.step(*tokens(8 + replica))
+    optimizer.step()
+    Checkpoints(folder, model, optimizer).save(1)
+    before = values(model)
+    for _ in range(2):
+        Checkpoints(folder, model, optimizer).load()
+        for name, value in values(model).items():
+            # Each has its own running statistics. Those of the first one are saved.
+            if replica == 0 or name in dict(model.named_parameters()):
+                assert torch.equal(value, before[name]), name
+
+
+def test_replicas_save_what_they_have_in_common_once(tmp_path: Path) -> None:
+    launch(4, save_replicas, str(tmp_path))

@@ -1,0 +1,96 @@
+"""What cannot work is an error before anything is sent, in every process, and the next step works."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from tests.distributed.launch import launch
+from tests.distributed.models import data, mlp
+from torchgpipe.distributed import DistributedGPipe
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as info:
+        function()
+    return f"{type(info.value).__name__}: {info.value}"
+
+
+def make(**options: Any) -> DistributedGPipe:
+    model = options.pop("model", None) or mlp()
+    return DistributedGPipe(model, **{"balance": [3, 3], "chunks": 4, "loss_fn": F.mse_loss, **options})
+
+
+def arguments() -> dict[str, str]:
+    shared = nn.Linear(4, 4)
+    return {
+        "schedule": error_of(lambda: make(schedule="2F2B")),
+        "partitions": error_of(lambda: make(balance=[2, 2, 2])),
+        "multiple": error_of(lambda: make(balance=[2, 2, 2], schedule="Interleaved1F1B")),
+        "checkpoint": error_of(lambda: make(checkpoint="sometimes")),
+        "twice": error_of(lambda: make(balance=[1, 2, 2, 1], schedule="InterleavedZeroBubble")),
+        "chunks": error_of(lambda: make(chunks=0)),
+        "few": error_of(lambda: make(chunks=1)),
+        "tied": error_of(lambda: make(model=nn.Sequential(shared, nn.Sequential(shared)), balance=[1, 1])),
+        "name": error_of(lambda: make(model=named(), balance=[1, 1])),
+        "mesh": error_of(lambda: make(mesh=init_device_mesh("cpu", (1, 1, 2)))),
+        "loss": error_of(lambda: make(loss_fn=None).step(*data(8))),
+    }
+
+
+def named() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(step=nn.Tanh(), other=nn.Tanh()))
+
+
+def steps() -> dict[str, str]:
+    rank = dist.get_rank()
+    model = make()
+    input, target = data(8)
+    expected = model.step(input, target)
+    said = {
+        "target": error_of(lambda: model.step(input, target[:5])),
+        "layer": error_of(lambda: model.step(input[:, :3], target)),
+        "shape": error_of(lambda: model.step(input if rank else input[:4], target)),
+        "grad": error_of(lambda: model.step(input, target) if rank else model.eval_step(input)),
+        "text": error_of(lambda: model.step("text", target)),
+    }
+    model.train(rank == 0)
+    said["mode"] = error_of(lambda: model.step(input, target))
+    model.train()
+    assert torch.equal(model.step(input, target), expected)
+    return said
+
+
+def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:
+    for said in launch(2, arguments):
+        assert said["schedule"].endswith(
+            "schedule is not one of GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, but '2F2B'"
+        )
+        assert "3 partitions in the balance and 2 processes" in said["partitions"]
+        assert "multiple of that of the processes in a pipeline, but there are 3 and 2" in said["multiple"]
+        assert "'sometimes'" in said["checkpoint"]
+        assert "use checkpoint='never'" in said["twice"]
+        assert "chunks must be positive integer, but got 0" in said["chunks"]
+        assert "1" in said["few"]
+        assert "'0.weight' (partition 0 on stage 0) is also '1.0.weight' (partition 1 on stage 1)" in said["tied"]
+        assert "names of attributes" in said["name"] and "['step']" in said["name"]
+        assert "(stages,) or (replicas, stages)" in said["mesh"]
+        assert "loss_fn=..." in said["loss"]
+
+
+def test_steps_that_do_not_fit_are_refused_by_all_and_the_next_one_works() -> None:
+    first, last = launch(2, steps)
+    assert "8 and 5" in last["target"] and "rank 1 could not prepare it" in first["target"]
+    assert "[2, 3] X [4, 4]" in first["layer"] and first["layer"] == last["layer"]
+    for what in ("grad", "mode", "shape"):
+        assert "rank 1 prepares another one" in first[what], what
+        assert "rank 0 prepares another one" in last[what], what
+    assert "must consist of tensors" in first["text"] and "must consist of tensors" in last["text"]

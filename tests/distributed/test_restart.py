@@ -1,0 +1,25 @@
+"""torchrun starts a run again after a fault, and it ends with the losses of a run that was not interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import lines, trial
+from benchmarks.interrupted import Harm, train
+from tests.distributed.launch import launch
+
+
+def train_without_harm(folder: str) -> None:
+    train(Path(folder), Harm("none"))
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_is_started_again_has_the_losses_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    launch(2, train_without_harm, str(tmp_path))
+    row = trial(2, Harm("kill", "layer", rank=1, step=7))
+    assert row["ended"] and row["runs"] == 2
+    assert row["resumed_at"] == 6
+    assert row["losses"] == [line["loss"] for line in lines(tmp_path / "steps")]
+    assert row["left_behind"] == 0

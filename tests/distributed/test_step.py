@@ -1,0 +1,112 @@
+"""A step over several processes does what the plain model does, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from tests.distributed.launch import launch
+from tests.distributed.models import (
+    Counter,
+    assert_gradients,
+    cross_entropy,
+    data,
+    everything,
+    mlp,
+    plain_step,
+    tokens,
+    weigh,
+)
+from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
+from torchgpipe.distributed import DistributedGPipe
+
+
+def steps(schedule: str, balance: list[int], checkpoint: str = "never") -> None:
+    plain = mlp(sum(balance))
+    model = DistributedGPipe(
+        copy.deepcopy(plain), balance, chunks=4, schedule=schedule, loss_fn=F.mse_loss, checkpoint=checkpoint
+    )
+    for size in [8, 8, 10, 5, 1, 8]:
+        input, target = data(size)
+        for module in (plain, model):
+            module.zero_grad()
+        expected = plain_step(plain, input, target, 4)
+        loss = model.step(input, target)
+        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+        assert_gradients(model, plain, exact=schedule in ("GPipe", "1F1B"))
+        with torch.no_grad():
+            assert torch.equal(model.step(input, target), loss)
+        output = model.eval_step(input, gather=True)
+        torch.testing.assert_close(output, plain(input))
+        assert (model.eval_step(input) is None) == (dist.get_rank() < dist.get_world_size() - 1)
+
+
+def single() -> None:
+    n = dist.get_world_size()
+    for schedule in ["GPipe", "1f1b"]:
+        steps(schedule, {2: [3, 3], 4: [1, 2, 2, 1]}[n])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_step_equals_that_of_the_plain_model(n: int) -> None:
+    launch(n, single)
+
+
+def several() -> None:
+    for schedule in ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"]:
+        steps(schedule, [1, 2, 2, 1])
+    steps("Interleaved1F1B", [2, 1, 1, 2], "always")
+
+
+def test_several_stages_in_each_process() -> None:
+    launch(2, several)
+
+
+def everything_steps(schedule: str, deferred: bool) -> None:
+    n = dist.get_world_size()
+    for checkpoint in ["always", "except_last", "never"]:
+        plain = everything()
+        model = DistributedGPipe(
+            copy.deepcopy(plain),
+            {2: [3, 9], 4: [3, 3, 2, 4]}[n],
+            chunks=4,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            loss_fn=cross_entropy,
+            weight=weigh,
+            deferred_batch_norm=deferred,
+        )
+        if deferred:
+            plain = DeferredBatchNorm.convert_deferred_batch_norm(plain)
+        for size in [8, 11]:
+            input, target = tokens(size)
+            plain.zero_grad()
+            model.zero_grad()
+            with mini_batch(4):
+                expected = plain_step(plain, input, target, 4, cross_entropy, weigh)
+            torch.testing.assert_close(model.step(input, target), expected, rtol=1e-14, atol=0)
+            # What crosses a boundary becomes contiguous, and kernels round according to strides.
+            assert_gradients(model, plain, exact=False)
+            buffers = dict(plain.named_buffers())
+            for name, buffer in model.named_buffers():
+                torch.testing.assert_close(buffer, buffers[name], rtol=1e-12, atol=1e-12)
+        for layer in model.children():
+            if isinstance(layer, Counter):
+                assert (layer.runs, layer.first_runs) == (8, {"always": 8, "except_last": 6, "never": 0}[checkpoint])
+        assert set(model.state_dict()) == {
+            k for k in plain.state_dict() if k.split(".")[0] in dict(model.named_children())
+        }
+        plain.eval()
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval_step(input, gather=True), plain(input))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("n, schedule", [(2, "1F1B"), (4, "1F1B"), (4, "GPipe")])
+def test_skips_batch_norm_checkpoints_frozen_and_integer_tensors(n: int, schedule: str, deferred: bool) -> None:
+    launch(n, everything_steps, schedule, deferred)

@@ -1,0 +1,108 @@
+"""The public surface is one list. What is on it is documented, with all its arguments, and shown at work."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchgpipe
+from tests import snippets
+
+ROOT = Path(torchgpipe.__file__).parent.parent
+REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.rst")))
+
+#: Module by module, the names that users may rely on.
+PUBLIC: dict[str, list[str]] = {
+    "torchgpipe": ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"],
+    "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
+    "torchgpipe.balance": ["balance_by_size", "balance_by_time"],
+    "torchgpipe.batchnorm": ["DeferredBatchNorm", "mini_batch"],
+    "torchgpipe.distributed": ["Checkpoints", "DistributedGPipe"],
+    "torchgpipe.pipe": ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"],
+    "torchgpipe.timeline.timeline": ["Timeline"],
+    "torchgpipe.timeline.span": ["Row", "Span"],
+    "torchgpipe.timeline.report": ["Advice", "DeviceUse", "Report"],
+    "torchgpipe_balancing": [
+        "LayerProfile",
+        "Report",
+        "balance_by_parameters",
+        "balance_by_size",
+        "balance_by_time",
+        "partition",
+        "profile",
+    ],
+}
+
+#: Modules that have names for the rest of the library, too.
+SHARED = {"torchgpipe.batchnorm", "torchgpipe.timeline.span"}
+
+NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
+
+
+def named(name: str) -> Any:
+    """What a full name stands for."""
+    if name in PUBLIC:
+        return importlib.import_module(name)
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_public_module_has_these_names(module: str) -> None:
+    names = set(importlib.import_module(module).__all__)
+    assert names >= set(PUBLIC[module])
+    assert module in SHARED or names == set(PUBLIC[module])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_in_the_reference(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    directive = re.compile(
+        rf"^\.\. auto(class|exception|function|decorator):: ({re.escape(name)}|{last})$", re.MULTILINE
+    )
+    whole = re.compile(rf"^\.\. automodule:: {re.escape(module)}\n +:members:", re.MULTILINE)
+    assert directive.search(REFERENCE) or whole.search(REFERENCE), f"no page of docs/reference/ has {name}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_tells_of_its_arguments(name: str) -> None:
+    for member, thing in snippets.documented(named(name)):
+        text = inspect.getdoc(thing) or ""
+        assert text, f"{name}{member} has no docstring"
+        if not callable(thing) or (isinstance(thing, type) and "__init__" not in vars(thing)):
+            continue
+        parameters = [p for p in inspect.signature(thing).parameters.values() if p.name not in ("self", "cls")]
+        fields = dict.fromkeys(re.findall(r"^ +\*{0,2}([\w, ]+?)(?: \([^)]*\))?:", text, re.MULTILINE))
+        told = {word.strip() for field in fields for word in field.split(",")}
+        if member == "" or not _forwards(parameters):
+            missing = [p.name for p in parameters if p.name not in told]
+            assert not missing, f"{name}{member} does not tell of {missing}"
+
+
+def _forwards(parameters: list[inspect.Parameter]) -> bool:
+    """Whether the arguments are handed on to another function as they are."""
+    return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def test_each_public_name_is_shown_at_work() -> None:
+    """In the code of a page or of a docstring, all of which tests/test_docs.py runs."""
+    pages = [snippets.in_rst(path.read_text()) for path in (ROOT / "docs").rglob("*.rst")]
+    pages += [snippets.in_docstring(inspect.getdoc(t)) for name in NAMES for _, t in snippets.documented(named(name))]
+    code = "\n".join(snippet.code for page in pages for snippet in page)
+    made_by_others = {"LayerProfile", "LocalRRef", "Report", "Timeline", "Row", "Span", "Advice", "DeviceUse"}
+    names = {name.rpartition(".")[2] for name in NAMES} - made_by_others - {"BalanceError"}  # never raised
+    assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
+
+
+def test_the_package_is_typed_and_brings_nothing_else_along() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["torchgpipe*", "torchgpipe_balancing*"]
+    assert project["tool"]["setuptools"]["package-data"] == {"*": ["py.typed"]}
+    for package in ("torchgpipe", "torchgpipe_balancing"):
+        assert (ROOT / package / "py.typed").exists()

@@ -1,0 +1,42 @@
+"""Figures on pages are those of the committed results: `tests/test_docs.py` holds the tables to the last digit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks.tables import README, TABLES, render
+
+TEXT = README.read_text()
+MARKED = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def test_no_line_of_figures_is_copied_by_hand() -> None:
+    assert set(MARKED.findall(TEXT)) <= set(TABLES)
+    outside = MARKED.sub("", TEXT)
+    assert not [line for line in outside.splitlines() if line.startswith("|") and re.search(r"\| *[-+]?\d", line)]
+
+
+def test_tables_are_found_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLES, "sums", lambda: "| 1 |")
+    page = "Before.\n\n<!-- table: sums -->\n| 0 |\n<!-- end -->\n\n<!-- table: sums -->\n<!-- end -->\nAfter.\n"
+    filled = "<!-- table: sums -->\n| 1 |\n<!-- end -->"
+    assert render(page) == f"Before.\n\n{filled}\n\n{filled}\nAfter.\n"
+
+
+def test_what_is_not_measured_yet_leaves_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("sums.json")
+
+    monkeypatch.setitem(TABLES, "sums", missing)
+    assert render("<!-- table: sums -->\n| 0 |\n<!-- end -->") == "<!-- table: sums -->\n<!-- end -->"
+
+
+def test_every_picture_on_the_page_is_there() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
+    assert pictures
+    assert all(Path(README.parent, picture).is_file() for picture in pictures)

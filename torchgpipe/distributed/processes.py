@@ -1,0 +1,158 @@
+"""Who takes part in a step, how they agree on it, and what an error says of those who do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Disagreement", "Processes", "listed"]
+
+
+class Disagreement(RuntimeError):
+    """Not all processes are ready for the same step. Nothing was sent."""
+
+
+class Processes:
+    """The processes of a pipeline, and those that hold the same stages of its replicas.
+
+    Args:
+        mesh: (stages,) or (replicas, stages); None for one pipeline of all
+        timeout: how long one waits for another; None for that of the groups that are there
+        partitions: how many partitions the pipeline has
+
+    Attributes:
+        pipeline: the group of those of a pipeline
+        replicas: the group of those with the same stages; None if there are no replicas
+        rank: that of this process in the pipeline
+        stages: the indices of its partitions
+        step: the number of the step that is under way
+
+    Raises:
+        ValueError: the mesh has another number of dimensions.
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None, partitions: int) -> None:
+        self.pipeline, self.replicas = _groups(mesh, timeout)
+        self.rank, self.size = dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
+        self.stages = list(range(self.rank, partitions, self.size))
+        self.step = 0
+        self._partitions = partitions
+
+    @property
+    def place(self) -> str:
+        """Which process this is, and what it holds, in words."""
+        place = f"rank {dist.get_rank()}, stage {listed(self.stages)} of {self._partitions}"
+        return place if self.replicas is None else f"{place} in replica {dist.get_rank(self.replicas)}"
+
+    def owner(self, j: int) -> int:
+        """The rank, in the pipeline, of the process that has partition ``j``."""
+        return j % self.size
+
+    @property
+    def last(self) -> int:
+        """The rank, in the pipeline, of the process that has the last partition."""
+        return self.owner(self._partitions - 1)
+
+    def agree(self, checksum: int, weight: float, device: torch.device, *, failed: bool) -> float:
+        """Makes sure that all are ready for the same step.
+
+        Args:
+            checksum: of all that must be the same
+            weight: what the targets weigh, in the process of the last stage
+            failed: whether this process could not prepare the step, and raises an error that says why
+
+        Returns:
+            what the targets of all replicas weigh together
+
+        Raises:
+            Disagreement: another process has failed, or prepares another step.
+            RuntimeError: another process has gone.
+        """
+        mine = torch.tensor([float(failed), float(checksum), weight], dtype=torch.float64, device=device)
+        replies = [torch.empty_like(mine) for _ in range(self.size)]
+        with self.exchanging("whether all are ready", self.pipeline):
+            dist.all_gather(replies, mine, group=self.pipeline)
+        rows = torch.stack(replies).tolist()
+        refused = [rank for rank, row in enumerate(rows) if row[0]]
+        others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
+        together = torch.tensor([len(refused) + len(others), rows[self.last][2]], dtype=torch.float64, device=device)
+        if self.replicas is not None:
+            with self.exchanging("whether all replicas are ready", self.replicas):
+                dist.all_reduce(together, group=self.replicas)
+        faults, total = map(float, together.tolist())
+        if failed or not faults:
+            return total
+        ranks = listed([dist.get_global_rank(self.pipeline, rank) for rank in (refused or others)])
+        if refused:
+            raise Disagreement(f"rank {ranks} could not prepare it, and says why; nothing was sent")
+        if others:
+            raise Disagreement(
+                f"rank {ranks} prepares another one: the shapes of the input, train() or eval(), grad mode and what "
+                "requires grad must be the same in all processes; freeze layers before the model is wrapped. "
+                "Nothing was sent"
+            )
+        raise Disagreement("another replica could not prepare it, and says why; nothing was sent")
+
+    @contextmanager
+    def at_step(self) -> Iterator[None]:
+        """Notes on any error where and when it was."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"{self.place} at step {self.step}")
+            raise
+
+    @contextmanager
+    def exchanging(self, what: str, group: Any) -> Iterator[None]:
+        """Makes an error of a collective tell who took part."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+            self.lost(error, what, others, group)
+
+    def lost(self, error: Exception, what: str, peers: Sequence[int], group: Any = None) -> NoReturn:
+        """Raises an error that says what this process has waited for.
+
+        Args:
+            what: what it has waited for
+            peers: from whom, by their ranks in the group
+            group: a group of processes (default: the pipeline)
+        """
+        ranks = [dist.get_global_rank(group or self.pipeline, peer) for peer in peers]
+        raise RuntimeError(
+            f"{self.place} has waited in step {self.step} for {what} from rank {listed(ranks)}, in vain: {error}; "
+            "see what that process says, and start all of them again from the last checkpoint"
+        ) from error
+
+
+def _groups(mesh: DeviceMesh | None, timeout: timedelta | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "DistributedGPipe needs a process group: call torch.distributed.init_process_group(...) first, in every "
+            "process, which torchrun starts; in a single process, use GPipe"
+        )
+    if mesh is None:
+        group = dist.group.WORLD if timeout is None else dist.new_group(timeout=timeout)
+        assert group is not None
+        return group, None
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has shape {mesh.shape}")
+    if timeout is None:
+        return mesh.get_group(mesh.ndim - 1), (mesh.get_group(0) if mesh.ndim == 2 else None)
+    make: Any = dist.new_subgroups_by_enumeration
+    ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
+    groups = [make(each.tolist(), timeout=timeout)[0] for each in (ranks, ranks.T)]
+    return groups[0], (groups[1] if mesh.ndim == 2 else None)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers in a sentence."""
+    return ", ".join(map(str, numbers))

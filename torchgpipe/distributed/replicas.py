@@ -1,0 +1,69 @@
+"""Several copies of a pipeline that learn from different data: their gradients are added up, once in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["Gradients", "clip_grad_norm"]
+
+
+class Gradients:
+    """The gradients of one step, apart from those that were there before.
+
+    Args:
+        parameters: those of this process
+        group: the processes that hold the same parameters; None if there are no others
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad] if group else []
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def reduce(self) -> None:
+        """Adds up those of all replicas, in one collective for each dtype, and then those from before."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
+            self._reduce([parameter for parameter in self._parameters if parameter.dtype == dtype])
+        self.restore()
+
+    def _reduce(self, parameters: list[nn.Parameter]) -> None:
+        # Behind the gradients: how many replicas have one. Where nobody has, the parameter was not used.
+        used = torch.tensor([parameter.grad is not None for parameter in parameters]).to(parameters[0])
+        grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+        flat = torch.cat([*[grad.flatten() for grad in grads], used])
+        dist.all_reduce(flat, group=self._group)
+        *sums, users = torch.split(flat, [*[grad.numel() for grad in grads], len(grads)])
+        for parameter, total, count in zip(parameters, sums, users.tolist()):
+            parameter.grad = total.view_as(parameter).clone() if count else None
+
+    def restore(self) -> None:
+        """Adds what was there before."""
+        for parameter, before in zip(self._parameters, self._before):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Scales gradients that are spread over ``group`` so that the norm of all of them is at most ``max_norm``."""
+    mine = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None], norm_type).to(device, torch.float64)
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+    else:
+        norm.pow_(norm_type)
+        dist.all_reduce(norm, group=group)
+        norm.pow_(1 / norm_type)
+    nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
+    return norm

@@ -1,0 +1,133 @@
+"""One stage of the pipeline: our cells, driven by PyTorch's schedule.
+
+PyTorch's schedules hand out micro-batches to the stages of a process, forward and backward in their order, and send
+what goes between two processes. All that they are given here is the number of each micro-batch. What it stands
+for is looked up in the `Call`, and computed by a cell like that of a pipeline in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from torchgpipe.ambient import Ambient
+from torchgpipe.cell import Cell, Stage
+from torchgpipe.distributed.boundary import Boundary
+from torchgpipe.microbatch import Batch
+from torchgpipe.partition import Partition
+from torchgpipe.random import RandomStates
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.portal import Portal
+from torchgpipe.stream import Streams
+
+__all__ = ["Call", "StageModule", "WatchedStage"]
+
+
+@dataclass
+class Call:
+    """What the stages of a process have to know about a step.
+
+    Attributes:
+        inputs: the micro-batches; those of other processes have a form only
+        checkpoint_stop: how many of them are checkpointed
+        finish: what becomes of the output of a micro-batch: the loss, of shape (1,)
+    """
+
+    inputs: list[Batch]
+    checkpoint_stop: int
+    finish: Callable[[int, Batch], Tensor]
+
+
+class StageModule(nn.Module):
+    """Partition ``j`` as PyTorch's pipelining calls it.
+
+    Args:
+        j: its index
+        partition: its layers
+        device: where they are
+        boundaries: before and after each partition
+    """
+
+    def __init__(self, j: int, partition: Partition, device: torch.device, boundaries: list[Boundary]) -> None:
+        super().__init__()
+        self.partition = partition
+        self._j = j
+        self._device = device
+        self._last = j == len(boundaries) - 2
+        self._arriving = boundaries[j] if j > 0 else None
+        self._leaving = boundaries[j + 1]
+
+    def buffers_in(self) -> tuple[Tensor, ...]:
+        """What is received for a micro-batch, on the meta device."""
+        return () if self._arriving is None else self._arriving.buffers
+
+    def buffers_out(self) -> tuple[Tensor, ...]:
+        """What is sent for a micro-batch, on the meta device."""
+        return (torch.empty(1, device="meta"),) if self._last else self._leaving.buffers
+
+    def begin(self, call: Call, layout: SkipLayout) -> None:
+        """Prepares for the micro-batches of ``call``."""
+        self._call = call
+        self._stage = Stage(
+            self._j,
+            self.partition,
+            list(self.partition.modules()),
+            Streams().current(self._device),
+            arriving=None,
+            leaving=None,
+            sending=[Portal(key, None) for key, _, _ in layout.leaving[self._j]],
+            receiving=[Portal(key, None) for key, _, _ in layout.arriving[self._j]],
+            ambient=Ambient(),
+            random=RandomStates(self._device, beside=False, between=True),
+            ordered=False,
+        )
+
+    def end(self) -> None:
+        """Lets go of the call."""
+        del self._call, self._stage
+
+    def forward(self, *wires: Tensor, i: Tensor) -> Tensor | tuple[Tensor, ...]:
+        number, call = int(i), self._call
+        batch = call.inputs[number] if self._arriving is None else self._arriving.unpack(number, wires)
+        batch, _ = Cell(self._stage, number, len(call.inputs), number < call.checkpoint_stop).run(batch, None)
+        if self._last:
+            return call.finish(number, batch)
+        return self._leaving.pack(number, batch)
+
+
+class WatchedStage(PipelineStage):
+    """A stage that knows what it waits for, so that an error can tell.
+
+    Attributes:
+        awaited: what other stages owe to this one: the neighbour's index and what it is to send
+        neighbours: the indices of the stages that this one exchanges with
+    """
+
+    def __init__(self, module: StageModule, j: int, n: int, device: torch.device, group: Any) -> None:
+        inputs, outputs = module.buffers_in(), module.buffers_out()
+        super().__init__(module, j, n, device, input_args=inputs, output_args=outputs, group=group)
+        self.awaited: dict[tuple[str, int], int] = {}
+        self.neighbours = [k for k in (j - 1, j + 1) if 0 <= k < n]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            self.awaited["input", fwd_chunk_id] = self.stage_index - 1
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.awaited.pop(("input", fwd_chunk_id), None)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if not self.is_last and self.has_backward:
+            self.awaited["gradient", bwd_chunk_id] = self.stage_index + 1
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.awaited.pop(("gradient", bwd_chunk_id), None)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
