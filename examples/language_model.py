@@ -273,7 +273,7 @@ def add_model_and_training(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("training").add_argument
     add("--text", type=Path, help="the file to learn, instead of Python's standard library")
-    add("--steps", type=int, default=400, help="mini-batches to learn from")
+    add("--steps", type=int, default=160, help="mini-batches to learn from")
     add("--batch", type=int, default=16, help="windows of text in a mini-batch")
     add("--lr", type=float, default=5e-3, help="the highest learning rate")
     add(
