@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     ["device", "timeline.label"],
     ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
     ["ambient", "arguments", "phony", "copy", "random", "partition", "batchnorm"],
-    ["worker", "dependency", "skip.portal"],
+    ["worker", "dependency", "accumulation", "skip.portal"],
     ["checkpoint", "skip.tracker"],
     ["cell", "skip.skippable"],
     ["recorded"],

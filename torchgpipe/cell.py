@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.accumulation import Accumulation
 from torchgpipe.ambient import Ambient
 from torchgpipe.batchnorm import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
@@ -121,6 +122,12 @@ class Stage(Site):
         if self._trains or not self.ambient.builds_graph:
             return self._trains
         return _first_in_graph(leaves) is not None
+
+    def sums(self) -> Tensor | None:
+        """An input for the checkpointed cells. Asked for by the first of them, so that backward comes to it next."""
+        if self.accumulation is None and self.parameters:
+            self.accumulation = Accumulation(self.parameters, self.device)
+        return None if self.accumulation is None else self.accumulation.phony
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
@@ -250,7 +257,12 @@ class Cell(Recomputation):
         stage.random.forget()
         if lane is not None and tie(batch, [lane]):
             lane = None
+        accumulation = stage.accumulation
+        # Nodes, not tensors: a skip that comes in lives only until a layer pops it.
+        before = () if accumulation is None else [leaf.grad_fn for leaf in batch.leaves if leaf is not None]
         output = self.call(batch)
+        if accumulation is not None:
+            accumulation.take_from(output.leaves, before)
         if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
@@ -264,7 +276,7 @@ class Cell(Recomputation):
     def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        leaves: Leaves = Checkpoint.apply(self, lane, *batch.leaves, *stage.parameters)
+        leaves: Leaves = Checkpoint.apply(self, lane, stage.sums(), *batch.leaves)
         node: Any = None if stage.phony is None else leaves[0].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)

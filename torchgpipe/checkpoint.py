@@ -13,21 +13,21 @@ no more than one recomputed micro-batch is alive on a device. Where one thread r
 nodes in the reverse order of their creation anyway, and nothing is gained by starting early. There is no
 `Recompute` there, and `Checkpoint` runs the function again itself.
 
-The parameters are inputs of `Checkpoint`, which returns their gradients like any autograd function. So a
-parameter gets its whole gradient once, from the engine, and whatever listens or selects there (hooks,
-DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the plain model.
+The gradients of the parameters do not come from `Checkpoint`: they are summed beside it (see `accumulation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from torchgpipe.accumulation import Accumulation, Source, explore
 from torchgpipe.ambient import Ambient
 from torchgpipe.function import Function, gradients
 from torchgpipe.hooks import without_hooks
@@ -37,9 +37,6 @@ from torchgpipe.random import Drawn, RandomStates, replay
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Checkpoint", "Recomputation", "Recompute", "Site"]
-
-#: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
-Edge = tuple[Any, int]
 
 
 class Site:
@@ -51,6 +48,7 @@ class Site:
         ambient: what the caller has set
         random: notes what is drawn here
         phony: the device of the phonies that carry the order of the micro-batches, None if nothing has to
+        accumulation: sums the gradients of the parameters, None if there are none
     """
 
     where: str
@@ -58,14 +56,7 @@ class Site:
     ambient: Ambient
     random: RandomStates
     phony: torch.device | None
-    _edges: frozenset[Edge] | None = None
-
-    def edges(self, checkpoint: Any) -> frozenset[Edge]:
-        """Where the gradients of the parameters go. It is the same for each ``checkpoint`` of this place."""
-        if self._edges is None:
-            all_edges = checkpoint.next_functions
-            self._edges = frozenset(all_edges[len(all_edges) - len(self.parameters) :])
-        return self._edges
+    accumulation: Accumulation | None = None
 
     def versions(self) -> list[int]:
         """The versions of all parameters, which count changes in place."""
@@ -95,7 +86,7 @@ class Recomputation:
 
     site: Site
     _drawn: Drawn
-    _graph: tuple[Leaves, Leaves] | None
+    _graph: tuple[Leaves, Leaves, list[Source]] | None
     _versions: list[int]
 
     def __init__(self, site: Site) -> None:
@@ -137,41 +128,50 @@ class Recomputation:
         """
         try:
             self._refuse_changed()
-            self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors, checkpoint)
+            self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors)
         except BaseException as error:
             self.failed(error, "recomputation")
             raise
 
-    def _recompute(self, saved: Leaves, checkpoint: Any) -> tuple[Leaves, Leaves]:
+    def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves, list[Source]]:
         leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
         _forget_parametrizations()
         with self.site.again(), replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
         self._forget_casts()
         _forget_parametrizations()
-        self._refuse_captured(leaves, outputs, self.site.edges(checkpoint))
-        return leaves, outputs
+        return leaves, outputs, self._sources(leaves, outputs)
 
-    def differentiate(self, checkpoint: Any, grads: Leaves) -> list[Tensor | None]:
-        """The gradients of the leaves and the parameters, in this order; empty if there are none.
+    def differentiate(self, checkpoint: Any, grads: Leaves) -> Iterator[Tensor | None]:
+        """The gradients of the leaves that require grad. Those of the parameters are added to their sums.
 
         The graph of the last second run is used up. If there is none, it is run on what ``checkpoint`` has saved.
         """
         if all([grad is None for grad in grads]):
             self._graph = None
-            return []
+            return repeat(None)
         if self._graph is None:
             self.second_run(checkpoint)
             assert self._graph is not None
-        (leaves, outputs), self._graph = self._graph, None
-        sources = (*leaves, *self.site.parameters)
-        wanted = [source for source in sources if source is not None and source.requires_grad]
+        (leaves, outputs, sources), self._graph = self._graph, None
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         try:
-            result = iter(self._gradients(outputs, grads, wanted))
+            accumulation = self.site.accumulation
+            sums = None if accumulation is None else accumulation.sums()
+            if sums is None:
+                return iter(self._gradients(outputs, grads, wanted))
+            width = len(wanted)
+            trained = [k for k, parameter in enumerate(self.site.parameters) if parameter.requires_grad]
+            wanted += [self.site.parameters[k] for k in trained]
+            sums.take_from(sources)
+            result = self._gradients(outputs, grads, wanted)
+            for k, grad in zip(trained, result[width:]):
+                if grad is not None:
+                    sums.add(k, grad)
+            return iter(result[:width])
         except BaseException as error:
             self.failed(error, "backward")
             raise
-        return [next(result) if source is not None and source.requires_grad else None for source in sources]
 
     def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
         if len(outputs) != len(grads):
@@ -205,26 +205,21 @@ class Recomputation:
                 "gradients; call backward() before optimizer.step(), train() and eval(), or use checkpoint='never'"
             )
 
-    def _refuse_captured(self, leaves: Leaves, outputs: Leaves, parameters: frozenset[Edge]) -> None:
-        """Raises if a gradient would get lost: one that belongs to neither the leaves nor the parameters."""
-        seen: set[Edge] = set()
-        pending: list[Any] = []
+    def _sources(self, leaves: Leaves, outputs: Leaves) -> list[Source]:
+        """Where the large gradients of parameters come from.
+
+        Raises:
+            RuntimeError: a gradient would get lost, one that belongs to neither the leaves nor the parameters
+        """
         for output in outputs:
-            if output is None or not output.requires_grad:
-                continue
-            if output.grad_fn is not None:
-                pending.append(output.grad_fn)
-            elif not self._knows(leaves, output):
+            if output is not None and output.is_leaf and output.requires_grad and not self._knows(leaves, output):
                 raise self._captured(output)
-        while pending:
-            node = pending.pop()
-            edges = node.next_functions
-            for edge in edges:
-                if edge[0] is not None and edge not in parameters and edge not in seen:
-                    seen.add(edge)
-                    pending.append(edge[0])
-            if not edges and type(node).__name__ == "AccumulateGrad" and not self._knows(leaves, node.variable):
+        accumulation = self.site.accumulation
+        sources, ends = explore(outputs, {} if accumulation is None else accumulation.edges)
+        for node in ends:
+            if type(node).__name__ == "AccumulateGrad" and not self._knows(leaves, node.variable):
                 raise self._captured(node.variable)
+        return [] if accumulation is None else [source for source in sources if source[2] in accumulation.large]
 
     def _knows(self, leaves: Leaves, tensor: Tensor) -> bool:
         # A parameter that was frozen at the call, and is no more, gets no gradient from the plain model either.
@@ -251,21 +246,21 @@ def _versions(leaves: Leaves) -> list[int]:
 class Checkpoint(Function):
     """Forward: the first run. Backward: differentiates the second run.
 
-    Its arguments are the recomputation; the lane, a phony from the micro-batch before, or None; and then the leaves
-    and the parameters. Where the site has a phony, that comes before the outputs.
+    Its arguments are the recomputation; the lane, a phony from the micro-batch before, or None; the phony of what
+    sums the gradients of the parameters, or None; and the leaves. Where the site has a phony, that comes before the
+    outputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, recomputation: Recomputation, lane: Tensor | None, *tensors: Leaf) -> Leaves:
+    def forward(ctx: Any, recomputation: Recomputation, _lane: Leaf, _sums: Leaf, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
-        site = recomputation.site
-        leaves = tensors[: len(tensors) - len(site.parameters)]
         outputs = recomputation.first_run(leaves)
         ctx.save_for_backward(*leaves)
         # Aliases, because an output that is an input, or a view of one, would bring that one's history.
         aliases = tuple([None if output is None else output.detach() for output in outputs])
-        return aliases if site.phony is None else (get_phony(site.phony), *aliases)
+        phony = recomputation.site.phony
+        return aliases if phony is None else (get_phony(phony), *aliases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
@@ -273,9 +268,9 @@ class Checkpoint(Function):
         recomputation: Recomputation = ctx.recomputation
         phony = recomputation.site.phony
         result = recomputation.differentiate(ctx, grads if phony is None else grads[1:])
-        _, has_lane, *tensors = ctx.needs_input_grad
+        _, has_lane, _, *leaves = ctx.needs_input_grad
         lane = get_phony(phony) if phony is not None and has_lane else None
-        return None, lane, *(result or [None] * len(tensors))
+        return None, lane, None, *[next(result) if needs_grad else None for needs_grad in leaves]
 
 
 class Recompute(Function):

@@ -1,0 +1,311 @@
+"""The gradients of a partition's parameters are summed over its micro-batches, one at a time, beside ``.grad``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Pipe
+from tests.plain import assert_same, outcome, plain_outcome
+from torchgpipe import GPipe, accumulation
+from torchgpipe.accumulation import Sums
+
+CHUNKS = 3
+WIDTH = 4
+
+
+@pytest.fixture(params=[0, 10**9], ids=["large", "small"], autouse=True)
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """All parameters are large, or none."""
+    monkeypatch.setattr(accumulation, "LARGE", request.param)
+    is_large: bool = request.param == 0
+    return is_large
+
+
+def batch() -> Tensor:
+    return torch.linspace(-2, 2, CHUNKS * 2 * WIDTH, dtype=torch.float64).reshape(-1, WIDTH).requires_grad_()
+
+
+def model_of(pipe: Pipe, checkpoint: str, *layers: nn.Module) -> tuple[nn.Sequential, GPipe]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, WIDTH)).double()
+    return module, pipe(module, [1, len(layers) + 1], chunks=CHUNKS, checkpoint=checkpoint)
+
+
+# -------------------------------------------------------------------------------------------- one at a time
+
+
+class Traced(nn.Module):
+    """``x * weight``, whose backward looks which gradients that it has computed before are still there."""
+
+    def __init__(self, traces: list[weakref.ref[Tensor]], alive: list[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.traces = traces
+        self.alive = alive
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _Traced.apply(input, self.weight, self.traces, self.alive)
+        return output
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, traces: Any, alive: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.traces, ctx.alive = traces, alive
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.alive.append(sum(trace() is not None for trace in ctx.traces))
+        grad = (grads[0] * x).sum(0)
+        ctx.traces.append(weakref.ref(grad))
+        return grads[0] * weight, grad, None, None
+
+
+def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: str, large: bool) -> None:
+    """The first ones are the sums themselves. In a graph of its own, each of the others would live to its end."""
+    traces: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    count = 5
+    module = nn.Sequential(*[Traced(traces, alive) for _ in range(count)])
+    model = pipe(module, [count], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
+    model(torch.rand(2 * CHUNKS, WIDTH)).sum().backward()
+    first = list(range(count))
+    if large:
+        assert alive[: 2 * count] == first + [count] * count
+    if large and checkpoint != "never":
+        assert alive[2 * count :] == [count] * count
+
+
+def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str) -> None:
+    """The sum is handed over, not copied: nothing but ``.grad`` holds it."""
+    module, model = model_of(pipe, checkpoint)
+    model(batch()).sum().backward()
+    grads = [weakref.ref(parameter.grad) for parameter in module.parameters()]
+    module.zero_grad()
+    assert all(grad() is None for grad in grads)
+
+
+# ------------------------------------------------------------------------------------------------- exactness
+
+
+class TwoBiases(nn.Module):
+    """Both have the same gradient, and autograd gives both the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(2, WIDTH))
+        self.b = nn.Parameter(torch.rand(2, WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (input + self.a + self.b).tanh()
+
+
+class Expanded(nn.Module):
+    """The gradient of its weight is one number that is seen everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.weight.sum()
+
+
+class Twice(nn.Module):
+    """Uses its weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (input @ self.weight).tanh() @ self.weight.t()
+
+
+class Itself(nn.Module):
+    """Returns a parameter, beside which there is no node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight
+
+
+class Table(nn.Module):
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=sparse)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.table(input.detach().round().long().abs()[:, 0])
+
+
+class SparseAndDense(Table):
+    """The gradient of its table is sparse for one micro-batch, and dense for another."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if bool(input.detach()[0, 0] > 0) else input * self.table.weight.sum()
+
+
+LAYERS: list[Callable[[], nn.Module]] = [TwoBiases, Expanded, Twice, Itself, Table, SparseAndDense]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_sum_is_that_of_the_plain_model(
+    pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], large: bool
+) -> None:
+    module, model = model_of(pipe, checkpoint, layer())
+    x = batch()
+    actual, expected = outcome(model, x), plain_outcome(module, x, chunks=CHUNKS)
+    if layer is Twice and not large and checkpoint != "never":
+        # Its two gradients of a micro-batch are added to each other first.
+        name = "1.weight"
+        torch.testing.assert_close(actual.param_grads[name], expected.param_grads.pop(name), rtol=1e-12, atol=1e-12)
+        del actual.param_grads[name]
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
+    module, model = model_of(pipe, checkpoint, layer())
+    x = batch()
+    model(x).square().sum().backward()
+    used = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    once = [parameter.grad.to_dense().clone() for parameter in used]
+    model(x).square().sum().backward()
+    for parameter, grad in zip(used, once):
+        assert torch.equal(parameter.grad.to_dense(), 2 * grad)
+
+
+def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
+    """Neither one that is kept, nor one that shares its memory with another."""
+    base = torch.ones(3, 2)
+    kept, view, expanded = torch.ones(2), base[1], torch.ones(1).expand(2)
+    held = [kept]
+    sums = Sums(4)
+    for k, grad in enumerate([kept, view, expanded]):
+        sums.add(k, grad)
+    sums.add(3, torch.ones(2))
+    mine = id(sums._sums[3])
+    for _ in range(3):
+        for k in range(4):
+            sums.add(k, torch.ones(2))
+    assert [grad.tolist() for grad in sums._sums] == [[4, 4]] * 4
+    assert id(sums._sums[3]) == mine
+    assert held[0].tolist() == [1, 1]
+    assert base.tolist() == [[1, 1]] * 3
+
+
+# ------------------------------------------------------------------------------------- passes of all kinds
+
+
+class Calls(nn.Module):
+    """Calls back when it is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callbacks: list[Callable[[], None]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input * 1
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.callbacks.pop()() if self.callbacks else None)
+        return output
+
+
+def test_each_backward_pass_has_sums_of_its_own(pipe: Pipe, checkpoint: str) -> None:
+    """One runs from the midst of another, where some of that one's gradients have been added, and others have not."""
+    layer = Calls()
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    expected = plain_outcome(module, x, chunks=CHUNKS, loss=lambda output: output.sum() + output.square().sum())
+    first, second = model(x).square().sum(), model(x).sum()
+    layer.callbacks = [first.backward]
+    second.backward()
+    assert not layer.callbacks
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.param_grads[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_that_is_kept_gives_the_same_again(pipe: Pipe, checkpoint: str) -> None:
+    module, model = model_of(pipe, checkpoint)
+    parameters = list(module.parameters())
+    loss = model(batch()).square().sum()
+    grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(3)]
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads))
+
+
+class Costly(nn.Module):
+    """Notes the gradients that its backward is asked for: of the input, and of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.log: list[str] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight * 1
+        if weight.requires_grad:
+            weight.register_hook(lambda grad: self.log.append("weight"))
+        return input * weight
+
+
+def test_gradients_that_nobody_wants_are_not_computed(pipe: Pipe, checkpoint: str) -> None:
+    costly = Costly()
+    _, model = model_of(pipe, checkpoint, costly)
+    x = batch()
+    torch.autograd.grad(model(x).sum(), x)
+    assert costly.log == []
+    model(x).sum().backward()
+    assert costly.log == ["weight"] * CHUNKS
+
+
+class Fails(nn.Module):
+    """Raises at its first backward; before, lets a gradient be watched."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _Fails.apply(input)
+        return output
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("at backward")
+
+
+def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
+    """Also if the output, and so the graph, is kept."""
+    traces: list[weakref.ref[Tensor]] = []
+    module = nn.Sequential(Fails(), Traced(traces, []))
+    model = pipe(module, [2], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
+    x = torch.rand(2 * CHUNKS, WIDTH, requires_grad=True)
+    output = model(x)
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    assert traces
+    assert all(trace() is None for trace in traces)
+    assert module[1].weight.grad is None
+    del output
+
+
+def test_nothing_is_handed_over_without_a_gradient(pipe: Pipe, checkpoint: str) -> None:
+    module, model = model_of(pipe, checkpoint)
+    output = model(batch())
+    torch.autograd.backward(output, torch.zeros_like(output))
+    assert all(not parameter.grad.any() for parameter in module.parameters())

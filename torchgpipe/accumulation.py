@@ -1,0 +1,196 @@
+"""Summing the gradients of a partition's parameters over its micro-batches, one gradient at a time.
+
+    forward   parameters ──► Accumulate ──phony──► Checkpoint(0, j), Checkpoint(1, j), ...
+    backward  each Checkpoint adds to the sums, from within the graph that it differentiates;
+              when the last of them is through, the engine comes to Accumulate, which hands over the sums.
+
+A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
+sum of those before, and each would be read again when it has left the cache. Here a gradient joins the sum as soon
+as its node has computed it, and is gone before the next.
+
+The sums are beside ``.grad``, not in it, and a parameter gets its whole gradient once, from the engine. So whatever
+listens or selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it
+sees on the plain model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from torchgpipe.function import Function, at_end_of_pass, current_pass, will_run
+from torchgpipe.phony import get_phony
+from torchgpipe.typing import Leaf, Leaves
+
+__all__ = ["Accumulation", "Edge", "Source", "Sums", "explore"]
+
+#: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
+Edge = tuple[Any, int]
+#: What computes a gradient of a parameter: a node, which of its gradients, which parameter.
+Source = tuple[Any, int, int]
+
+#: From here on, in bytes, a gradient of a checkpointed cell is worth the hook that takes it away at once.
+LARGE = 4096
+
+
+class Accumulation:
+    """The sums of one place in the model during a call of the pipeline.
+
+    Args:
+        parameters: the tensors that the gradients are of; each requires grad
+        device: where they are
+    """
+
+    __slots__ = ("_passes", "edges", "large", "phony")
+
+    #: An input of all that adds to the sums.
+    phony: Tensor
+    #: Where the gradient of each parameter goes.
+    edges: dict[Edge, int]
+
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+        self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
+        self.phony = Accumulate.apply(self._passes, device, *parameters)
+        node: Any = self.phony.grad_fn
+        self.edges = {edge: k for k, edge in enumerate(node.next_functions[-len(parameters) :])}
+        self.large = frozenset([k for k, one in enumerate(parameters) if one.numel() * one.element_size() >= LARGE])
+
+    def sums(self) -> Sums | None:
+        """Those of the backward pass that this thread is in; None if that has no use for them, or no more."""
+        this_pass = current_pass()
+        sums = self._passes.get(this_pass)
+        if sums is None:
+            if not will_run(self.phony.grad_fn):
+                return None
+            sums = self._passes[this_pass] = Sums(len(self.edges))
+            # Nothing but the pass itself keeps them, so that they end with it also if it fails.
+            at_end_of_pass(sums.end)
+        return None if sums.delivered else sums
+
+    def take_from(self, outputs: Leaves, before: Iterable[Any]) -> None:
+        """Lets the graph of ``outputs`` add to the sums at backward, as far as the nodes ``before``."""
+        sources, _ = explore(outputs, self.edges, before)
+        for node, slot, k in sources:
+            node.register_hook(partial(_take_if_wanted, self, slot, k))
+
+
+class Sums:
+    """The gradients of some parameters, summed as far as a backward pass has come."""
+
+    __slots__ = ("__weakref__", "_owned", "_sums", "delivered")
+
+    def __init__(self, count: int) -> None:
+        self._sums: list[Any] = [None] * count
+        self._owned = [False] * count
+        self.delivered = False
+
+    def add(self, k: int, grad: Tensor) -> None:
+        """Adds to the gradient of parameter ``k``."""
+        sums = self._sums
+        if self._owned[k]:
+            sums[k].add_(grad)
+        elif sums[k] is None:
+            # Not ours yet: autograd hands the same tensor to all that have the same gradient.
+            sums[k] = grad
+        elif sums[k].layout is not torch.strided:
+            sums[k] = grad + sums[k]  # In this order, because sparse + dense is not defined.
+        else:
+            self._owned[k] = True
+            if _is_alone(sums, k):
+                sums[k].add_(grad)
+            else:
+                sums[k] = sums[k] + grad
+
+    def take_from(self, sources: Iterable[Source]) -> None:
+        """Lets nodes add to the sums when they run."""
+        for node, slot, k in sources:
+            node.register_hook(partial(_take, self, slot, k))
+
+    def deliver(self) -> list[Tensor | None]:
+        """The sums. From now on, nothing can be added."""
+        sums, self._sums = self._sums, []
+        self.delivered = True
+        return sums
+
+    def end(self) -> None:
+        """The backward pass is over."""
+        self.deliver()
+
+
+def explore(outputs: Leaves, parameters: dict[Edge, int], before: Iterable[Any] = ()) -> tuple[list[Source], list[Any]]:
+    """Follows the graph of ``outputs`` down to the parameters and as far as the nodes ``before``.
+
+    Returns:
+        what computes the gradients of the parameters, and the nodes of other leaves
+    """
+    sources: list[Source] = []
+    ends: list[Any] = []
+    seen = {None, *before}
+    pending: list[Any] = [output.grad_fn for output in outputs if output is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        edges = node.next_functions
+        if not edges:
+            ends.append(node)
+        for slot, edge in enumerate(edges):
+            k = parameters.get(edge)
+            if k is None:
+                pending.append(edge[0])
+            else:
+                sources.append((node, slot, k))
+    return sources, ends
+
+
+def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
+    """The hook of a node: takes one of the gradients that it has computed."""
+    grad = grads[slot]
+    if grad is None:
+        return None
+    sums.add(k, grad)
+    return (*grads[:slot], None, *grads[slot + 1 :])
+
+
+def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
+    # A gradient that is to be differentiated again cannot be changed in place.
+    sums = None if torch.is_grad_enabled() else accumulation.sums()
+    return None if sums is None else _take(sums, slot, k, grads, _)
+
+
+def _holders(tensors: list[Any], k: int) -> tuple[int, int, int]:
+    """How many hold a tensor in Python, how many in C++, and how many its memory."""
+    tensor_count, memory_count = tensors[k]._use_count(), _memory_use_count(tensors[k].untyped_storage()._cdata)
+    return sys.getrefcount(tensors[k]), tensor_count, memory_count
+
+
+_memory_use_count: Any = torch._C._storage_Use_Count
+_LIST_ALONE = _holders([torch.empty(1)], 0)
+
+
+def _is_alone(tensors: list[Any], k: int) -> bool:
+    """Whether nobody but a list sees the memory of its tensor, so that this can be changed in place."""
+    is_whole: bool = tensors[k].untyped_storage().nbytes() == tensors[k].nbytes
+    return is_whole and _holders(tensors, k) == _LIST_ALONE
+
+
+class Accumulate(Function):
+    """Forward: a phony for all that adds to the sums. Backward: the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: WeakValueDictionary[int, Sums], device: torch.device, *parameters: Leaf) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.passes = passes
+        return get_phony(device)
+
+    @staticmethod
+    def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums = ctx.passes.get(current_pass())
+        return None, None, *([None] * (len(ctx.needs_input_grad) - 2) if sums is None else sums.deliver())
