@@ -251,8 +251,8 @@ MUTATIONS = [
     Mutation(
         "a recomputed graph goes when it is differentiated",
         "checkpoint.py",
-        "(leaves, outputs), self._graph = self._graph, None",
-        "leaves, outputs = self._graph",
+        "(leaves, outputs, sources), self._graph = self._graph, None",
+        "leaves, outputs, sources = self._graph",
         "leaks checkpoint autograd",
     ),
     Mutation(
@@ -317,8 +317,8 @@ MUTATIONS = [
     Mutation(
         "a checkpointed cell ends the lane of the one before it",
         "cell.py",
-        "leaves: Leaves = Checkpoint.apply(self, lane, *batch.leaves, *stage.parameters)",
-        "leaves: Leaves = Checkpoint.apply(self, None, *batch.leaves, *stage.parameters)",
+        "leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)",
+        "leaves: Leaves = Checkpoint.apply(self, None, sums, *batch.leaves, *parameters)",
         "dependency",
     ),
     Mutation(
@@ -419,8 +419,8 @@ MUTATIONS = [
     Mutation(
         "the second run is in what the caller had set",
         "checkpoint.py",
-        "self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors, checkpoint)",
-        "with torch.enable_grad():\n    self._graph = self._recompute(checkpoint.saved_tensors, checkpoint)",
+        "self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors)",
+        "with torch.enable_grad():\n    self._graph = self._recompute(checkpoint.saved_tensors)",
         "ambient",
     ),
     Mutation(
@@ -475,9 +475,73 @@ MUTATIONS = [
     Mutation(
         "a gradient that would get lost is refused",
         "checkpoint.py",
-        "self._refuse_captured(leaves, outputs, self.site.edges(checkpoint))",
+        "raise self._captured(node.variable)",
         "pass",
         "autograd",
+    ),
+    # ------------------------------------------------------------------------------------ sums of gradients
+    Mutation(
+        "a large gradient joins its sum as soon as it is computed",
+        "checkpoint.py",
+        "sums.take_from(sources)",
+        "pass",
+        "accumulation",
+    ),
+    Mutation(
+        "... also in a cell that is not checkpointed",
+        "cell.py",
+        "accumulation.take_from(output.leaves, before)",
+        "pass",
+        "accumulation",
+    ),
+    Mutation(
+        "no sum changes what somebody else holds",
+        "accumulation.py",
+        "if _is_alone(sums, k):",
+        "if True:",
+        "accumulation",
+    ),
+    Mutation(
+        "... nor what another tensor shows a part of",
+        "accumulation.py",
+        "return is_whole and _holders(tensors, k) == _LIST_ALONE",
+        "return _holders(tensors, k) == _LIST_ALONE",
+        "accumulation",
+    ),
+    Mutation(
+        "each backward pass has its own sums",
+        "accumulation.py",
+        "this_pass = current_pass()",
+        "this_pass = 0",
+        "accumulation",
+    ),
+    Mutation(
+        "a backward pass keeps its sums",
+        "accumulation.py",
+        "at_end_of_pass(sums.end)",
+        "pass",
+        "accumulation",
+    ),
+    Mutation(
+        "... and nothing else does",
+        "accumulation.py",
+        "self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()",
+        "self._passes = {}",
+        "accumulation",
+    ),
+    Mutation(
+        "gradients that a backward pass has no use for are not computed",
+        "accumulation.py",
+        "if not will_run(self.phony.grad_fn):",
+        "if False:",
+        "accumulation",
+    ),
+    Mutation(
+        "what comes after the sums were delivered goes the usual way",
+        "accumulation.py",
+        "return None if sums.delivered else sums",
+        "return sums",
+        "accumulation threads",
     ),
     Mutation(
         "hooks of parameters hear the whole gradient only",

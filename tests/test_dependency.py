@@ -190,20 +190,17 @@ def cells(root: Any, m: int, n: int, weights: list[Tensor]) -> dict[tuple[int, i
     """The nodes of each cell.
 
     Those of a cell that is not checkpointed carry a mark. A `Checkpoint` belongs to the partition whose
-    sums it leads to, and to the micro-batch that has as many checkpoints of its partition before it.
+    weight it leads to, and to the micro-batch that has as many checkpoints of its partition before it.
     """
     found: dict[tuple[int, int], set[Any]] = {(i, j): set() for i in range(m) for j in range(n)}
     nodes = reachable([root])
-    ends = {torch.autograd.graph.get_gradient_edge(weight).node: j for j, weight in enumerate(weights)}
-    sums = {
-        node: ends[end] for node in nodes if type(node).__name__ == "AccumulateBackward" for end in successors(node)
-    }
+    accumulate = {torch.autograd.graph.get_gradient_edge(weight).node: j for j, weight in enumerate(weights)}
     checkpoints: dict[int, list[Any]] = {j: [] for j in range(n)}
     for node in nodes:
         if type(node).__name__ == "_MarkBackward":
             found[node.cell].add(node)
         if type(node).__name__ == "CheckpointBackward":
-            (j,) = {sums[next_node] for next_node in successors(node) if next_node in sums}
+            (j,) = {accumulate[next_node] for next_node in successors(node) if next_node in accumulate}
             checkpoints[j].append(node)
     for j, its in checkpoints.items():
         # In a chain, each leads to those of the micro-batches before it.

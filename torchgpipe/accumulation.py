@@ -1,4 +1,4 @@
-"""Summing the gradients of a partition's parameters over its micro-batches, one gradient at a time.
+"""Summing the gradients of a partition's large parameters over its micro-batches, one gradient at a time.
 
     forward   parameters ──► Accumulate ──phony──► Checkpoint(0, j), Checkpoint(1, j), ...
     backward  each Checkpoint adds to the sums, from within the graph that it differentiates;
@@ -6,7 +6,8 @@
 
 A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
 sum of those before, and each would be read again when it has left the cache. Here a gradient joins the sum as soon
-as its node has computed it, and is gone before the next.
+as its node has computed it, and is gone before the next. That takes a hook in Python, for which a small gradient
+is too quick. Those do go through `Checkpoint`, and the engine sums them.
 
 The sums are beside ``.grad``, not in it, and a parameter gets its whole gradient once, from the engine. So whatever
 listens or selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it
@@ -32,37 +33,46 @@ __all__ = ["Accumulation", "Edge", "Source", "Sums", "explore"]
 
 #: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
 Edge = tuple[Any, int]
-#: What computes a gradient of a parameter: a node, which of its gradients, which parameter.
+#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter.
 Source = tuple[Any, int, int]
 
-#: From here on, in bytes, a gradient of a checkpointed cell is worth the hook that takes it away at once.
+#: From here on, in bytes, a parameter is large.
 LARGE = 4096
 
 
 class Accumulation:
-    """The sums of one place in the model during a call of the pipeline.
+    """How the gradients of the parameters of one place in the model are summed during a call of the pipeline.
 
     Args:
         parameters: the tensors that the gradients are of; each requires grad
         device: where they are
     """
 
-    __slots__ = ("_passes", "edges", "large", "phony")
+    __slots__ = ("_passes", "edges", "large", "phony", "small")
 
-    #: An input of all that adds to the sums.
-    phony: Tensor
-    #: Where the gradient of each parameter goes.
-    edges: dict[Edge, int]
+    #: An input of all that adds to the sums, if there is any to add.
+    phony: Tensor | None
+    #: The parameters whose gradients are left to the engine.
+    small: tuple[Tensor, ...]
+    #: The others, by their numbers.
+    large: dict[int, Tensor]
+    #: Where the gradient of each parameter goes: if it is large, its number.
+    edges: dict[Edge, int | None]
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
-        self.phony = Accumulate.apply(self._passes, device, *parameters)
-        node: Any = self.phony.grad_fn
-        self.edges = {edge: k for k, edge in enumerate(node.next_functions[-len(parameters) :])}
-        self.large = frozenset([k for k, one in enumerate(parameters) if one.numel() * one.element_size() >= LARGE])
+        phony: Tensor = Accumulate.apply(self._passes, device, *parameters)
+        self.large = {k: one for k, one in enumerate(parameters) if one.numel() * one.element_size() >= LARGE}
+        self.small = tuple([one for k, one in enumerate(parameters) if k not in self.large])
+        self.phony = phony if self.large else None
+        node: Any = phony.grad_fn
+        edges = node.next_functions[-len(parameters) :]
+        self.edges = {edge: k if k in self.large else None for k, edge in enumerate(edges)}
 
     def sums(self) -> Sums | None:
         """Those of the backward pass that this thread is in; None if that has no use for them, or no more."""
+        if self.phony is None:
+            return None
         this_pass = current_pass()
         sums = self._passes.get(this_pass)
         if sums is None:
@@ -75,6 +85,8 @@ class Accumulation:
 
     def take_from(self, outputs: Leaves, before: Iterable[Any]) -> None:
         """Lets the graph of ``outputs`` add to the sums at backward, as far as the nodes ``before``."""
+        if not self.large:
+            return
         sources, _ = explore(outputs, self.edges, before)
         for node, slot, k in sources:
             node.register_hook(partial(_take_if_wanted, self, slot, k))
@@ -123,30 +135,31 @@ class Sums:
         self.deliver()
 
 
-def explore(outputs: Leaves, parameters: dict[Edge, int], before: Iterable[Any] = ()) -> tuple[list[Source], list[Any]]:
+def explore(
+    outputs: Leaves, parameters: dict[Edge, int | None], before: Iterable[Any] = ()
+) -> tuple[list[Source], list[Any]]:
     """Follows the graph of ``outputs`` down to the parameters and as far as the nodes ``before``.
 
     Returns:
-        what computes the gradients of the parameters, and the nodes of other leaves
+        what computes the gradients of the large parameters, and the nodes of leaves that are no parameters
     """
     sources: list[Source] = []
     ends: list[Any] = []
-    seen = {None, *before}
-    pending: list[Any] = [output.grad_fn for output in outputs if output is not None]
+    pending: list[Any] = [output.grad_fn for output in outputs if output is not None and output.grad_fn is not None]
+    seen = {None, *before, *pending}
     while pending:
         node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
         edges = node.next_functions
         if not edges:
             ends.append(node)
         for slot, edge in enumerate(edges):
-            k = parameters.get(edge)
-            if k is None:
+            if edge in parameters:
+                k = parameters[edge]
+                if k is not None:
+                    sources.append((node, slot, k))
+            elif edge[0] not in seen:
+                seen.add(edge[0])
                 pending.append(edge[0])
-            else:
-                sources.append((node, slot, k))
     return sources, ends
 
 
@@ -160,8 +173,7 @@ def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | N
 
 
 def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
-    # A gradient that is to be differentiated again cannot be changed in place.
-    sums = None if torch.is_grad_enabled() else accumulation.sums()
+    sums = accumulation.sums()
     return None if sums is None else _take(sums, slot, k, grads, _)
 
 

@@ -123,11 +123,13 @@ class Stage(Site):
             return self._trains
         return _first_in_graph(leaves) is not None
 
-    def sums(self) -> Tensor | None:
-        """An input for the checkpointed cells. Asked for by the first of them, so that backward comes to it next."""
-        if self.accumulation is None and self.parameters:
+    def open_accumulation(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """Inputs for a checkpointed cell. Backward comes to the sums after the cell that has asked first."""
+        if self.accumulation is None:
+            if not self.parameters:
+                return None, ()
             self.accumulation = Accumulation(self.parameters, self.device)
-        return None if self.accumulation is None else self.accumulation.phony
+        return self.accumulation.phony, self.accumulation.small
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
@@ -276,7 +278,8 @@ class Cell(Recomputation):
     def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        leaves: Leaves = Checkpoint.apply(self, lane, stage.sums(), *batch.leaves)
+        sums, parameters = stage.open_accumulation()
+        leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)
         node: Any = None if stage.phony is None else leaves[0].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)

@@ -13,14 +13,14 @@ no more than one recomputed micro-batch is alive on a device. Where one thread r
 nodes in the reverse order of their creation anyway, and nothing is gained by starting early. There is no
 `Recompute` there, and `Checkpoint` runs the function again itself.
 
-The gradients of the parameters do not come from `Checkpoint`: they are summed beside it (see `accumulation`).
+The parameters are inputs of `Checkpoint`, but for the large ones, whose gradients are summed beside it (see
+`accumulation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -142,36 +142,40 @@ class Recomputation:
         _forget_parametrizations()
         return leaves, outputs, self._sources(leaves, outputs)
 
-    def differentiate(self, checkpoint: Any, grads: Leaves) -> Iterator[Tensor | None]:
-        """The gradients of the leaves that require grad. Those of the parameters are added to their sums.
+    def differentiate(self, checkpoint: Any, grads: Leaves) -> list[Tensor | None]:
+        """The gradients of the leaves and the small parameters, in this order; empty if there are none.
 
-        The graph of the last second run is used up. If there is none, it is run on what ``checkpoint`` has saved.
+        Those of the large parameters are added to their sums. The graph of the last second run is used up. If there
+        is none, it is run on what ``checkpoint`` has saved.
         """
         if all([grad is None for grad in grads]):
             self._graph = None
-            return repeat(None)
+            return []
         if self._graph is None:
             self.second_run(checkpoint)
             assert self._graph is not None
         (leaves, outputs, sources), self._graph = self._graph, None
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        accumulation = self.site.accumulation
+        inputs = leaves if accumulation is None else (*leaves, *accumulation.small)
+        wanted = [one for one in inputs if one is not None and one.requires_grad]
+        width = len(wanted)
         try:
-            accumulation = self.site.accumulation
             sums = None if accumulation is None else accumulation.sums()
-            if sums is None:
-                return iter(self._gradients(outputs, grads, wanted))
-            width = len(wanted)
-            trained = [k for k, parameter in enumerate(self.site.parameters) if parameter.requires_grad]
-            wanted += [self.site.parameters[k] for k in trained]
-            sums.take_from(sources)
-            result = self._gradients(outputs, grads, wanted)
-            for k, grad in zip(trained, result[width:]):
-                if grad is not None:
-                    sums.add(k, grad)
-            return iter(result[:width])
+            if accumulation is None or sums is None:
+                result = self._gradients(outputs, grads, wanted)
+            else:
+                sums.take_from(sources)
+                trained = [k for k, parameter in accumulation.large.items() if parameter.requires_grad]
+                wanted += [accumulation.large[k] for k in trained]
+                result = self._gradients(outputs, grads, wanted)
+                for k, grad in zip(trained, result[width:]):
+                    if grad is not None:  # No node has computed it: an output is the parameter itself.
+                        sums.add(k, grad)
         except BaseException as error:
             self.failed(error, "backward")
             raise
+        rest = iter(result)
+        return [next(rest) if one is not None and one.requires_grad else None for one in inputs]
 
     def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
         if len(outputs) != len(grads):
@@ -219,7 +223,7 @@ class Recomputation:
         for node in ends:
             if type(node).__name__ == "AccumulateGrad" and not self._knows(leaves, node.variable):
                 raise self._captured(node.variable)
-        return [] if accumulation is None else [source for source in sources if source[2] in accumulation.large]
+        return sources
 
     def _knows(self, leaves: Leaves, tensor: Tensor) -> bool:
         # A parameter that was frozen at the call, and is no more, gets no gradient from the plain model either.
@@ -246,15 +250,17 @@ def _versions(leaves: Leaves) -> list[int]:
 class Checkpoint(Function):
     """Forward: the first run. Backward: differentiates the second run.
 
-    Its arguments are the recomputation; the lane, a phony from the micro-batch before, or None; the phony of what
-    sums the gradients of the parameters, or None; and the leaves. Where the site has a phony, that comes before the
-    outputs.
+    Its arguments are the recomputation; the lane, a phony from the micro-batch before, or None; the phony of the
+    accumulation, or None; and then the leaves and the small parameters. Where the site has a phony, that comes before
+    the outputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, recomputation: Recomputation, _lane: Leaf, _sums: Leaf, *leaves: Leaf) -> Leaves:
+    def forward(ctx: Any, recomputation: Recomputation, _lane: Leaf, _sums: Leaf, *tensors: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
+        accumulation = recomputation.site.accumulation
+        leaves = tensors if accumulation is None else tensors[: len(tensors) - len(accumulation.small)]
         outputs = recomputation.first_run(leaves)
         ctx.save_for_backward(*leaves)
         # Aliases, because an output that is an input, or a view of one, would bring that one's history.
@@ -268,9 +274,9 @@ class Checkpoint(Function):
         recomputation: Recomputation = ctx.recomputation
         phony = recomputation.site.phony
         result = recomputation.differentiate(ctx, grads if phony is None else grads[1:])
-        _, has_lane, _, *leaves = ctx.needs_input_grad
+        _, has_lane, _, *tensors = ctx.needs_input_grad
         lane = get_phony(phony) if phony is not None and has_lane else None
-        return None, lane, None, *[next(result) if needs_grad else None for needs_grad in leaves]
+        return None, lane, None, *(result or [None] * len(tensors))
 
 
 class Recompute(Function):
