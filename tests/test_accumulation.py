@@ -198,7 +198,7 @@ def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
     sums = Sums(4)
     sums.add(0, kept)
     sums.add(1, base[1])
-    sums.add(2, torch.ones(1).expand(2))
+    sums.add(2, torch.empty_strided((2,), (0,)).fill_(1))
     sums.add(3, torch.ones(2))
     mine = id(sums._sums[3])
     for _ in range(3):
