@@ -98,6 +98,6 @@ class RecordedCell(Cell):
 def _hook(leaf: Tensor, callback: Callable[[Any], None]) -> None:
     """Calls back when the gradient of ``leaf``, which a node has made, is there."""
     # This is register_hook() at a fifth of its price, and without a trace on the tensor, which keeps the hooks it has.
-    hooks, leaf._backward_hooks = leaf._backward_hooks, {0: callback}  # type: ignore[assignment]
+    hooks, leaf._backward_hooks = leaf._backward_hooks, {0: callback}
     leaf.grad_fn._register_hook_dict(leaf)  # type: ignore[union-attr]
     leaf._backward_hooks = hooks
