@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,8 +47,8 @@ class RecordedCell(Cell):
     def _recorded(self, kind: Kind) -> AbstractContextManager[None]:
         return recorded(self._step, kind, self._i, self._stage.j, None, self._stage.stream)
 
-    # At backward of a cell that is not checkpointed the engine is on its own. Hooks are called where the gradient of an
-    # output is there, and that of an input. Where one thread has made all nodes, the engine takes one cell after
+    # At backward of a cell that is not checkpointed the engine is on its own. Hooks are called before the node of an
+    # output runs, and that of an input. Where one thread has made all nodes, the engine takes one cell after
     # another, and a cell ends where the next begins. Else it may take nodes of two cells in turns, but each has a node
     # of its own at the input.
 
@@ -74,7 +74,7 @@ class RecordedCell(Cell):
                 if self._i == 0 or not between_threads:  # Else the lane has made one.
                     leaf, _ = fork(leaf)
                     batch.leaves = (*batch.leaves[:k], leaf, *batch.leaves[k + 1 :])
-                _hook(leaf, self._end_backward)
+                leaf.grad_fn.register_prehook(self._end_backward)  # type: ignore[union-attr]
                 return True
         return False
 
@@ -83,7 +83,7 @@ class RecordedCell(Cell):
             return output
         if output.grad_fn is None or any([output is leaf for leaf in inputs]):
             output, _ = fork(output)  # No node of this cell has made it.
-        _hook(output, self._begin_backward)
+        output.grad_fn.register_prehook(self._begin_backward)  # type: ignore[union-attr]
         return output
 
     def _begin_backward(self, _: Any) -> None:
@@ -93,11 +93,3 @@ class RecordedCell(Cell):
     def _end_backward(self, _: Any) -> None:
         if self._backward is not None:
             self._backward.end()
-
-
-def _hook(leaf: Tensor, callback: Callable[[Any], None]) -> None:
-    """Calls back when the gradient of ``leaf``, which a node has made, is there."""
-    # This is register_hook() at a fifth of its price, and without a trace on the tensor, which keeps the hooks it has.
-    hooks, leaf._backward_hooks = leaf._backward_hooks, {0: callback}
-    leaf.grad_fn._register_hook_dict(leaf)  # type: ignore[union-attr]
-    leaf._backward_hooks = hooks
