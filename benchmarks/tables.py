@@ -18,6 +18,7 @@ from benchmarks.capacity import growth_table, largest_table
 from benchmarks.overhead import shown
 from benchmarks.records import RESULTS, table
 from benchmarks.speed import PIPELINES, SCHEDULES, published_table, targets_table
+from benchmarks.timeline import timeline_table
 from benchmarks.transparency import accuracy_table
 
 README = Path(__file__).resolve().parent / "README.md"
@@ -150,6 +151,10 @@ def transparency() -> str:
 
 def ablation() -> str:
     return ablation_table(_result("ablation"))
+
+
+def timeline() -> str:
+    return timeline_table(_result("timeline"))
 
 
 def memory_by_mode() -> str:
@@ -326,6 +331,7 @@ TABLES: dict[str, Callable[[], str]] = {
         capacity_growth,
         transparency,
         ablation,
+        timeline,
         summary,
     )
 }

@@ -1,11 +1,16 @@
 """What a timeline costs: while nobody records, and while somebody does.
 
-Idle, the engine asks for a recorder once for each call, each cell and each copy. A pipeline without these questions
-does not exist any more, so they are timed alone, as often as a step asks them, and put beside a step of cells that do
-next to nothing. While recording, a step of cells of about a millisecond is timed with and without a recorder, in pairs,
-every other pair the other way round, so that both sides see the same load; a turn's ratio is that of the lower
-quartiles of its steps, since what is above them is the machine's. What recording adds to a cell, in microseconds, is
-the difference of the lowest steps of cells that do next to nothing.
+Both are told for pipelines of cells that do next to nothing, in microseconds a cell: of one micro-batch on one
+partition, forward, recomputation and backward together.
+
+Recording: some steps in a row take CPU time, of all threads, with a recorder and without, in turn, every other pair
+the other way round. A figure is the median difference of a turn's pairs, over all cells. Entering and leaving the
+block does not count. The share is that of a cell of one millisecond: what is added does not depend on how long the
+layers take.
+
+Idle: the engine asks for a recorder once for each call and cell, and for each copy and wait. A pipeline without these
+questions does not exist any more, so they are timed alone, as often as a step asks them, and put beside a step. Inline
+there are no copies. Workers are counted with those that they make between accelerators, though CPUs share a memory.
 
     python -m benchmarks.timeline      # -> results/timeline.json, about two minutes
 """
@@ -18,17 +23,18 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import torchgpipe
+from benchmarks.overhead import shown
 from benchmarks.records import RESULTS, environment, spread, table, write
 from torchgpipe import GPipe
 from torchgpipe.timeline.label import labelled
-from torchgpipe.timeline.record import WhatIsRecorded, recorded
+from torchgpipe.timeline.record import recorded
 
 MODES = ("always", "except_last", "never")
 
@@ -39,24 +45,19 @@ RECORDING_TARGET = 0.03
 M, N = 8, 4
 
 
-def pipeline(mode: str, threads: str, width: int) -> GPipe:
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(N)])
+def pipeline(mode: str, threads: str) -> GPipe:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(N)])
     devices = ["cpu"] * N if threads == "inline" else [f"cpu:{j}" for j in range(N)]
     return GPipe(layers, [1] * N, devices=devices, chunks=M, checkpoint=mode)
 
 
-def cells_of(mode: str) -> int:
-    """How often layers run in a step, forward, again and backward."""
-    return N * (2 * M + {"always": M, "except_last": M - 1, "never": 0}[mode])
-
-
-def step(model: GPipe, x: Tensor, context: AbstractContextManager[Any]) -> float:
-    """Seconds of a forward and backward; entering and leaving the context does not count."""
-    model.zero_grad(set_to_none=True)
+def cell(model: GPipe, x: Tensor, steps: int, context: AbstractContextManager[Any]) -> float:
+    """Microseconds of CPU time of a cell."""
     with context:
-        start = perf_counter()
-        model(x).sum().backward()
-        return perf_counter() - start
+        start = process_time()
+        for _ in range(steps):
+            model(x).sum().backward()
+        return (process_time() - start) / (steps * M * N) * 1e6
 
 
 class Asks:
@@ -69,7 +70,7 @@ class Asks:
 
     def call(self) -> Any:
         if self.recorder is None:
-            return labelled(None)
+            return labelled(None, self)
         raise AssertionError
 
     def cell(self) -> None:
@@ -77,10 +78,9 @@ class Asks:
             raise AssertionError
 
     def copy(self) -> None:
-        # Built before anybody is asked, and there are a copy and a wait.
-        with recorded(self._step, WhatIsRecorded("copy", 0, 0, 1), None):
+        with recorded(self._step, "copy", 0, 0, 1, None):
             pass
-        with recorded(self._step, WhatIsRecorded("wait", 0, 0, 1), None):
+        with recorded(self._step, "wait", 0, 0, 1, None):
             pass
 
 
@@ -97,56 +97,45 @@ def seconds_of(question: Callable[[], object], count: int = 20_000) -> float:
     return max(0.0, min(run(question) for _ in range(5)) - min(run(nothing) for _ in range(5))) / count
 
 
-def idle(mode: str, threads: str, steps: int) -> dict[str, float]:
-    """The share of the questions in a step of tiny cells; copies are asked for though the CPU makes none."""
-    model, x = pipeline(mode, threads, width=4), torch.randn(2 * M, 4)
-    for _ in range(5):
-        step(model, x, nullcontext())
-    lowest = min(step(model, x, nullcontext()) for _ in range(steps))
+def idle(threads: str) -> float:
+    """Microseconds of a cell's share in what a step asks."""
     asks = Asks()
     call, cell, copy = (seconds_of(question) for question in (asks.call, asks.cell, asks.copy))
-    copies = 2 * M * (N - 1)
-    return {
-        "cell us": lowest / (M * N) * 1e6,
-        "asked us": (call + M * N * cell) / (M * N) * 1e6,
-        "share": (call + M * N * cell) / lowest,
-        "copy us": copy * 1e6,
-        "share with copies": (call + M * N * cell + copies * copy) / lowest,
-    }
+    copies = 0 if threads == "inline" else 2 * M * (N - 1)
+    return (call + M * N * cell + copies * copy) / (M * N) * 1e6
 
 
-def recording(mode: str, threads: str, rows: int, pairs: int) -> dict[str, float]:
-    """How much longer a step takes, as a ratio, how long its cells are, and what recording adds to a tiny one."""
-    times = _paired(pipeline(mode, threads, width=512), torch.randn(rows * M, 512), pairs)
-    without, with_ = (statistics.quantiles(times[records], n=4)[0] for records in (False, True))
-    tiny = _paired(pipeline(mode, threads, width=4), torch.randn(2 * M, 4), 3 * pairs)
-    return {
-        "cell ms": without / cells_of(mode) * 1e3,
-        "ratio": with_ / without,
-        "added us": (min(tiny[True]) - min(tiny[False])) / cells_of(mode) * 1e6,
-    }
-
-
-def _paired(model: GPipe, x: Tensor, pairs: int) -> dict[bool, list[float]]:
-    """Seconds of steps without and with a recorder."""
+def turn(mode: str, threads: str, pairs: int, steps: int) -> dict[str, float]:
+    model, x = pipeline(mode, threads), torch.randn(2 * M, 4)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for k in range(-2, pairs):
+    for k in range(-1, pairs):
         for records in (False, True) if k % 2 else (True, False):
-            seconds = step(model, x, torchgpipe.record(model) if records else nullcontext())
-            if k >= 0:  # The first pairs warm up.
-                times[records].append(seconds)
-    return times
+            us = cell(model, x, steps, torchgpipe.record(model) if records else nullcontext())
+            if k >= 0:  # The first pair warms up.
+                times[records].append(us)
+    return {
+        "cell": statistics.median(times[False]),
+        "added": statistics.median(with_ - without for without, with_ in zip(times[False], times[True])),
+        "asked": idle(threads),
+    }
 
 
-def shown(figures: dict[str, float], digits: int) -> str:
-    return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
+def timeline_table(result: dict[str, Any]) -> str:
+    rows = []
+    for row in result["rows"]:
+        added, asked = row["added"]["median"], row["asked"]["median"]
+        shares = [f"{added / 1000:.1%}", f"{asked / row['cell']['median']:.2%}"]
+        figures = [shown(row["cell"], 1), shown(row["added"], 1), shares[0], shown(row["asked"], 2), shares[1]]
+        rows.append([row["threads"], row["mode"], *figures])
+    header = ["threads", "mode", "cell, us", "recording adds, us", "of a ms", "idle, us", "of the cell"]
+    return table(rows, header)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=20, help="of steps in a turn, with and without a recorder")
-    parser.add_argument("--rows", type=int, default=64, help="of a micro-batch: what makes a cell a millisecond")
+    parser.add_argument("--pairs", type=int, default=8, help="in a turn, with and without a recorder")
+    parser.add_argument("--steps", type=int, default=10, help="in a row")
     parser.add_argument("--json", type=Path, default=RESULTS / "timeline.json")
     args = parser.parse_args()
 
@@ -157,47 +146,28 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for threads in ("inline", "workers"):
         for mode in MODES:
-            idles = [idle(mode, threads, steps=50) for _ in range(args.turns)]
-            turns = [recording(mode, threads, args.rows, args.pairs) for _ in range(args.turns)]
+            turns = [turn(mode, threads, args.pairs, args.steps) for _ in range(args.turns)]
             rows.append(
-                {
-                    "mode": mode,
-                    "threads": threads,
-                    "idle": {name: spread(turn[name] for turn in idles) for name in idles[0]},
-                    "recording": {name: spread(turn[name] for turn in turns) for name in turns[0]},
-                }
+                {"threads": threads, "mode": mode}
+                | {name: spread(figures[name] for figures in turns) for name in turns[0]}
             )
             print(f"{threads}, {mode} done", flush=True)
 
-    header = ["threads", "mode", "cell, us", "idle, %", "with copies, %", "cell, ms", "recording, ratio", "added, us"]
-    lines = [
-        [
-            row["threads"],
-            row["mode"],
-            shown(row["idle"]["cell us"], 1),
-            *(shown({k: 100 * v for k, v in row["idle"][name].items()}, 2) for name in ("share", "share with copies")),
-            shown(row["recording"]["cell ms"], 2),
-            shown(row["recording"]["ratio"], 3),
-            shown(row["recording"]["added us"], 1),
-        ]
-        for row in rows
-    ]
-    print("\nmedian of turns (lowest-highest turn)\n\n" + table(lines, header))
-    idle_share = max(row["idle"]["share with copies"]["median"] for row in rows)
-    recording_ratio = max(row["recording"]["ratio"]["median"] for row in rows)
-    print(f"\nidle at most {idle_share:.2%} of a cell that does nothing (target: below {IDLE_TARGET:.0%})")
-    print(f"recording at most {recording_ratio - 1:.1%} of a step (target: below {RECORDING_TARGET:.0%})")
-    write(
-        args.json,
-        {
-            "unit": "us and ms per cell; shares and ratios of a step",
-            "environment": before,
-            "size": {"m": M, "n": N},
-            "turns": args.turns,
-            "pairs": args.pairs,
-            "rows": rows,
-        },
-    )
+    result = {
+        "unit": "us per cell of a micro-batch on a partition: forward, recomputation and backward",
+        "environment": before,
+        "size": {"m": M, "n": N},
+        "turns": args.turns,
+        "pairs": args.pairs,
+        "steps": args.steps,
+        "rows": rows,
+    }
+    print("\nmedian of turns (lowest-highest turn)\n\n" + timeline_table(result))
+    added = max(row["added"]["median"] for row in rows) / 1000
+    asked = max(row["asked"]["median"] / row["cell"]["median"] for row in rows)
+    print(f"\nrecording at most {added:.1%} of a cell of a millisecond (target: below {RECORDING_TARGET:.0%})")
+    print(f"idle at most {asked:.2%} of a cell that does nothing (target: below {IDLE_TARGET:.0%})")
+    write(args.json, result)
 
 
 if __name__ == "__main__":

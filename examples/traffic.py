@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe import GPipe
 from torchgpipe.stream import Streams
-from torchgpipe.timeline.record import Place, WhatIsRecorded
+from torchgpipe.timeline.record import Kind, Place
 
 
 @contextmanager
@@ -51,16 +51,17 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copied: Counter[tuple[int, int]] = Counter()
+        self.source: object = None
         self._lock = threading.Lock()
         self._thread = threading.local()
 
     def begin_step(self, m: int, places: Sequence[Place]) -> "_Counting":
         return self
 
-    def begin(self, what: WhatIsRecorded, stream: Any) -> Callable[[bool], None]:
-        if what.kind != "copy":
+    def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> Callable[[bool], None]:
+        if kind != "copy":
             return lambda failed: None
-        self._thread.way = what.j, what.other
+        self._thread.way = j, other
         return lambda failed: setattr(self._thread, "way", None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,7 +30,7 @@ import torch
 
 from torchgpipe.function import Function
 from torchgpipe.stream import Mark, Stream
-from torchgpipe.timeline.record import Step, WhatIsRecorded, recorded
+from torchgpipe.timeline.record import Step, recorded
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Copy", "Route", "Wait", "copy", "wait"]
@@ -92,9 +92,9 @@ def _needs_graph(leaves: Leaves) -> bool:
 def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
     a, c = route.ends
     route.leaving.wait(route.ready[i])
-    with recorded(route.step, WhatIsRecorded("copy", i, a, c), route.leaving):
+    with recorded(route.step, "copy", i, a, c, route.leaving):
         moved = _move(route.leaving, route.arriving, route.target, leaves)
-    with recorded(route.step, WhatIsRecorded("wait", i, c, a), route.target):
+    with recorded(route.step, "wait", i, c, a, route.target):
         route.target.wait(route.arriving.mark())
     return moved
 
@@ -124,7 +124,8 @@ class Wait(Function):
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         for route in ctx.routes:
             if ctx.i in route.back:  # What nobody has used has no gradient.
-                with recorded(route.step, WhatIsRecorded("wait", ctx.i, *route.ends), route.source):
+                a, c = route.ends
+                with recorded(route.step, "wait", ctx.i, a, c, route.source):
                     route.source.wait(route.back[ctx.i])
         return None, None, *grads
 
@@ -143,7 +144,7 @@ class Copy(Function):
         route: Route = ctx.route
         a, c = route.ends
         route.arriving.wait(route.target.mark())
-        with recorded(route.step, WhatIsRecorded("copy", ctx.i, c, a), route.arriving):
+        with recorded(route.step, "copy", ctx.i, c, a, route.arriving):
             moved = _move(route.arriving, route.leaving, route.source, grads)
         route.back[ctx.i] = route.leaving.mark()
         return None, None, *moved

@@ -149,9 +149,9 @@ def _begin_step(
     m: int, partitions: Sequence[Partition], computing: Sequence[Stream], recorder: Recorder | None
 ) -> Step | None:
     if recorder is None:
-        return labelled(None)
+        return labelled(None, partitions)
     places = [Place(stream, list(partition._modules)) for stream, partition in zip(computing, partitions)]
-    return labelled(recorder.begin_step(m, places))
+    return labelled(recorder.begin_step(m, places), partitions)
 
 
 def _route(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchgpipe.cell import Cell, Stage
-from torchgpipe.function import Function
+from torchgpipe.dependency import fork
 from torchgpipe.microbatch import Batch
-from torchgpipe.timeline.record import Kind, Open, Step, WhatIsRecorded, recorded
+from torchgpipe.timeline.record import Kind, Open, Step, backward_pass, recorded
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["RecordedCell"]
@@ -44,55 +44,52 @@ class RecordedCell(Cell):
         with self._recorded("backward"):
             return super()._gradients(outputs, grads, wanted)
 
+    def _recorded(self, kind: Kind) -> AbstractContextManager[None]:
+        return recorded(self._step, kind, self._i, self._stage.j, None, self._stage.stream)
+
+    # At backward of a cell that is not checkpointed the engine is on its own. Hooks are called before the node of an
+    # output runs, and that of an input. Where one thread has made all nodes, the engine takes one cell after
+    # another, and a cell ends where the next begins. Else it may take nodes of two cells in turns, but each has a node
+    # of its own at the input.
+
     def call(self, batch: Batch) -> Batch:
-        self._ends = _notice(batch, self._end_backward)
+        # Transforms of torch.func have an autograd of their own.
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            with self._recorded("forward"):
+                return super().call(batch)
+        self._ends = self._notice_end(batch)
+        inputs = batch.leaves
         with self._recorded("forward"):
             output = super().call(batch)
-        _notice(output, self._begin_backward)
+        output.leaves = tuple([self._notice_begin(leaf, inputs) for leaf in output.leaves])
         return output
 
-    # At backward of a cell that is not checkpointed the engine is on its own. It passes two nodes, on either side of
-    # the layers. If the cell has no use for the gradient of its input, then the one that it passes last is missing: the
-    # cell ends when something else begins in the same thread, or else with the whole backward pass.
+    def _notice_end(self, batch: Batch) -> bool:
+        """Whether a node is there to end the cell at."""
+        between_threads = self._stage.phony is not None
+        if self._stage.j > 0 and not between_threads:
+            return False
+        for k, leaf in enumerate(batch.leaves):
+            if leaf is not None and leaf.requires_grad:
+                if self._i == 0 or not between_threads:  # Else the lane has made one.
+                    leaf, _ = fork(leaf)
+                    batch.leaves = (*batch.leaves[:k], leaf, *batch.leaves[k + 1 :])
+                leaf.grad_fn.register_prehook(self._end_backward)  # type: ignore[union-attr]
+                return True
+        return False
 
-    def _begin_backward(self) -> None:
-        self._backward = Open(self._step, self._what("backward"), self._stage.stream, noticed=self._ends)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._backward.end)
+    def _notice_begin(self, output: Leaf, inputs: Leaves) -> Leaf:
+        if output is None or not output.requires_grad:
+            return output
+        if output.grad_fn is None or any([output is leaf for leaf in inputs]):
+            output, _ = fork(output)  # No node of this cell has made it.
+        output.grad_fn.register_prehook(self._begin_backward)  # type: ignore[union-attr]
+        return output
 
-    def _end_backward(self) -> None:
+    def _begin_backward(self, _: Any) -> None:
+        if self._backward is None or self._backward.task != backward_pass():  # the first of several outputs
+            self._backward = Open(self._step, self._i, self._stage.j, self._stage.stream, noticed=self._ends)
+
+    def _end_backward(self, _: Any) -> None:
         if self._backward is not None:
             self._backward.end()
-
-    def _recorded(self, kind: Kind) -> AbstractContextManager[None]:
-        return recorded(self._step, self._what(kind), self._stage.stream)
-
-    def _what(self, kind: Kind) -> WhatIsRecorded:
-        return WhatIsRecorded(kind, self._i, self._stage.j)
-
-
-def _notice(batch: Batch, callback: Callable[[], None]) -> bool:
-    """Calls back when the gradient of a batch goes by.
-
-    Returns:
-        whether one will
-    """
-    if not torch.is_grad_enabled() or not any([leaf is not None and leaf.requires_grad for leaf in batch.leaves]):
-        return False
-    if torch._C._are_functorch_transforms_active():  # They have an autograd of their own.
-        return False
-    batch.leaves = _Notice.apply(callback, *batch.leaves)
-    return True
-
-
-class _Notice(Function):
-    @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *leaves: Leaf) -> Leaves:
-        ctx.set_materialize_grads(False)
-        ctx.callback = callback
-        return tuple([None if leaf is None else leaf.detach() for leaf in leaves])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
-        ctx.callback()
-        return None, *grads

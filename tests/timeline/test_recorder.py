@@ -200,6 +200,92 @@ def test_transforms_of_torch_func_still_work() -> None:
         assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_callers_tensors_are_not_listened_to(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    model = pipe(linears(), [1] * N, chunks=chunks, checkpoint=checkpoint)
+    x = batch(requires_grad=True) * 2
+    with torchgpipe.record(model) as timeline:
+        output = model(x)
+        x.sum().backward()
+    assert output._backward_hooks is x._backward_hooks is None
+    assert {span.kind for span in timeline.spans} == {"forward"}
+
+
+def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
+    """On the very tensors on which a recorder listens."""
+    model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
+    heard: list[Tensor] = []
+    handles = []
+    model[1].register_forward_hook(lambda _, inputs, output: handles.append(output.register_hook(heard.append)))
+    with torchgpipe.record(model) as timeline:
+        output = model(batch()).sum()
+        handles[0].remove()
+        output.backward()
+    assert len(heard) == M - 1
+    assert cells(timeline.spans) == all_cells("never")
+
+
+class Returns(nn.Module):
+    """Its output is made by no node of its own."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.weight = what, nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, input: Tensor) -> Any:
+        return {"its input": input, "a parameter": self.weight}[self.what]
+
+
+@pytest.mark.parametrize("what", ["its input", "a parameter"])
+@pytest.mark.parametrize("j", range(N))
+@pytest.mark.parametrize("input_grad", [False, True])
+def test_a_cell_that_makes_nothing_has_a_backward(pipe: Pipe, what: str, j: int, input_grad: bool) -> None:
+    layers = linears()
+    layers[j] = Returns(what)
+    model = pipe(layers, [1] * N, chunks=M, checkpoint="never")
+    with torchgpipe.record(model) as timeline:
+        model(batch(requires_grad=input_grad)).sum().backward()
+    expected = all_cells("never")
+    for kind, i, k in list(expected):
+        unused = k < j if what == "a parameter" else k == j == 0 and not input_grad
+        if kind == "backward" and unused:
+            del expected[kind, i, k]
+    assert cells(timeline.spans) == expected
+    assert not any(span.failed for span in timeline.spans)
+    if what == "its input" and (j > 0 or input_grad):
+        assert_in_order(timeline, "never")
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears(2)
+
+    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
+        return self.layers[0](first), self.layers[1](second)
+
+
+def test_a_cell_of_several_outputs_has_one_backward(pipe: Pipe) -> None:
+    model = pipe(nn.Sequential(Halves(), Halves(), Halves()), [1] * N, chunks=M, checkpoint="never")
+    with torchgpipe.record(model) as timeline:
+        sum(output.sum() for output in model(batch())).backward()
+    assert cells(timeline.spans) == all_cells("never")
+    assert not any(span.failed for span in timeline.spans)
+
+
+def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
+    """What begins next ends a cell that nobody notices the end of, but not what begins in the middle of it."""
+    nested = GPipe(linears(2), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="never")
+    layers = nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3))
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=M, checkpoint="never")
+    with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=M) as within:
+        model(batch()).sum().backward()
+    for i in range(M):
+        inner = [span for span in within.of_step(i) if span.kind == "backward"]
+        assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in inner) - min(s.start for s in inner)
+
+
 # Several steps.
 
 

@@ -6,24 +6,25 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from torchgpipe.timeline.record import End, Step, WhatIsRecorded
+from torchgpipe.timeline.record import End, Kind, Step
 
 __all__ = ["labelled"]
 
 
-def labelled(step: Step | None) -> Step | None:
-    """A step that gives labels as well, if the profiler runs; else the step itself."""
+def labelled(step: Step | None, pipeline: object) -> Step | None:
+    """A step of ``pipeline`` that gives labels as well, if the profiler runs; else the step itself."""
     # Asked first, because a label that nobody reads costs as much as a small layer.
-    return _Labelled(step) if profiler._is_profiler_enabled else step
+    return _Labelled(step, id(pipeline)) if profiler._is_profiler_enabled else step
 
 
 class _Labelled:
-    def __init__(self, step: Step | None) -> None:
+    def __init__(self, step: Step | None, source: object) -> None:
         self._step = step
+        self.source = source
 
-    def begin(self, what: WhatIsRecorded, stream: Any) -> End:
-        end = None if self._step is None else self._step.begin(what, stream)
-        label: Any = profiler.record_function(_text(what))
+    def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
+        end = None if self._step is None else self._step.begin(kind, i, j, other, stream)
+        label: Any = profiler.record_function(_text(kind, i, j, other))
         label.__enter__()
 
         def finish(failed: bool) -> None:
@@ -34,8 +35,6 @@ class _Labelled:
         return finish
 
 
-def _text(what: WhatIsRecorded) -> str:
-    text = f"torchgpipe: {what.kind}, micro-batch {what.i}, partition {what.j}"
-    if what.other is None:
-        return text
-    return f"{text} {'to' if what.kind == 'copy' else 'for'} {what.other}"
+def _text(kind: Kind, i: int, j: int, other: int | None) -> str:
+    text = f"torchgpipe: {kind}, micro-batch {i}, partition {j}"
+    return text if other is None else f"{text} {'to' if kind == 'copy' else 'for'} {other}"

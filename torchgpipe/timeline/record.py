@@ -6,33 +6,17 @@ The engine knows no more of a timeline than this. Where nobody listens there is 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "WhatIsRecorded", "recorded"]
+__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "backward_pass", "recorded"]
 
 #: What a cell does. A copy goes to a later partition, or is of a gradient and comes back from there; a wait is what
 #: the computation waits for such a copy.
 Kind = Literal["forward", "recomputation", "backward", "copy", "wait"]
-
-
-class WhatIsRecorded(NamedTuple):
-    """A piece of work.
-
-    Attributes:
-        kind: what is done
-        i: the micro-batch
-        j: the partition that does it, or sends it
-        other: the partition that a copy goes to, or that a wait is for; None for what stays on its device
-    """
-
-    kind: Kind
-    i: int
-    j: int
-    other: int | None = None
 
 
 class Place(NamedTuple):
@@ -52,14 +36,27 @@ End = Callable[[bool], None]
 
 
 class Step(Protocol):
-    """Listens to one mini-batch, its backward included."""
+    """Listens to one mini-batch, its backward included.
 
-    def begin(self, what: WhatIsRecorded, stream: Any) -> End:
+    Attributes:
+        source: the same for all steps of a pipeline
+    """
+
+    source: object
+
+    def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
         """Is told that ``stream`` is about to do something.
 
+        Args:
+            kind: what is done
+            i: the micro-batch
+            j: the partition that does it, or sends it
+            other: the partition that a copy goes to, or that a wait is for; None for what stays on its device
+            stream: where it is launched
+
         Returns:
-            is called once, in whatever thread, when that is launched; never, if a backward pass is given up within
-            a cell that is not checkpointed, because none of our code is on the stack there
+            is called once, in whatever thread, when that is launched; never, if a backward pass is given up within a
+            cell that is not checkpointed, because none of our code is on the stack there
         """
 
 
@@ -70,63 +67,84 @@ class Recorder(Protocol):
         """Is told that a mini-batch of ``m`` micro-batches comes."""
 
 
-def recorded(step: Step | None, what: WhatIsRecorded, stream: Any) -> AbstractContextManager[None]:
-    """Tells of what is done in a ``with`` block, if somebody listens."""
-    return nullcontext() if step is None else _recorded(step, what, stream)
+def recorded(
+    step: Step | None, kind: Kind, i: int, j: int, other: int | None, stream: Any
+) -> AbstractContextManager[None]:
+    """Tells of what is done in a ``with`` block, if somebody listens. It begins here; see `Step.begin`."""
+    return _unheard if step is None else _Recorded(_begin(step, kind, i, j, other, stream))
 
 
-@contextmanager
-def _recorded(step: Step, what: WhatIsRecorded, stream: Any) -> Iterator[None]:
-    end = _begin(step, what, stream)
-    try:
-        yield
-    except BaseException:
-        end(True)
-        raise
-    end(False)
+_unheard = nullcontext()
 
 
-def _begin(step: Step, what: WhatIsRecorded, stream: Any) -> End:
-    if _last.open is not None:
-        _last.open.followed()
-    return step.begin(what, stream)
+class _Recorded:
+    # A generator would cost as much again as all that it tells.
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        self._end(raised is not None)
+
+
+def _begin(step: Step, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
+    before = _thread.open.pop(step.source, None)
+    if before is not None:
+        before.followed()
+    return step.begin(kind, i, j, other, stream)
 
 
 class Open:
-    """A piece of work whose end may go unnoticed. What follows it in the same thread ends it, at the latest.
+    """A backward of a cell, by the engine on its own, so that nobody of ours may be there when it ends. Then it ends
+    when something else of this pipeline begins in the same thread, or else with the whole backward pass.
 
     Args:
         noticed: whether its end will be noticed, so that what follows does not mean anything: nodes of two cells can
             take turns in one thread
+
+    Attributes:
+        task: the backward pass that it belongs to
     """
 
-    __slots__ = ("_end", "_task")
+    __slots__ = ("_end", "_source", "task")
 
-    def __init__(self, step: Step, what: WhatIsRecorded, stream: Any, noticed: bool) -> None:
-        self._end: End | None = _begin(step, what, stream)
-        self._task = _backward_pass()
+    def __init__(self, step: Step, i: int, j: int, stream: Any, noticed: bool) -> None:
+        self._end: End | None = _begin(step, "backward", i, j, None, stream)
+        self._source = step.source
+        self.task = backward_pass()
         if not noticed:
-            _last.open = self
+            _thread.open[step.source] = self
+        _engine.queue_callback(self.end)
 
     def end(self) -> None:
         """The first call counts."""
         end, self._end = self._end, None
-        if _last.open is self:
-            _last.open = None
         if end is not None:
+            if _thread.open.get(self._source) is self:
+                del _thread.open[self._source]
             end(False)
 
     def followed(self) -> None:
         """Something begins in this thread: in the same backward pass, or else that one was given up."""
-        _last.open = None
-        if _backward_pass() == self._task:
+        if backward_pass() == self.task:
             self.end()
         self._end = None
 
 
-class _Last(threading.local):
-    open: Open | None = None
+class _Thread(threading.local):
+    """What is open in a thread and ends when it is followed, by source."""
+
+    def __init__(self) -> None:
+        self.open: dict[object, Open] = {}
 
 
-_last = _Last()
-_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+_thread = _Thread()
+_engine: Any = torch.autograd.Variable._execution_engine
+
+#: The number of the backward pass that this thread is in; -1 if in none.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id

@@ -21,7 +21,7 @@ from torch import nn
 from torchgpipe.device import device_module
 from torchgpipe.gpipe import GPipe
 from torchgpipe.stream import Stream, Tick
-from torchgpipe.timeline.record import End, Place, Recorder, WhatIsRecorded
+from torchgpipe.timeline.record import End, Kind, Place, Recorder
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
 
@@ -115,6 +115,7 @@ class _Recorder:
         self.is_over = False
         self._began = perf_counter()
         self._numbers = count()
+        self._source = object()
         self._steps: deque[_Step] = deque(maxlen=steps)
         self._clocks: dict[torch.device, _Clock] = {}
 
@@ -126,7 +127,7 @@ class _Recorder:
         for place in places:
             if place.stream.device not in self._clocks:
                 self._clocks[place.stream.device] = _Clock(place.stream, self._began)
-        step = _Step(next(self._numbers), m, places)
+        step = _Step(next(self._numbers), m, places, self._source)
         self._steps.append(step)
         return step
 
@@ -147,14 +148,15 @@ class _Recorder:
 class _Step:
     """Listens to a step. Any thread may append to its list."""
 
-    def __init__(self, number: int, m: int, places: Sequence[Place]) -> None:
+    def __init__(self, number: int, m: int, places: Sequence[Place], source: object) -> None:
+        self.source = source
         self.number = number
         self.m = m
         self.rows = [Row(j, place.stream.device, tuple(place.layers)) for j, place in enumerate(places)]
         self._work: list[_Work] = []
 
-    def begin(self, what: WhatIsRecorded, stream: Stream) -> End:
-        work = _Work(what, stream)
+    def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Stream) -> End:
+        work = _Work(kind, i, j, other, stream)
         self._work.append(work)
         return work.end_now
 
@@ -169,21 +171,24 @@ class _Step:
         return [self._span(one, clocks[one.stream.device], last) for one in work]
 
     def _span(self, work: _Work, clock: _Clock, last: float) -> Span:
-        kind, i, j, other = work.what
-        row = self.rows[j]
+        row = self.rows[work.j]
         start = clock.at(work.start)
         end = max(start, last if work.end is None else clock.at(work.end))
         failed = work.failed or work.end is None
-        return Span(self.number, kind, i, j, row.device, work.stream.name, row.layers, start, end, other, failed)
+        where = row.device, work.stream.name, row.layers
+        return Span(self.number, work.kind, work.i, work.j, *where, start, end, work.other, failed)
 
 
 class _Work:
     """Something on a stream: as long as it is not over, ``end`` is None."""
 
-    __slots__ = ("end", "failed", "start", "stream", "what")
+    __slots__ = ("end", "failed", "i", "j", "kind", "other", "start", "stream")
 
-    def __init__(self, what: WhatIsRecorded, stream: Stream) -> None:
-        self.what = what
+    def __init__(self, kind: Kind, i: int, j: int, other: int | None, stream: Stream) -> None:
+        self.kind = kind
+        self.i = i
+        self.j = j
+        self.other = other
         self.stream = stream
         self.end: Tick | None = None
         self.failed = False
