@@ -267,6 +267,12 @@ def test_too_few_devices() -> None:
     assert "3" in str(caught.value)
 
 
+def test_nothing_runs_on_the_meta_device() -> None:
+    """It was taken, and the call failed: 'meta' does not have a corresponding module registered as 'torch.meta'."""
+    with pytest.raises(ValueError, match=r"meta device, which devices\[1\] is"):
+        GPipe(make_model(2), [1, 1], devices=["cpu", "meta"])
+
+
 @pytest.mark.parametrize("order", [["cpu", "cpu", "cpu"], ["cpu:0", "cpu:1", "cpu:0"], ["cpu:1", "cpu:1", "cpu:0"]])
 def test_a_device_may_repeat(order: list[str], checkpoint: str) -> None:
     module, x = make_model(3), make_input()
@@ -704,7 +710,7 @@ def test_keys_that_fit_no_layer_are_still_reported(pipe: Pipe) -> None:
     assert len(result.unexpected_keys) == 1
 
 
-OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions"]
+OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions", "follow"]
 OF_ANY_MODULE = ["training", "to", "cuda", "state_dict", "add_module", "T_destination", "_modules", "_parameters"]
 OF_ANY_OBJECT = ["__len__", "__class__"]
 

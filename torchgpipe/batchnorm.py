@@ -39,6 +39,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.phase import is_recomputing
 from torchgpipe.replicas import exchange, replicas, verify_even
+from torchgpipe.settings import verify_chunks
 from torchgpipe.twin import twin
 
 __all__ = ["STATISTICS", "DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
@@ -317,7 +318,7 @@ class DeferredBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, device=device, dtype=dtype)
-        self.chunks = _verify_chunks(chunks)
+        self.chunks = verify_chunks(chunks)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
@@ -345,7 +346,7 @@ class DeferredBatchNorm(_BatchNorm):
         Raises:
             ValueError: ``chunks`` is not a positive integer.
         """
-        _verify_chunks(chunks)
+        chunks = verify_chunks(chunks)
 
         def deferred(module: nn.Module) -> nn.Module:
             if not _is_to_defer(module, cls, chunks):
@@ -527,12 +528,6 @@ def _deferred_type(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) ->
 def _new(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) -> nn.Module:
     """An empty instance, for copies and pickles: no module has the class itself under its name."""
     return object.__new__(_deferred_type(plain, deferred))
-
-
-def _verify_chunks(chunks: int) -> int:
-    if chunks < 1:
-        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
-    return chunks
 
 
 #: The layers that keep running statistics. Subclasses, also the users' own, are among them.
