@@ -447,6 +447,11 @@ def test_made_by_hand() -> None:
         norm(torch.zeros(3))
 
 
+def test_a_mini_batch_has_micro_batches() -> None:
+    with pytest.raises(ValueError, match="must be 1 or more, not 0"), mini_batch(0):
+        pass
+
+
 # Numbers
 
 
