@@ -2,7 +2,7 @@
 
 The documentation asks for its tables when it is built.
 
-python -m benchmarks.tables    # after a benchmark has written its JSON
+    python -m benchmarks.tables    # after a benchmark has written its JSON
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 from benchmarks.ablation import ablation_table
 from benchmarks.capacity import growth_table, largest_table
-from benchmarks.overhead import shown
-from benchmarks.records import RESULTS, table
+from benchmarks.records import RESULTS, shown, table
 from benchmarks.speed import PIPELINES, SCHEDULES, published_table, targets_table
 from benchmarks.transparency import accuracy_table
 
