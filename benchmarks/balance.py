@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import Answer, Peer
+from benchmarks.pictures import save
 from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
 from benchmarks.splits import MODELS
 
@@ -266,7 +267,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     ours, theirs, ink = "#1f6f8b", ["#e07a1f", "#c2407a", "#8a5fbf", "#7a8a1f"], "#404040"
-    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink, "svg.hashsalt": "balance"})
+    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink})
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
     for axes in (left, right):
@@ -303,8 +304,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     right.grid(axis="x", alpha=0.3)
     right.set_axisbelow(True)
 
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    print(f"\ndrawn: {path.name}")
+    save(figure, path)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.ablation import ablation_table
 from benchmarks.capacity import growth_table, largest_table
+from benchmarks.distributed import distributed_table
 from benchmarks.records import RESULTS, shown, table
 from benchmarks.speed import PIPELINES, SCHEDULES, published_table, targets_table
 from benchmarks.transparency import accuracy_table
@@ -240,6 +241,10 @@ def batchnorm() -> str:
     return table(rows, ["micro-batches", "mode", "part", "ours", "original"])
 
 
+def distributed() -> str:
+    return distributed_table(_result("distributed"))
+
+
 def summary() -> str:
     """What is new beside the original, in a few lines."""
     overhead = {(row["threads"], row["mode"]): row for row in _result("overhead")["modes"]}
@@ -316,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
         balance_reality,
         skips,
         batchnorm,
+        distributed,
         parts,
         nodes,
         speed,

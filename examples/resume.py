@@ -77,8 +77,9 @@ class Run:
 
 def random_states() -> list[torch.Tensor]:
     """Of the CPU, and of every accelerator."""
-    accelerators = torch.get_device_module().get_rng_state_all() if torch.accelerator.is_available() else []
-    return [torch.get_rng_state(), *accelerators]
+    if not torch.accelerator.is_available():
+        return [torch.get_rng_state()]
+    return [torch.get_rng_state(), *torch.get_device_module().get_rng_state_all()]
 
 
 def set_random_states(states: list[torch.Tensor]) -> None:

@@ -50,7 +50,8 @@ class DistributedGPipe(nn.Module):
     Every process makes the same model, best on the meta device, and calls the same methods in the same order::
 
         torch.distributed.init_process_group(timeout=timedelta(minutes=2))
-        model = DistributedGPipe(module, balance=[2, 2], chunks=8, loss_fn=torch.nn.functional.cross_entropy)
+        loss_fn = torch.nn.functional.cross_entropy
+        model = DistributedGPipe(module, balance=[2, 2], chunks=8, loss_fn=loss_fn)
         optimizer = torch.optim.Adam(model.parameters())
         for input, target in data:
             loss = model.step(input, target)
@@ -206,7 +207,7 @@ class DistributedGPipe(nn.Module):
             the others
 
         Raises:
-            as :meth:`step`
+            Exception: as in :meth:`step`
         """
         processes, outputs = self._processes, dict[int, Batch]()
 
