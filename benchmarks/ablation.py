@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 from benchmarks.peers import Answer, Peer, Request, serve
 from benchmarks.pictures import INK, open_axes, save
-from benchmarks.records import RESULTS, environment, ratios, spread, table, write
-from benchmarks.speed import placed, shown
+from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
+from benchmarks.speed import placed
 
 PEERS = ("plain", "ours")
 EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")

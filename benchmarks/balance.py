@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import Answer, Peer
-from benchmarks.records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.pictures import save
+from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
 from benchmarks.splits import MODELS
 
 PEERS = ("ours", "original")
@@ -245,19 +246,15 @@ def show(result: dict[str, Any], limit: float) -> None:
             lines[-1] += ["-" if ratio is None else f"{ratio:.3f}", milliseconds(row[name]["seconds"], limit)]
     print("\nlargest load over the smallest possible one, for measured times\n\n" + table(lines, header))
 
-    def shown(figures: dict[str, float], scale: float = 1, digits: int = 2) -> str:
-        low, middle, high = (figures[key] * scale for key in ("low", "median", "high"))
-        return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
     header = ["balance", "layers", "predicted, ms", "measured, ms", "measured/predicted", "over 'by time'"]
     lines = [
         [
             row["way"],
             " ".join(map(str, row["balance"])),
             f"{row['predicted'] * 1e3:.0f}",
-            shown(row["measured"], 1e3, 0),
+            shown({key: 1e3 * seconds for key, seconds in row["measured"].items()}, 0),
             f"{row['measured']['median'] / row['predicted']:.2f}",
-            shown(row["over by time"]),
+            shown(row["over by time"], 2),
         ]
         for row in result["reality"]
     ]
@@ -270,7 +267,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     ours, theirs, ink = "#1f6f8b", ["#e07a1f", "#c2407a", "#8a5fbf", "#7a8a1f"], "#404040"
-    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink, "svg.hashsalt": "balance"})
+    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink})
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
     for axes in (left, right):
@@ -307,8 +304,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     right.grid(axis="x", alpha=0.3)
     right.set_axisbelow(True)
 
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    print(f"\ndrawn: {path.name}")
+    save(figure, path)
 
 
 def main() -> None:

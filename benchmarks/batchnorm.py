@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import Answer, Peer, Request, serve
-from benchmarks.records import RESULTS, environment, spread, table, write
+from benchmarks.records import RESULTS, environment, shown, spread, table, write
 
 SHAPE = (32, 64, 56, 56)
 PARTS = ("forward", "backward")
@@ -86,10 +86,6 @@ def measure(asked: list[Request], peers: list[str], turns: int) -> list[dict[str
     return measured
 
 
-def shown(figures: dict[str, float]) -> str:
-    return f"{figures['median']:.2f} ({figures['low']:.2f}-{figures['high']:.2f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=5, help="each in fresh processes")
@@ -114,7 +110,7 @@ def main() -> None:
     header = ["grad", "m", "part", *(f"{name}, {column}" for name in args.peers for column in columns)]
     lines = [
         ["yes" if row["grad"] else "no", row["m"], row["part"]]
-        + [shown(row[name][column]) for name in args.peers for column in columns]
+        + [shown(row[name][column], 2) for name in args.peers for column in columns]
         for row in rows
     ]
     print(f"\nms for a mini-batch of {SHAPE}: median of turns (low-high)\n\n" + table(lines, header))

@@ -38,7 +38,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 from benchmarks.models import gpt
-from benchmarks.records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.pictures import save
+from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
 from torchgpipe.distributed import DistributedGPipe
 
 __all__ = ["Shape", "main", "predicted"]
@@ -284,10 +285,8 @@ def _joined(rank: int, n: int, folder: Path) -> Iterator[None]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = path.stem  # the same figures give the same file
     runs = result["runs"]
     figure = Figure(figsize=(4.2 * len(runs), 3.6), layout="constrained")
     for axes, run in zip(figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs):
@@ -300,28 +299,30 @@ def draw(result: dict[str, Any], path: Path) -> None:
             )
         axes.set(title=f"{run['processes']} process{'es' if run['processes'] > 1 else ''}", xlabel="micro-batches")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, counts)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("texts a second")
     figure.axes[0].legend()
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
-def show(result: dict[str, Any]) -> None:
+def distributed_table(result: dict[str, Any]) -> str:
+    """Texts a second, beside what is written by hand; what a step takes, and what the model of its costs says."""
     rows = [
         [
             run["processes"],
             row["chunks"],
-            *[f"{row[name]['median']:.1f}" for name in ("ours", "hand")],
+            *(f"{row[name]['median']:.1f}" for name in ("ours", "hand")),
             f"{row['ideal']:.1f}",
-            f"{row['ours_over_hand']['median']:.3f}",
-            f"{row['measured_ms']:.1f}",
-            f"{row['predicted_ms']:.1f}",
+            shown(row["ours_over_hand"], 2),
+            *(f"{row[name]:.0f}" for name in ("measured_ms", "predicted_ms")),
         ]
         for run in result["runs"]
         for row in run["rows"]
     ]
-    print(table(rows, ["processes", "chunks", "ours", "hand", "ideal", "ours / hand", "step, ms", "predicted, ms"]))
+    header = ["processes", "micro-batches", "ours", "by hand", "ideal", "ours / by hand", "step, ms", "predicted, ms"]
+    return table(rows, header)
 
 
 def main() -> None:
@@ -342,7 +343,7 @@ def main() -> None:
         shape = SIZES["cuda" if backend == "nccl" else "cpu"]
         write(options.json, {"environment": environment(), "backend": backend, "shape": shape._asdict(), "runs": runs})
     result = json.loads(options.json.read_text())
-    show(result)
+    print(distributed_table(result))
     draw(result, options.json.with_suffix(".svg"))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PEERS, Answer, Peer, Request
-from benchmarks.records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
 
 MODES = ("always", "except_last", "never")
 PARTS = ("forward", "backward")
@@ -126,10 +126,6 @@ def growth(rows: list[dict[str, Any]], axis: str, peers: list[str]) -> list[dict
             figures = {name: ratios(small[name]["cpu"]["turns"], large[name]["cpu"]["turns"]) for name in peers}
             grown.append({"axis": axis, "mode": mode, "part": part, **figures})
     return grown
-
-
-def shown(figures: dict[str, float], digits: int = 1) -> str:
-    return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
 def verdict(row: dict[str, Any], part: str) -> str:

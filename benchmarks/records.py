@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "environment", "ratios", "spread", "table", "write"]
+__all__ = ["RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -33,6 +33,13 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
     """How many times lower the first is than the second, turn by turn, as a spread."""
     return spread(b / a for a, b in zip(small, large, strict=True))
+
+
+def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
+    """A spread as the cell of a table; a dash for what was not measured."""
+    if figures is None:
+        return "-"
+    return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
 def environment() -> dict[str, Any]:

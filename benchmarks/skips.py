@@ -23,13 +23,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from benchmarks.pictures import save
 from benchmarks.records import RESULTS, environment, table, write
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -107,7 +107,6 @@ def print_totals(rows: list[dict[str, Any]]) -> None:
 
 def draw(rows: list[dict[str, Any]], shown: dict[str, Any], path: Path) -> None:
     """What goes from each partition to each other, and how the sum grows with the number of partitions."""
-    matplotlib.rcParams["svg.hashsalt"] = path.stem  # the same figures give the same file
     figure = Figure(figsize=(12 if len(rows) > 1 else 8.5, 4.2), layout="constrained")
     axes = figure.subplots(1, 3 if len(rows) > 1 else 2)
     largest = max(shown[way]["busiest"] for way in WAYS) / 1e6
@@ -117,8 +116,7 @@ def draw(rows: list[dict[str, Any]], shown: dict[str, Any], path: Path) -> None:
     if len(rows) > 1:
         draw_totals(axes[2], rows)
     figure.suptitle("Copied in a training step of a U-Net, in MB: forward above the diagonal, backward below it")
-    figure.savefig(path, metadata={"Date": None})
-    print(f"written: {path.name}")
+    save(figure, path)
 
 
 def draw_matrix(place: Axes, copied: Counter[tuple[int, int]], n: int, largest: float) -> None:

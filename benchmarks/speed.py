@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from benchmarks.peers import Answer, Peer, Request
 from benchmarks.pictures import COLORS, INK, open_axes, save
-from benchmarks.records import RESULTS, environment, ratios, spread, table, write
+from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
 from benchmarks.training import TASKS
 
 PIPELINES = ("ours", "original")
@@ -282,12 +282,6 @@ def targets_table(reached: list[dict[str, Any]]) -> str:
                 met = f"{sum(one['met'] for one in own)} of {len(own)}"
                 lines.append([f"{AIMS[aim]} {words}", model, met, *ends])
     return table(lines, ["aim, at least", "model", "met", "lowest", "highest"])
-
-
-def shown(figures: dict[str, float] | None, digits: int) -> str:
-    if figures is None:
-        return "-"
-    return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
 def speed_table(rows: list[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 The documentation asks for its tables when it is built.
 
-python -m benchmarks.tables    # after a benchmark has written its JSON
+    python -m benchmarks.tables    # after a benchmark has written its JSON
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.ablation import ablation_table
 from benchmarks.capacity import growth_table, largest_table
-from benchmarks.overhead import shown
-from benchmarks.records import RESULTS, table
+from benchmarks.distributed import distributed_table
+from benchmarks.records import RESULTS, shown, table
 from benchmarks.speed import PIPELINES, SCHEDULES, published_table, targets_table
 from benchmarks.timeline import timeline_table
 from benchmarks.transparency import accuracy_table
@@ -246,6 +246,10 @@ def batchnorm() -> str:
     return table(rows, ["micro-batches", "mode", "part", "ours", "original"])
 
 
+def distributed() -> str:
+    return distributed_table(_result("distributed"))
+
+
 def summary() -> str:
     """What is new beside the original, in a few lines."""
     overhead = {(row["threads"], row["mode"]): row for row in _result("overhead")["modes"]}
@@ -322,6 +326,7 @@ TABLES: dict[str, Callable[[], str]] = {
         balance_reality,
         skips,
         batchnorm,
+        distributed,
         parts,
         nodes,
         speed,

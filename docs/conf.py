@@ -27,6 +27,7 @@ exclude_patterns = ["_build"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+autodoc_type_aliases = {"M": "torch.nn.Module"}  # a type variable says nothing to a reader
 napoleon_use_ivar = True
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and output stay behind
 

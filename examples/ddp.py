@@ -84,7 +84,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     model = DistributedDataParallel(pipeline)  # without device_ids, because it has several devices
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     draw = torch.Generator().manual_seed(1)  # all draw the same mini-batch, and take their share of it
-    with tqdm(desc=f"{options.processes} processes", total=options.steps, unit=" steps", disable=rank > 0) as progress:
+    with tqdm(total=options.steps, unit=" steps", disable=rank > 0) as progress:
         for _ in range(options.steps):
             texts, classes = excerpts(learn, options.batch, draw)
             mine = slice(rank, None, options.processes)

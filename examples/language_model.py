@@ -11,8 +11,8 @@ in float32 the losses end some thousandths apart, and in float64 (``--dtype floa
     python examples/language_model.py --text novel.txt   # learn another text
 
 The text is read byte by byte, so there is no tokenizer; by default it is the source code of Python's own
-standard library, which every machine has. All accelerators of the machine are used; where there is none,
-the partitions share the CPU.
+standard library, which every machine has. All accelerators of the machine are used; partitions share one where
+there are more of them (``--partitions``), and the CPU where there is none.
 """
 
 import argparse
@@ -90,7 +90,8 @@ def build(options: argparse.Namespace, pipeline: bool) -> nn.Module:
     if pipeline:
         partitions = options.partitions or min(torch.accelerator.device_count() or 4, len(model))
         balance = [len(part) for part in torch.arange(len(model)).tensor_split(partitions)]
-        gpipe = GPipe(model, balance, chunks=options.chunks, checkpoint=options.checkpoint)
+        devices = devices_for(partitions)
+        gpipe = GPipe(model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint)
         print(f"{size}, {balance} of them on {[str(device) for device in gpipe.devices]}")
         return gpipe
 
@@ -98,6 +99,12 @@ def build(options: argparse.Namespace, pipeline: bool) -> nn.Module:
     device = accelerator or torch.device("cpu")
     print(f"{size}, all on {str(device)!r}")
     return model.to(device)
+
+
+def devices_for(partitions: int) -> list[torch.device] | None:
+    """An accelerator for each partition; where there are fewer, neighbours share one. None where there is none."""
+    kind, count = torch.accelerator.current_accelerator(), min(torch.accelerator.device_count(), partitions)
+    return [torch.device(kind.type, j * count // partitions) for j in range(partitions)] if kind and count else None
 
 
 # ---- The text.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from language_model import language_model, read_text, windows
+from language_model import devices_for, language_model, read_text, windows
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -32,7 +32,7 @@ def build(options: argparse.Namespace) -> GPipe:
     model.insert(1, nn.Dropout(0.1))
     partitions = options.partitions or min(torch.accelerator.device_count() or 2, len(model))
     balance = [len(part) for part in torch.arange(len(model)).tensor_split(partitions)]
-    return GPipe(model, balance, chunks=options.chunks)
+    return GPipe(model, balance, devices=devices_for(partitions), chunks=options.chunks)
 
 
 class Run:
@@ -77,8 +77,9 @@ class Run:
 
 def random_states() -> list[torch.Tensor]:
     """Of the CPU, and of every accelerator."""
-    accelerators = torch.get_device_module().get_rng_state_all() if torch.accelerator.is_available() else []
-    return [torch.get_rng_state(), *accelerators]
+    if not torch.accelerator.is_available():
+        return [torch.get_rng_state()]
+    return [torch.get_rng_state(), *torch.get_device_module().get_rng_state_all()]
 
 
 def set_random_states(states: list[torch.Tensor]) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from language_model import devices_for
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -189,7 +190,8 @@ def build(options: argparse.Namespace, pipeline: bool) -> nn.Module:
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters in {len(model)} layers"
     if pipeline:
         balance = balance_of(options, model)
-        gpipe = GPipe(model, balance, devices=options.devices, chunks=options.chunks, checkpoint=options.checkpoint)
+        devices = options.devices or devices_for(len(balance))
+        gpipe = GPipe(model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint)
         print(f"{size}, {balance} of them on {[str(device) for device in gpipe.devices]}")
         return gpipe
 

@@ -20,7 +20,7 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent.parent
 
 FLOORS: list[list[str]] = [
-    ["typing", "schedule", "phase", "skip.namespace", "timeline.record", "twin", "uncompiled"],
+    ["typing", "settings", "moments", "schedule", "phase", "skip.namespace", "timeline.record", "twin", "uncompiled"],
     ["device", "timeline.label"],
     ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
     ["ambient", "arguments", "phony", "copy", "random", "partition", "batchnorm"],

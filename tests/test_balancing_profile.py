@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import importlib
 import random
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.layers import Apply
 from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.skip.tracker import current_skip_tracker
 from torchgpipe_balancing import Report, profile
@@ -33,17 +34,6 @@ def quick(module: nn.Sequential, sample: Any, **options: Any) -> Report:
 
 def sizes(report: Report, name: str) -> list[int]:
     return [row[name] for row in report.rows()]
-
-
-class Apply(nn.Module):
-    """A layer that does what it is told."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, input: Any) -> Any:
-        return self.function(input)
 
 
 # -- Sizes --
@@ -739,26 +729,13 @@ class Bar:
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(importlib.import_module("sys").modules, "tqdm", SimpleNamespace(tqdm=Bar))
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
     quick(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.rand(2))
     assert Bar.seen == [4, 4]
 
 
-@pytest.fixture
-def without_tqdm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any) -> Any:
-        if name.startswith("tqdm"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    yield
-
-
-@pytest.mark.usefixtures("without_tqdm")
-def test_without_tqdm(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_tqdm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # so that importing it fails
     quick(nn.Sequential(nn.ReLU()), torch.rand(2))
     assert capfd.readouterr() == ("", "")
 

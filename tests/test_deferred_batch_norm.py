@@ -445,11 +445,11 @@ def test_made_by_hand() -> None:
     assert norm.num_batches_tracked == 1
     with pytest.raises(ValueError, match="at least 2D"):
         norm(torch.zeros(3))
-    for chunks in (0, -1):
-        with pytest.raises(ValueError, match="chunks must be positive"):
-            DeferredBatchNorm(3, chunks=chunks)
-        with pytest.raises(ValueError, match="chunks must be positive"):
-            convert(nn.BatchNorm1d(3), chunks)
+
+
+def test_a_mini_batch_has_micro_batches() -> None:
+    with pytest.raises(ValueError, match="must be 1 or more, not 0"), mini_batch(0):
+        pass
 
 
 # Numbers

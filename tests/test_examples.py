@@ -63,6 +63,19 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
     assert re.findall(r"\d\.\d{6}", capsys.readouterr().out) == losses
 
 
+@pytest.mark.parametrize(("count", "shared"), [(0, None), (1, [0, 0, 0, 0]), (3, [0, 0, 1, 2]), (6, [0, 1, 2, 3])])
+def test_four_partitions_share_fewer_accelerators(
+    count: int, shared: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo ARGS='--partitions 2'` ended in an IndexError where there is one GPU."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    devices_for = runpy.run_path(str(EXAMPLES / "language_model.py"))["devices_for"]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert devices_for(4) == (shared and [torch.device("cuda", index) for index in shared])
+
+
 def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")

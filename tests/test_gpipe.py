@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Devices, Pipe
+from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, NoChunk
 
@@ -36,17 +37,6 @@ def assert_transparent(pipe: Pipe, module: nn.Sequential, balance: list[int], *i
     for checkpoint in ["always", "except_last", "never"]:
         model = pipe(copy.deepcopy(module), balance, chunks=chunks, checkpoint=checkpoint)
         assert_same(outcome(model, *inputs), expected)
-
-
-class Call(nn.Module):
-    """A layer that is a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
 
 
 class Recorder(nn.Module):
@@ -267,6 +257,12 @@ def test_too_few_devices() -> None:
     assert "3" in str(caught.value)
 
 
+def test_nothing_runs_on_the_meta_device() -> None:
+    """It was taken, and the call failed: 'meta' does not have a corresponding module registered as 'torch.meta'."""
+    with pytest.raises(ValueError, match=r"meta device, which devices\[1\] is"):
+        GPipe(make_model(2), [1, 1], devices=["cpu", "meta"])
+
+
 @pytest.mark.parametrize("order", [["cpu", "cpu", "cpu"], ["cpu:0", "cpu:1", "cpu:0"], ["cpu:1", "cpu:1", "cpu:0"]])
 def test_a_device_may_repeat(order: list[str], checkpoint: str) -> None:
     module, x = make_model(3), make_input()
@@ -446,10 +442,10 @@ def test_a_layer_replaced_by_setattr_is_the_one_that_runs(pipe: Pipe) -> None:
     model = pipe(nn.Sequential(OrderedDict(a=nn.Identity(), b=nn.Identity(), c=nn.Identity())), [1, 2], chunks=2)
     x = make_input()
     assert torch.equal(model(x), x)
-    model.b = Call(lambda x: x * 3)
+    model.b = Apply(lambda x: x * 3)
     assert torch.equal(model(x), x * 3)
     assert model.partitions[1][0] is model.b is model[1]
-    model.a = Call(lambda x: x + 1)
+    model.a = Apply(lambda x: x + 1)
     assert torch.equal(model(x), (x + 1) * 3)
 
 
@@ -465,7 +461,7 @@ def test_a_parameter_of_a_replaced_layer_gets_its_gradient(pipe: Pipe, checkpoin
 
 def test_a_layer_replaced_in_a_nested_one_runs(pipe: Pipe) -> None:
     model = pipe(nn.Sequential(nn.Sequential(nn.Identity()), nn.Identity()), [1, 1], chunks=2)
-    model[0][0] = Call(lambda x: x * 3)
+    model[0][0] = Apply(lambda x: x * 3)
     x = make_input()
     assert torch.equal(model(x), x * 3)
 
@@ -704,7 +700,7 @@ def test_keys_that_fit_no_layer_are_still_reported(pipe: Pipe) -> None:
     assert len(result.unexpected_keys) == 1
 
 
-OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions"]
+OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions", "follow"]
 OF_ANY_MODULE = ["training", "to", "cuda", "state_dict", "add_module", "T_destination", "_modules", "_parameters"]
 OF_ANY_OBJECT = ["__len__", "__class__"]
 
@@ -917,10 +913,10 @@ def sum_of(value: Any) -> Tensor:
 def test_nested_inputs(pipe: Pipe, nest: Callable[[Tensor, Tensor], Any]) -> None:
     recorder = Recorder()
     value = nest(make_input(5), make_input(5))
-    pipe(nn.Sequential(recorder, Call(sum_of)), [1, 1], chunks=2, checkpoint="never")(value)
+    pipe(nn.Sequential(recorder, Apply(sum_of)), [1, 1], chunks=2, checkpoint="never")(value)
     assert [type(micro_batch) for micro_batch in recorder.seen] == [type(value)] * 2
     if not isinstance(value, Pair | OrderedDict):  # which the comparison does not know
-        assert_transparent(pipe, nn.Sequential(Call(sum_of), *make_model(2)), [1, 2], value)
+        assert_transparent(pipe, nn.Sequential(Apply(sum_of), *make_model(2)), [1, 2], value)
 
 
 def test_containers_keep_their_types_all_the_way(pipe: Pipe) -> None:
@@ -959,7 +955,7 @@ def test_later_layers_get_one_value(pipe: Pipe) -> None:
     """A tuple that the first layer returns is one argument of the next, in the same partition or not."""
     for balance in [[1, 1], [2]]:
         recorder = Recorder()
-        pipe(nn.Sequential(Call(lambda x, y: (y, x)), recorder), balance)(make_input(2), make_input(2))
+        pipe(nn.Sequential(Apply(lambda x, y: (y, x)), recorder), balance)(make_input(2), make_input(2))
         ((a, b),) = recorder.seen
         assert a.shape == b.shape == (2, 2)
 
@@ -1013,25 +1009,25 @@ def test_all_other_leaves_of_the_input_are_listed(pipe: Pipe) -> None:
 
 def test_other_leaves_at_a_boundary_are_refused_by_layer_path_and_type(pipe: Pipe, checkpoint: str) -> None:
     module = nn.Sequential(
-        OrderedDict(first=nn.Identity(), second=Call(lambda x: (x, {"name": "text"})), third=nn.Identity())
+        OrderedDict(first=nn.Identity(), second=Apply(lambda x: (x, {"name": "text"})), third=nn.Identity())
     )
     model = pipe(module, [2, 1], chunks=2, checkpoint=checkpoint)
     with pytest.raises(TypeError) as caught:
         model(make_input())
-    for part in ["'second'", "Call", "[1]['name']", "str"]:
+    for part in ["'second'", "Apply", "[1]['name']", "str"]:
         assert part in str(caught.value)
 
 
 def test_other_leaves_at_the_end_are_refused_too(pipe: Pipe) -> None:
-    model = pipe(nn.Sequential(OrderedDict(first=nn.Identity(), last=Call(lambda x: (x, 1.5)))), [1, 1])
+    model = pipe(nn.Sequential(OrderedDict(first=nn.Identity(), last=Apply(lambda x: (x, 1.5)))), [1, 1])
     with pytest.raises(TypeError) as caught:
         model(make_input())
-    for part in ["'last'", "Call", "[1]", "float"]:
+    for part in ["'last'", "Apply", "[1]", "float"]:
         assert part in str(caught.value)
 
 
 def test_between_layers_of_one_partition_anything_goes(pipe: Pipe, checkpoint: str) -> None:
-    module = nn.Sequential(Call(lambda x: (x, "text", 3)), Call(lambda value: value[0] * value[2]))
+    module = nn.Sequential(Apply(lambda x: (x, "text", 3)), Apply(lambda value: value[0] * value[2]))
     model = pipe(module, [2], chunks=2, checkpoint=checkpoint)
     x = make_input()
     output = model(x)
@@ -1049,7 +1045,7 @@ def test_different_batch_sizes_are_listed_with_path_and_shape(pipe: Pipe) -> Non
 
 def test_different_batch_sizes_of_positional_inputs(pipe: Pipe) -> None:
     with pytest.raises(ValueError) as caught:
-        pipe(nn.Sequential(Call(torch.add)), [1])(torch.zeros(6, 4), torch.zeros(5, 4))
+        pipe(nn.Sequential(Apply(torch.add)), [1])(torch.zeros(6, 4), torch.zeros(5, 4))
     for part in ["[0]", "(6, 4)", "[1]", "(5, 4)", "NoChunk"]:
         assert part in str(caught.value)
 
@@ -1067,7 +1063,7 @@ def test_a_tensor_without_a_batch_dimension(pipe: Pipe, value: Any) -> None:
 def test_no_chunk_is_passed_whole_to_every_micro_batch(pipe: Pipe) -> None:
     recorder = Recorder()
     x, table = make_input(), torch.randn(7, 3)
-    model = pipe(nn.Sequential(recorder, Call(lambda value: value[0])), [1, 1], chunks=3, checkpoint="never")
+    model = pipe(nn.Sequential(recorder, Apply(lambda value: value[0])), [1, 1], chunks=3, checkpoint="never")
     model((x, NoChunk(table), {"scalar": NoChunk(table[0, 0])}))
     assert len(recorder.seen) == 3
     for micro_batch in recorder.seen:
@@ -1079,7 +1075,7 @@ def test_no_chunk_is_passed_whole_to_every_micro_batch(pipe: Pipe) -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_the_gradient_of_no_chunk_is_summed(pipe: Pipe, chunks: int) -> None:
     weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
-    module = nn.Sequential(Call(lambda x, weight: x @ weight), *make_model(2))
+    module = nn.Sequential(Apply(lambda x, weight: x @ weight), *make_model(2))
     assert_transparent(pipe, module, [1, 2], make_input(), NoChunk(weight), chunks=chunks)
 
 
@@ -1087,8 +1083,8 @@ def test_no_chunk_beyond_the_first_partition(pipe: Pipe) -> None:
     """At a boundary it is a tensor as any other."""
     weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     module = nn.Sequential(
-        Call(lambda value: (value[0].tanh(), value[1])),
-        Call(lambda value: value[0] @ value[1]),
+        Apply(lambda value: (value[0].tanh(), value[1])),
+        Apply(lambda value: value[0] @ value[1]),
         *make_model(1),
     )
     assert_transparent(pipe, module, [1, 1, 1], (make_input(), NoChunk(weight)), chunks=3)
@@ -1118,29 +1114,29 @@ def test_no_chunk_takes_a_tensor(value: Any) -> None:
 )
 def test_nested_outputs_at_boundaries_and_at_the_end(pipe: Pipe, nest: Callable[[Tensor], Any]) -> None:
     for chunks in [1, 2, 4]:
-        assert_transparent(pipe, nn.Sequential(*make_model(2), Call(nest)), [1, 2], make_input(5), chunks=chunks)
-        module = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64), Call(nest), nn.Identity())
+        assert_transparent(pipe, nn.Sequential(*make_model(2), Apply(nest)), [1, 2], make_input(5), chunks=chunks)
+        module = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64), Apply(nest), nn.Identity())
         assert_transparent(pipe, module, [1, 1, 1], make_input(5), chunks=chunks)
 
 
 def test_none_is_an_output(pipe: Pipe) -> None:
-    assert pipe(nn.Sequential(Call(lambda x: None)), [1], chunks=2)(make_input()) is None
-    module = nn.Sequential(Call(lambda x: None), Call(lambda x: torch.ones(1)))
+    assert pipe(nn.Sequential(Apply(lambda x: None)), [1], chunks=2)(make_input()) is None
+    module = nn.Sequential(Apply(lambda x: None), Apply(lambda x: torch.ones(1)))
     assert torch.equal(pipe(module, [1, 1], chunks=2)(make_input()), torch.ones(2))
 
 
 def test_micro_batches_may_come_out_in_other_sizes(pipe: Pipe) -> None:
-    model = pipe(nn.Sequential(nn.Identity(), Call(lambda x: x.sum(0, keepdim=True))), [1, 1], chunks=3)
+    model = pipe(nn.Sequential(nn.Identity(), Apply(lambda x: x.sum(0, keepdim=True))), [1, 1], chunks=3)
     assert model(make_input()).shape == (3, 2)
 
 
 def test_an_output_without_dimensions_cannot_be_gathered(pipe: Pipe) -> None:
-    model = pipe(nn.Sequential(Call(torch.sum)), [1], chunks=2)
+    model = pipe(nn.Sequential(Apply(torch.sum)), [1], chunks=2)
     with pytest.raises(ValueError, match="dimension"):
         model(make_input())
 
 
 def test_outputs_of_different_structure_cannot_be_gathered(pipe: Pipe) -> None:
-    model = pipe(nn.Sequential(Call(lambda x: (x, x) if len(x) == 2 else x)), [1], chunks=2, checkpoint="never")
+    model = pipe(nn.Sequential(Apply(lambda x: (x, x) if len(x) == 2 else x)), [1], chunks=2, checkpoint="never")
     with pytest.raises(ValueError, match="structure"):
         model(make_input(3))

@@ -26,23 +26,13 @@ from torch.distributed import rpc
 import torchgpipe
 from tests.conftest import Devices
 from tests.fake_accelerator import on_fake_devices
+from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, run_plain
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.pipe import BalanceError, LocalRRef, NoChunk, Pipe, PipeSequential, WithDevice
 from torchgpipe.skip import pop, skippable, stash
 
 MODES = ["always", "except_last", "never"]
-
-
-class Apply(nn.Module):
-    """A layer of a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
 
 
 class Fork(nn.Module):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
+from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, NoChunk, is_recomputing
 from torchgpipe.copy import Copy, Route, Wait, wait
@@ -50,17 +51,6 @@ def assert_like_plain(model: GPipe, module: nn.Sequential, *inputs: Any) -> None
 
 def linears(n: int, width: int = 3) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)])
-
-
-class Apply(nn.Module):
-    """A layer of a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
 
 
 class Nest(nn.Module):

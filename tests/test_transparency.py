@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import Devices, Pipe
+from tests.layers import Apply
 from tests.plain import Outcome, assert_same, loss_of, outcome, plain_outcome, run_plain
 from torchgpipe import NoChunk, is_recomputing
 
@@ -37,17 +38,6 @@ Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 # Layers
-
-
-class Function(nn.Module):
-    """A layer without parameters."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
 
 
 class Using(nn.Module):
@@ -162,12 +152,12 @@ RECIPES = [
     recipe("leaky relu in place", "image", "image", lambda: nn.LeakyReLU(0.5, inplace=True), "exact", "in place"),
     # The same tensor under another name.
     recipe("identity", "vector", "vector", nn.Identity, "exact"),
-    recipe("view", "vector", "vector", lambda: Function(lambda x: x.view(-1, 2, 2).view(-1, 4)), "exact"),
-    recipe("transposed twice", "vector", "vector", lambda: Function(lambda x: x.t().t()), "exact"),
-    recipe("flip", "vector", "vector", lambda: Function(lambda x: x.flip(1)), "exact", "fresh"),
+    recipe("view", "vector", "vector", lambda: Apply(lambda x: x.view(-1, 2, 2).view(-1, 4)), "exact"),
+    recipe("transposed twice", "vector", "vector", lambda: Apply(lambda x: x.t().t()), "exact"),
+    recipe("flip", "vector", "vector", lambda: Apply(lambda x: x.flip(1)), "exact", "fresh"),
     # What stops gradients.
-    recipe("detach", "vector", "vector", lambda: Function(lambda x: x.detach()), "exact"),
-    recipe("constant", "vector", "vector", lambda: Function(torch.ones_like), "exact"),
+    recipe("detach", "vector", "vector", lambda: Apply(lambda x: x.detach()), "exact"),
+    recipe("constant", "vector", "vector", lambda: Apply(torch.ones_like), "exact"),
     recipe("detach, then linear", "vector", "vector", lambda: Using(lambda f, x: f(x.detach())), "exact"),
     recipe("no_grad inside", "vector", "vector", lambda: Using(torch.no_grad()(lambda f, x: f(x))), "exact"),
     recipe("parameter only", "vector", "vector", lambda: Using(lambda f, x: f.bias.expand(len(x), 4)), "exact"),
@@ -175,8 +165,8 @@ RECIPES = [
     # What counts.
     recipe("counter", "vector", "vector", Counter, "exact"),
     # Integers.
-    recipe("argsort", "vector", "tokens", lambda: Function(lambda x: x.argsort(1)[:, :3]), "exact"),
-    recipe("other tokens", "tokens", "tokens", lambda: Function(lambda x: (x + 1) % 8), "exact"),
+    recipe("argsort", "vector", "tokens", lambda: Apply(lambda x: x.argsort(1)[:, :3]), "exact"),
+    recipe("other tokens", "tokens", "tokens", lambda: Apply(lambda x: (x + 1) % 8), "exact"),
     recipe("embedding", "tokens", "vector", Embed, "exact"),
     recipe("frozen embedding", "tokens", "vector", lambda: frozen(Embed()), "exact"),
     # Images.
@@ -199,27 +189,27 @@ RECIPES = [
     ),
     # Several tensors.
     recipe("keep", "vector", "pair", lambda: Using(lambda f, x: (f(x), x)), "exact"),
-    recipe("same twice", "vector", "pair", lambda: Function(lambda x: (x, x)), "exact"),
-    recipe("views", "vector", "pair", lambda: Function(lambda x: (x.view(-1, 4), x[:, :1].expand(-1, 4))), "exact"),
+    recipe("same twice", "vector", "pair", lambda: Apply(lambda x: (x, x)), "exact"),
+    recipe("views", "vector", "pair", lambda: Apply(lambda x: (x.view(-1, 4), x[:, :1].expand(-1, 4))), "exact"),
     recipe("one detached", "vector", "pair", lambda: Using(lambda f, x: (x.detach(), f(x))), "exact"),
-    recipe("swap", "pair", "pair", lambda: Function(lambda p: (p[1], p[0])), "exact"),
+    recipe("swap", "pair", "pair", lambda: Apply(lambda p: (p[1], p[0])), "exact"),
     recipe("first only", "pair", "pair", lambda: Using(lambda f, p: (f(p[0]), p[1])), "exact"),
-    recipe("second detached", "pair", "pair", lambda: Function(lambda p: (p[0], p[1].detach())), "exact"),
-    recipe("add", "pair", "vector", lambda: Function(lambda p: p[0] + p[1]), "exact", "fresh"),
-    recipe("forget the second", "pair", "vector", lambda: Function(lambda p: p[0]), "exact"),
-    recipe("gate", "pair", "vector", lambda: Function(lambda p: p[0] * p[1].sigmoid())),
-    recipe("name", "vector", "mapping", lambda: Function(lambda x: {"x": x, "mask": x > 0, "no": None}), "exact"),
+    recipe("second detached", "pair", "pair", lambda: Apply(lambda p: (p[0], p[1].detach())), "exact"),
+    recipe("add", "pair", "vector", lambda: Apply(lambda p: p[0] + p[1]), "exact", "fresh"),
+    recipe("forget the second", "pair", "vector", lambda: Apply(lambda p: p[0]), "exact"),
+    recipe("gate", "pair", "vector", lambda: Apply(lambda p: p[0] * p[1].sigmoid())),
+    recipe("name", "vector", "mapping", lambda: Apply(lambda x: {"x": x, "mask": x > 0, "no": None}), "exact"),
     recipe("inner", "mapping", "mapping", lambda: Using(lambda f, d: {**d, "x": f(d["x"])}), "exact"),
-    recipe("where", "mapping", "vector", lambda: Function(lambda d: torch.where(d["mask"], d["x"], 0)), "exact"),
+    recipe("where", "mapping", "vector", lambda: Apply(lambda d: torch.where(d["mask"], d["x"], 0)), "exact"),
     recipe("arguments", "arguments", "vector", First, "exact", "fresh"),
     # Random numbers.
     recipe("dropout", "vector", "vector", lambda: nn.Dropout(0.5), "random"),
     recipe("dropout in place", "vector", "vector", lambda: nn.Dropout(0.3, inplace=True), "random", "in place"),
-    recipe("noise", "vector", "vector", lambda: Function(lambda x: x + torch.randn_like(x)), "random"),
-    recipe("permutation", "vector", "vector", lambda: Function(lambda x: x[:, torch.randperm(4)]), "random"),
+    recipe("noise", "vector", "vector", lambda: Apply(lambda x: x + torch.randn_like(x)), "random"),
+    recipe("permutation", "vector", "vector", lambda: Apply(lambda x: x[:, torch.randperm(4)]), "random"),
     recipe("feature dropout", "image", "image", lambda: nn.Dropout1d(0.5), "random"),
-    recipe("mask", "vector", "mapping", lambda: Function(_random_mask), "random"),
-    recipe("random tokens", "vector", "tokens", lambda: Function(lambda x: torch.randint(8, (len(x), 3))), "random"),
+    recipe("mask", "vector", "mapping", lambda: Apply(_random_mask), "random"),
+    recipe("random tokens", "vector", "tokens", lambda: Apply(lambda x: torch.randint(8, (len(x), 3))), "random"),
 ]
 
 
@@ -494,10 +484,10 @@ def test_autocast(pipe: Pipe, devices: Devices, cache: bool, case: Case) -> None
 def test_complex_numbers(pipe: Pipe, checkpoint: str) -> None:
     module = nn.Sequential(
         nn.Linear(4, 4, dtype=torch.complex128),
-        Function(lambda z: (z * 1j, z.conj())),
-        Function(lambda pair: pair[0] * pair[1].exp()),
+        Apply(lambda z: (z * 1j, z.conj())),
+        Apply(lambda pair: pair[0] * pair[1].exp()),
         nn.Linear(4, 4, dtype=torch.complex128),
-        Function(lambda z: {"real": z.real, "angle": z.angle(), "pairs": torch.view_as_real(z), "z": z}),
+        Apply(lambda z: {"real": z.real, "angle": z.angle(), "pairs": torch.view_as_real(z), "z": z}),
     )
     z = torch.randn(5, 4, dtype=torch.complex128, requires_grad=True)
     expected = plain_outcome(copy.deepcopy(module), z, chunks=3)

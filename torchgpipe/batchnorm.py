@@ -26,9 +26,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import reduce
 from types import new_class
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,67 +36,15 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from torchgpipe.moments import Moments, merge
 from torchgpipe.phase import is_recomputing
 from torchgpipe.replicas import exchange, replicas, verify_even
+from torchgpipe.settings import verify_chunks
 from torchgpipe.twin import twin
 
 __all__ = ["STATISTICS", "DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class Moments(NamedTuple):
-    """What is to be known of some samples, by channel.
-
-    Attributes:
-        n: how many values each channel has in them; not 1
-        mean: their mean, of shape (channels,); zero where n is 0
-        var: their unbiased variance, of shape (channels,); zero where n is 0
-    """
-
-    n: int
-    mean: Tensor
-    var: Tensor
-
-    def to(self, like: Tensor) -> Moments:
-        """The same, on the device and with the dtype of ``like``."""
-        return Moments(self.n, self.mean.to(like), self.var.to(like))
-
-
-def merge(parts: Iterable[Moments]) -> Moments:
-    """The moments of all the samples that ``parts`` are the moments of.
-
-    Squared are only differences of means, never values or means, whose squares would cancel::
-
-        mean = mean_a + (mean_b - mean_a) n_b / n                  n = n_a + n_b
-        S    = S_a + S_b + (mean_b - mean_a)² n_a n_b / n          S = (n - 1) var
-
-    This is the updating formula of T. F. Chan, G. H. Golub and R. J. LeVeque, `Updating Formulae and a
-    Pairwise Algorithm for Computing Sample Variances
-    <http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf>`_, 1979. Parts of one size, as
-    micro-batches are but for the last, are merged at once, by the variance of their means.
-    """
-    sizes: dict[int, list[Moments]] = {}
-    for part in parts:
-        sizes.setdefault(part.n, []).append(part)
-    return reduce(_merge_two, [_merge_equal(group) for group in sizes.values()])
-
-
-def _merge_equal(parts: Sequence[Moments]) -> Moments:
-    if len(parts) == 1:
-        return parts[0]
-    n = parts[0].n * len(parts)
-    between, mean = torch.var_mean(torch.stack([part.mean for part in parts]), 0, correction=0)
-    within = torch.stack([part.var for part in parts]).mean(0)
-    return Moments(n, mean, within * ((n - len(parts)) / (n - 1)) + between * (n / (n - 1)))
-
-
-def _merge_two(a: Moments, b: Moments) -> Moments:
-    n = a.n + b.n
-    delta = b.mean - a.mean
-    within = a.var * ((a.n - 1) / (n - 1)) + b.var * ((b.n - 1) / (n - 1))
-    between = delta.square() * (a.n / n * (b.n / (n - 1)))
-    return Moments(n, a.mean + delta * (b.n / n), within + between)
 
 
 class _Tracked:
@@ -201,8 +148,11 @@ def mini_batch(m: int, model: nn.Module | None = None, group: Any = None) -> Ite
         group: the processes that have the same ``model``, where no DistributedDataParallel is there to tell
 
     Raises:
+        ValueError: ``m`` is not positive.
         RuntimeError: the processes may have different numbers of mini-batches.
     """
+    if m < 1:
+        raise ValueError(f"the number of micro-batches in a mini-batch must be 1 or more, not {m}")
     outer = _tracking.get()
     mine = _of_all_processes(model, group)
     token = _tracking.set(mine)
@@ -317,7 +267,7 @@ class DeferredBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, device=device, dtype=dtype)
-        self.chunks = _verify_chunks(chunks)
+        self.chunks = verify_chunks(chunks)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
@@ -345,7 +295,7 @@ class DeferredBatchNorm(_BatchNorm):
         Raises:
             ValueError: ``chunks`` is not a positive integer.
         """
-        _verify_chunks(chunks)
+        chunks = verify_chunks(chunks)
 
         def deferred(module: nn.Module) -> nn.Module:
             if not _is_to_defer(module, cls, chunks):
@@ -527,12 +477,6 @@ def _deferred_type(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) ->
 def _new(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) -> nn.Module:
     """An empty instance, for copies and pickles: no module has the class itself under its name."""
     return object.__new__(_deferred_type(plain, deferred))
-
-
-def _verify_chunks(chunks: int) -> int:
-    if chunks < 1:
-        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
-    return chunks
 
 
 #: The layers that keep running statistics. Subclasses, also the users' own, are among them.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchgpipe.typing import Device
 
-__all__ = ["bring", "canonical_device", "default_devices", "device_module", "same_memory"]
+__all__ = ["bring", "canonical_device", "default_device", "default_devices", "device_module", "same_memory"]
 
 
 def device_module(device: torch.device) -> Any:
@@ -28,13 +28,21 @@ def canonical_device(device: Device) -> torch.device:
     return device
 
 
+def default_device() -> torch.device:
+    """The current accelerator, or the CPU where there is none."""
+    return canonical_device(_accelerator() or "cpu")
+
+
 def default_devices(n: int) -> list[torch.device]:
     """All accelerators of the machine, or the CPU ``n`` times where there is none."""
-    if not torch.accelerator.is_available():
+    accelerator = _accelerator()
+    if accelerator is None:
         return [torch.device("cpu")] * n
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def same_memory(a: torch.device, b: torch.device) -> bool:

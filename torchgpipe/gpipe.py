@@ -13,15 +13,14 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.partition import Partition, place, split, verify_balance, verify_divided, verify_module
+from torchgpipe.partition import Partition, place, split, verify_balance, verify_divided, verify_module, verify_names
 from torchgpipe.pipeline import Mechanisms, Pipeline
 from torchgpipe.replicas import verify_layers
+from torchgpipe.settings import checkpoint_stop, verify_checkpoint, verify_chunks
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
 __all__ = ["GPipe"]
-
-_MODES = ("always", "except_last", "never")
 
 
 class GPipe(nn.Module):
@@ -88,15 +87,16 @@ class GPipe(nn.Module):
         verify_module(module)
         verify_skippables(module)
         self.balance = verify_balance(balance, len(module))
-        self.chunks = _verify_chunks(chunks)
-        self.checkpoint = _verify_checkpoint(checkpoint)
+        self.chunks = verify_chunks(chunks)
+        self.checkpoint = verify_checkpoint(checkpoint)
         self.devices = _verify_devices(devices, len(self.balance))
         self.training = module.training
         _verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._defers = deferred_batch_norm
         self._unwrapped = False
-        _verify_names(self, module)
+        self._partitions: list[Partition] = []
+        verify_names(self, module)
         verify_layers(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
@@ -184,9 +184,7 @@ class GPipe(nn.Module):
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
 
     def _checkpoint_stop(self, m: int) -> int:
-        if not self.training:
-            return 0
-        return {"always": m, "except_last": m - 1, "never": 0}[_verify_checkpoint(self.checkpoint)]
+        return checkpoint_stop(self.checkpoint, m) if self.training else 0
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -246,31 +244,20 @@ def _moving_denied(pipeline: GPipe) -> TypeError:
     )
 
 
-def _verify_chunks(chunks: Any) -> int:
-    try:
-        number = int(chunks)
-    except (TypeError, ValueError, OverflowError):
-        number = 0
-    if number <= 0:
-        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
-    return number
-
-
-def _verify_checkpoint(checkpoint: Any) -> str:
-    mode = str(checkpoint)
-    if mode not in _MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {mode!r}")
-    return mode
-
-
 def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.device]:
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
     known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
     if len(known) < n:
         raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); give more devices, "
-            "or a balance with fewer partitions"
+            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); give one for "
+            "each partition, where several may be the same, or a balance with fewer partitions"
+        )
+    on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
+    if on_meta:
+        raise ValueError(
+            f"nothing can be computed on the meta device, which {', '.join(on_meta)} is; a model may be made there, "
+            "but devices are those that it is to run on, such as 'cuda:0' or 'cpu'"
         )
     return known[:n]
 
@@ -281,14 +268,4 @@ def _verify_initialised(module: nn.Sequential, checkpoint: str) -> None:
         raise ValueError(
             f"parameters without a shape cannot be checkpointed, but there are {lazy}; run the module once on a "
             "sample before wrapping it, or use checkpoint='never'"
-        )
-
-
-def _verify_names(pipeline: GPipe, module: nn.Sequential) -> None:
-    own = {*dir(type(pipeline)), *vars(pipeline), "_partitions"}
-    taken = [name for name in module._modules if name in own]
-    if taken:
-        raise ValueError(
-            f"layers cannot have the names of attributes of {type(pipeline).__name__}, but there are {taken}; rename "
-            "them in the Sequential, for instance by adding an underscore"
         )

@@ -19,6 +19,7 @@ __all__ = [
     "verify_balance",
     "verify_divided",
     "verify_module",
+    "verify_names",
     "verify_sharing",
 ]
 
@@ -84,6 +85,25 @@ def verify_module(module: nn.Module) -> None:
                 f"module with duplicate children is not supported, but '{first}' and '{name}' are the same "
                 "layer; make a copy of it, or put both uses into one layer"
             )
+
+
+def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
+    """Raises if a layer has a name that the pipeline, or the partition that it will be in, needs for itself.
+
+    Args:
+        pipeline: with all of its own attributes, and without layers
+        module: the layers
+
+    Raises:
+        ValueError: the same, with the names.
+    """
+    needed = {*dir(pipeline), *dir(Partition)}
+    taken = [name for name in module._modules if name in needed]
+    if taken:
+        raise ValueError(
+            f"layers cannot have the names of attributes of {type(pipeline).__name__}, but there are {taken}; rename "
+            "them in the Sequential, for instance by adding an underscore"
+        )
 
 
 def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:

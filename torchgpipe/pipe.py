@@ -111,8 +111,8 @@ pytree.register_pytree_node(
 class Pipe(GPipe):
     """Trains a Sequential whose layers are on their devices already, as ``torch.distributed.pipeline.sync.Pipe`` did::
 
-        model = nn.Sequential(nn.Linear(8, 8).to("cuda:0"), nn.ReLU(), nn.Linear(8, 4).to("cuda:1"))
-        model = Pipe(model, chunks=8)
+        first, last = nn.Linear(8, 8).to("cuda:0"), nn.Linear(8, 4).to("cuda:1")
+        model = Pipe(nn.Sequential(first, nn.ReLU(), last), chunks=8)
         output = model(input).local_value()
 
     Consecutive layers on one device are a partition. A layer is where its parameters are, or its buffers if it has no

@@ -154,8 +154,8 @@ class Report:
         """Splits the layers so that the costliest partition costs as little as it can. ::
 
             report.balance(4)
-            report.balance(4, by="size", chunks=8, param_scale=4)    # 8 micro-batches, Adam
-            report.balance(limits=[16 * 2**30, 8 * 2**30])           # by time, within 16 and 8 GiB
+            report.balance(4, by="size", chunks=8, param_scale=4)  # 8 micro-batches, Adam
+            report.balance(limits=[16 * 2**30, 8 * 2**30])  # by time, within 16 and 8 GiB
 
         Args:
             partitions: how many partitions; may be left out where `speeds` or `limits` tell

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["Apply", "Pop", "Stash", "pair"]
+__all__ = ["Pop", "Stash", "pair"]
 
 
 @skippable(stash=["skip"])
@@ -36,17 +36,6 @@ class Pop(nn.Module):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
         return self.function(x, skip)
-
-
-class Apply(nn.Module):
-    """A layer of a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def pair(*options: Any) -> tuple[Any, Any]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import Pipe
-from tests.skip.layers import Apply, pair
+from tests.layers import Apply
+from tests.skip.layers import pair
 from torchgpipe import is_recomputing
 
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]

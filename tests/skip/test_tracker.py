@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.skip.layers import Apply, Pop, Stash, pair
+from tests.layers import Apply
+from tests.skip.layers import Pop, Stash, pair
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker
 

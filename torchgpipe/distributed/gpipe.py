@@ -23,14 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
-from torchgpipe.device import canonical_device
+from torchgpipe.device import canonical_device, default_device
 from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
-from torchgpipe.distributed.plan import Plan, make_plan, verify_checkpoint, verify_schedule
+from torchgpipe.distributed.plan import Plan, make_plan, verify_fit, verify_schedule
 from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
 from torchgpipe.distributed.stage import Call
 from torchgpipe.microbatch import Batch
-from torchgpipe.partition import place, split, verify_balance, verify_module, verify_sharing
+from torchgpipe.partition import Partition, place, split, verify_balance, verify_module, verify_names, verify_sharing
+from torchgpipe.settings import checkpoint_stop, verify_chunks
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
@@ -49,7 +50,8 @@ class DistributedGPipe(nn.Module):
     Every process makes the same model, best on the meta device, and calls the same methods in the same order::
 
         torch.distributed.init_process_group(timeout=timedelta(minutes=2))
-        model = DistributedGPipe(module, balance=[2, 2], chunks=8, loss_fn=torch.nn.functional.cross_entropy)
+        loss_fn = torch.nn.functional.cross_entropy
+        model = DistributedGPipe(module, balance=[2, 2], chunks=8, loss_fn=loss_fn)
         optimizer = torch.optim.Adam(model.parameters())
         for input, target in data:
             loss = model.step(input, target)
@@ -109,12 +111,14 @@ class DistributedGPipe(nn.Module):
         self.balance = verify_balance(balance, len(module))
         self._processes = processes = Processes(mesh, timeout, len(self.balance))
         self._schedule = verify_schedule(schedule, len(self.balance), processes.size)
-        self.chunks, self.checkpoint = _verify_chunks(chunks), verify_checkpoint(checkpoint, self._schedule)
-        self.device = _default_device() if device is None else canonical_device(device)
+        self.chunks, self.checkpoint = verify_chunks(chunks), verify_fit(checkpoint, self._schedule)
+        self.device = default_device() if device is None else canonical_device(device)
         self.stages = processes.stages
         self.training = module.training
         self._loss_fn, self._weight = loss_fn, weight
         self._plans: dict[Any, Plan] = {}
+        self._partitions: list[Partition] = []
+        verify_names(self, module)
 
         self._shapes = Shapes(module, self.balance, self.device)
         if deferred_batch_norm:
@@ -123,9 +127,6 @@ class DistributedGPipe(nn.Module):
         verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
         self._partitions = [partitions[j] for j in self.stages]
         place(self._partitions, [self.device] * len(self.stages))
-        _verify_names(self, module)
-        mine = {name for partition in self._partitions for name in partition._modules}
-        self._elsewhere = [name for name in module._modules if name not in mine]
         for partition in self._partitions:
             for name, layer in partition._modules.items():
                 self.add_module(name, layer)
@@ -172,8 +173,8 @@ class DistributedGPipe(nn.Module):
             losses.append(loss.detach())
             return loss
 
-        with self._processes.at_step():
-            self._processes.step += 1
+        with processes.at_step():
+            processes.step += 1
             plan, total = self._prepare(input, prepare, backward)
             gradients = Gradients(self.parameters() if backward else [], processes.replicas)
             try:
@@ -206,7 +207,7 @@ class DistributedGPipe(nn.Module):
             the others
 
         Raises:
-            as :meth:`step`
+            Exception: as in :meth:`step`
         """
         processes, outputs = self._processes, dict[int, Batch]()
 
@@ -214,8 +215,8 @@ class DistributedGPipe(nn.Module):
             outputs[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
             return torch.zeros(1, device=self.device)
 
-        with self._processes.at_step():
-            self._processes.step += 1
+        with processes.at_step():
+            processes.step += 1
             plan, _ = self._prepare(input, lambda m, size: 0.0, backward=False)
             self._run(plan, finish)
             if not (self._is_last or gather):
@@ -322,7 +323,7 @@ class DistributedGPipe(nn.Module):
 
     def _run(self, plan: Plan, finish: Callable[[int, Batch], Tensor]) -> None:
         m = len(plan.batches)
-        stop = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
+        stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
         call = Call(plan.batches, stop, finish)
         layout = inspect_skip_layout([list(partition.modules()) for partition in self._shapes.partitions])
         for partition, module in zip(self._partitions, plan.modules):
@@ -349,35 +350,12 @@ class DistributedGPipe(nn.Module):
 _MOST_PLANS = 4
 
 
-def _verify_chunks(chunks: Any) -> int:
-    if not isinstance(chunks, int) or chunks <= 0:
-        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
-    return chunks
-
-
-def _verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
-    taken = [name for name in module._modules if hasattr(pipeline, name)]
-    if taken:
-        raise ValueError(
-            f"layers cannot have the names of attributes of DistributedGPipe, but there are {taken}; rename them "
-            "in the Sequential, for instance by adding an underscore"
-        )
-
-
 def _verify_target(target: Any, targets: list[Batch], m: int, rows: int) -> None:
     its = _rows(targets)
     if (len(targets), its) != (m, rows):
         raise ValueError(
             f"input and target must have the same size in dimension 0, the batch, but have {rows} and {its}"
         )
-
-
-def _default_device() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return canonical_device(kind)
 
 
 def _rows(batches: list[Batch]) -> int:

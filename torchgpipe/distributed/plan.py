@@ -25,8 +25,9 @@ from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.stage import StageModule, WatchedStage
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
+from torchgpipe.settings import verify_checkpoint
 
-__all__ = ["Plan", "make_plan", "verify_checkpoint", "verify_schedule"]
+__all__ = ["Plan", "make_plan", "verify_fit", "verify_schedule"]
 
 #: By PyTorch's names without the word Schedule, in any case: what runs one stage in each process, and what several.
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -35,7 +36,6 @@ _SEVERAL: dict[str, Any] = {
     "interleaved1f1b": ScheduleInterleaved1F1B,
     "interleavedzerobubble": ScheduleInterleavedZeroBubble,
 }
-_MODES = ("always", "except_last", "never")
 
 
 @dataclass
@@ -145,17 +145,16 @@ def verify_schedule(name: str, partitions: int, processes: int) -> Any:
     return schedule
 
 
-def verify_checkpoint(checkpoint: str, schedule: Any) -> str:
+def verify_fit(checkpoint: Any, schedule: Any) -> str:
     """The checkpoint mode, once it fits the schedule.
 
     Raises:
         ValueError: it is none, or does not.
     """
-    if checkpoint not in _MODES:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
-    if schedule is ScheduleInterleavedZeroBubble and checkpoint != "never":
+    mode = verify_checkpoint(checkpoint)
+    if schedule is ScheduleInterleavedZeroBubble and mode != "never":
         raise ValueError(
             "the zero bubble schedule differentiates each micro-batch twice, which would also compute it again twice; "
             "use checkpoint='never'"
         )
-    return checkpoint
+    return mode
