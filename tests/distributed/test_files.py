@@ -207,6 +207,26 @@ def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
 
 
+def test_what_cannot_be_written_or_read_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own is a BaseException, which passed by those who handle errors."""
+    checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
+    checkpoints.save(1)
+    with monkeypatch.context() as context:
+
+        def full(*args: Any) -> Any:
+            raise OSError("no space left")
+
+        context.setattr(files.FileSystemWriter, "write_data", full)  # type: ignore[attr-defined, unused-ignore]
+        with pytest.raises(RuntimeError, match=r"could not save the checkpoint of step 2 in [\s\S]*no space left"):
+            checkpoints.save(2)
+    assert checkpoints.steps() == [1]
+
+    for part in (tmp_path / "step-00000001").glob("*.distcp"):
+        part.write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"step-00000001 cannot be read: [\s\S]*; load\(step=\.\.\.\) takes another"):
+        checkpoints.load()
+
+
 class Killed(BaseException):
     pass
 

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -137,7 +138,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no valid checkpoint of this step.
-            RuntimeError: it does not have all that the model has, or in other shapes.
+            RuntimeError: it does not have all that the model has, or in other shapes, or its files are damaged.
             pickle.UnpicklingError: it holds what has no place in a checkpoint.
         """
         self.wait()
@@ -243,7 +244,7 @@ class Checkpoints:
             if self._rank == 0:
                 self._replace(path, part)
             self._meet()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # The latter is a BaseException.
             raise RuntimeError(
                 f"{self._where}could not save the checkpoint of step {step} in {self.folder}, together with all other "
                 f"processes: {error}; the last valid one is still there"
@@ -345,7 +346,7 @@ class _File:
         """Some of its tensors, by their names.
 
         Raises:
-            RuntimeError: there are no such.
+            RuntimeError: there are no such, or they cannot be read.
         """
         names = list(names)
         missing = [name for name in names if name not in self.sizes]
@@ -353,8 +354,11 @@ class _File:
             raise RuntimeError(f"{self._path} has no {', '.join(missing)}; load it into the model that it was saved of")
         state = {name: torch.empty(self.sizes[name].size, dtype=self.sizes[name].properties.dtype) for name in names}
         if state:
-            with _unwarned():
-                load(state, storage_reader=self._reader, no_dist=True)
+            try:
+                with _unwarned():
+                    load(state, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:
+                raise RuntimeError(f"{self._path} cannot be read: {error}; load(step=...) takes another one") from error
         return state
 
     def value(self, name: str) -> Any:
