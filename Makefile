@@ -33,7 +33,9 @@ test: $(READY)
 	$(RUN) -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 coverage: $(READY)
-	$(RUN) -m coverage run -m pytest $(ARGS)
+	$(RUN) -m coverage erase
+	$(RUN) -m coverage run -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
 lint: $(READY)
@@ -54,4 +56,4 @@ docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -233,6 +233,19 @@ def skips() -> str:
     )
 
 
+def faults() -> str:
+    """What has come of the processes that were brought to harm, by what happened to them and where."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in _result("faults")["rows"]:
+        groups.setdefault((row["kind"], row["place"]), []).append(row)
+    counted = ("ended", "same_losses", "others_that_told", "left_behind")
+    rows = [
+        [*key, len(found), *(sum(row[name] for row in found) for name in counted)]
+        for key, found in sorted(groups.items())
+    ]
+    return table(rows, ["harm", "where", "trials", "ended", "same losses", "others that told", "left behind"])
+
+
 def batchnorm() -> str:
     rows = [
         [
@@ -325,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
         balance_vectors,
         balance_reality,
         skips,
+        faults,
         batchnorm,
         distributed,
         parts,

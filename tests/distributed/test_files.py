@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,84 @@ def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002.part"}
     assert launch(2, load_what_is_there, str(tmp_path)) == ["first", "first"]
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
+
+
+def test_what_cannot_be_written_or_read_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own is a BaseException, which passed by those who handle errors."""
+    checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
+    checkpoints.save(1)
+    with monkeypatch.context() as context:
+
+        def full(*args: Any) -> Any:
+            raise OSError("no space left")
+
+        context.setattr(files.FileSystemWriter, "write_data", full)  # type: ignore[attr-defined, unused-ignore]
+        with pytest.raises(RuntimeError, match=r"could not save the checkpoint of step 2 in [\s\S]*no space left"):
+            checkpoints.save(2)
+    assert checkpoints.steps() == [1]
+
+    for part in (tmp_path / "step-00000001").glob("*.distcp"):
+        part.write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"step-00000001 cannot be read: [\s\S]*; load\(step=\.\.\.\) takes another"):
+        checkpoints.load()
+
+
+class Killed(BaseException):
+    pass
+
+
+class Fate:
+    """Ends the process, or so it seems, before a checkpoint is renamed or in the middle of removing one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        self.after = after
+        rename, rmtree = Path.rename, shutil.rmtree
+
+        def strike_or_rename(path: Path, target: Path) -> Path:
+            if path.is_dir():  # PyTorch renames files in there, before.
+                self.strike()
+            return rename(path, target)
+
+        def strike_or_remove(path: Path) -> None:
+            (path / ".metadata").unlink(missing_ok=True)
+            self.strike()
+            rmtree(path)
+
+        monkeypatch.setattr(Path, "rename", strike_or_rename)
+        monkeypatch.setattr(shutil, "rmtree", strike_or_remove)
+
+    def strike(self) -> None:
+        self.after -= 1
+        if self.after < 0:
+            raise Killed
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["of the same step", "of another step"])
+def test_whenever_a_process_dies_the_last_checkpoint_can_be_loaded(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint before was removed before the new one of the same step had its name: neither was there to load."""
+    model = nn.Linear(2, 2)
+    found = []
+    for after in range(10):
+        folder = tmp_path / str(after)
+        checkpoints = Checkpoints(folder, model)
+        checkpoints.save(1, "oldest")
+        checkpoints.save(2, "old")
+        with monkeypatch.context() as context, suppress(Killed):
+            fate = Fate(context, after)
+            checkpoints.save(step, "new")
+        again = Checkpoints(folder, model)
+        for valid in again.steps():
+            again.load(valid)
+        found.append(again.load())
+        again.save(step, "newest")
+        assert again.load() == "newest"
+        assert {path.name for path in folder.iterdir()} == {f"step-{step - 1:08}", f"step-{step:08}"}
+        if fate.after >= 0:
+            break
+    assert fate.after >= 0  # The last one was saved without harm.
+    assert "".join(word[0] for word in found) in {"o" * k + "n" * (len(found) - k) for k in range(1, len(found))}
 
 
 def save_replicas(folder: str) -> None:

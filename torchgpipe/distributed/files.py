@@ -7,9 +7,11 @@ all. Each process writes its own layers, with ``torch.distributed.checkpoint``::
     folder/step-00000200.part/      being written, or left behind by processes that were killed
                           |
                           └── renamed to step-00000200 when all processes have written all of it
+    folder/step-00000200.old/       of the same step, from before: valid until the new one has its name
 
-So whatever is killed, and when, the last valid checkpoint stays as it is. Nothing that is loaded can run code: there
-are tensors only, and what else there is to save is in them as ``torch.load(weights_only=True)`` accepts it.
+What is to be removed loses its name first. So whatever is killed, and when, the last valid checkpoint stays as it is.
+Nothing that is loaded can run code: there are tensors only, and what else there is to save is in them as
+``torch.load(weights_only=True)`` accepts it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -91,8 +94,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of all valid checkpoints, in ascending order."""
-        found = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*")]
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._valid())
 
     def save(self, step: int, state: Any = None, *, asynchronous: bool = False) -> None:
         """Saves the model, the optimizer, the random state of each process, and ``state``.
@@ -136,7 +138,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no valid checkpoint of this step.
-            RuntimeError: it does not have all that the model has, or in other shapes.
+            RuntimeError: it does not have all that the model has, or in other shapes, or its files are damaged.
             pickle.UnpicklingError: it holds what has no place in a checkpoint.
         """
         self.wait()
@@ -147,20 +149,50 @@ class Checkpoints:
             steps = [*steps, int(last)] if last >= 0 else []
         if step is None and not steps:
             return None
-        path = self._path(steps[-1] if step is None else step)
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is not there or not valid; valid are those of the steps {self.steps()}")
-        file = _File(path)
+        step = steps[-1] if step is None else step
+        valid = self._valid()
+        if step not in valid:
+            raise FileNotFoundError(
+                f"{self._path(step)} is not there or not valid; valid are those of the steps {sorted(valid)}"
+            )
+        file = _File(valid[step])
         self._load_model(file)
         if self._optimizer is not None:
             self._load_optimizer(file, self._optimizer)
         self._load_random(file)
         return file.value("state")
 
-    # ---- Saving.
+    # ---- The folder.
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
+
+    def _valid(self) -> dict[int, Path]:
+        """The valid checkpoints, by their steps."""
+        valid = {}
+        for path in sorted(self.folder.glob("step-*"), reverse=True):  # An old one comes before that in its place.
+            if match := re.fullmatch(r"step-(\d+)(\.old)?", path.name):
+                valid[int(match[1])] = path
+        return valid
+
+    def _replace(self, path: Path, part: Path) -> None:
+        """Makes a part valid, in place of what was there, and keeps only the last ones."""
+        if path.exists():
+            path.rename(path.with_suffix(".old"))
+        part.rename(path)
+        valid = self._valid()
+        for step in sorted(valid)[: -self._keep]:
+            valid[step].rename(self._path(step).with_suffix(".part"))
+        self._clear()
+
+    def _clear(self) -> None:
+        """Removes what is not valid: left behind, or not needed any more."""
+        valid = self._valid().values()
+        for path in [*self.folder.glob("step-*.part"), *self.folder.glob("step-*.old")]:
+            if path not in valid:
+                shutil.rmtree(path)
+
+    # ---- Saving.
 
     def _collect(self, state: Any) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -196,8 +228,7 @@ class Checkpoints:
         part = path.with_suffix(".part")
         try:
             if self._rank == 0:
-                for left_behind in self.folder.glob("step-*.part"):
-                    shutil.rmtree(left_behind)
+                self._clear()
                 part.mkdir(parents=True)
             self._meet()
             # Replicas have the same names: the first one's are written.
@@ -211,13 +242,9 @@ class Checkpoints:
                     no_dist=self._group is None,
                 )
             if self._rank == 0:
-                if path.exists():  # of the same step, from before
-                    shutil.rmtree(path)
-                part.rename(path)
-                for old in self.steps()[: -self._keep]:
-                    shutil.rmtree(self._path(old))
+                self._replace(path, part)
             self._meet()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # The latter is a BaseException.
             raise RuntimeError(
                 f"{self._where}could not save the checkpoint of step {step} in {self.folder}, together with all other "
                 f"processes: {error}; the last valid one is still there"
@@ -319,7 +346,7 @@ class _File:
         """Some of its tensors, by their names.
 
         Raises:
-            RuntimeError: there are no such.
+            RuntimeError: there are no such, or they cannot be read.
         """
         names = list(names)
         missing = [name for name in names if name not in self.sizes]
@@ -327,8 +354,11 @@ class _File:
             raise RuntimeError(f"{self._path} has no {', '.join(missing)}; load it into the model that it was saved of")
         state = {name: torch.empty(self.sizes[name].size, dtype=self.sizes[name].properties.dtype) for name in names}
         if state:
-            with _unwarned():
-                load(state, storage_reader=self._reader, no_dist=True)
+            try:
+                with _unwarned():
+                    load(state, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:
+                raise RuntimeError(f"{self._path} cannot be read: {error}; load(step=...) takes another one") from error
         return state
 
     def value(self, name: str) -> Any:
