@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -533,13 +534,23 @@ def test_a_pipeline_inside_a_module_is_found(pipe: Pipe) -> None:
 
 
 def test_no_pipeline_and_several_are_refused() -> None:
-    with pytest.raises(TypeError, match="no GPipe in this Linear"), torchgpipe.record(nn.Linear(3, 3)):
-        pass
+    none: list[Any] = [nn.Linear(3, 3), 3, None]
+    for model in none:
+        message = f"no GPipe to record in this {type(model).__name__}; pass the pipeline, or a module that contains it"
+        with pytest.raises(TypeError, match=message), torchgpipe.record(model):
+            pass
     two = nn.ModuleDict({name: GPipe(linears(1), [1], devices=["cpu"]) for name in ("a", "b")})
     with pytest.raises(ValueError, match=r"2 pipelines .*'a', 'b'.*get_submodule\('a'\)"), torchgpipe.record(two):
         pass
-    with pytest.raises(ValueError, match="steps must be"), torchgpipe.record(two["a"], steps=0):
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, None, "2"])
+def test_what_is_no_number_of_steps_is_refused(steps: Any) -> None:
+    model = GPipe(linears(1), [1], devices=["cpu"])
+    message = f"steps must be a positive integer, the number of steps to keep, but got {steps!r}"
+    with pytest.raises(ValueError, match=re.escape(message)), torchgpipe.record(model, steps=steps):
         pass
+    assert model._mechanisms.recorder is None
 
 
 @pytest.mark.parametrize("inner", ["always", "never"])

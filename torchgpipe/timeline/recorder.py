@@ -54,11 +54,11 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
         Timeline: what was recorded, to be read after the block
 
     Raises:
-        TypeError: ``model`` contains no pipeline.
-        ValueError: ``model`` contains several pipelines, or ``steps`` is not positive.
+        TypeError: ``model`` contains no pipeline, or is no module.
+        ValueError: ``model`` contains several pipelines, or ``steps`` is not a positive integer.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be a positive number of steps to keep, but got {steps!r}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a positive integer, the number of steps to keep, but got {steps!r}")
     pipeline = _pipeline_of(model)
     recorder = _Recorder(steps, pipeline._mechanisms.recorder)
     timeline = Timeline()
@@ -78,9 +78,12 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
 
 
 def _pipeline_of(model: nn.Module) -> GPipe:
-    found = dict(_outermost(model, ""))
+    found = dict(_outermost(model, "")) if isinstance(model, nn.Module) else {}
     if not found:
-        raise TypeError(f"there is no GPipe in this {type(model).__name__} to record")
+        raise TypeError(
+            f"there is no GPipe to record in this {type(model).__name__}; pass the pipeline, or a module that contains "
+            "it (a DistributedGPipe is not recorded)"
+        )
     if len(found) > 1:
         names = ", ".join(f"'{name}'" for name in found)
         first = next(iter(found))
