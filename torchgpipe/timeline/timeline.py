@@ -51,21 +51,25 @@ class Timeline:
         Raises:
             RuntimeError: the block that records is not left yet.
         """
-        if self._spans is None:
-            raise RuntimeError("the timeline is still being recorded; read it after the block of torchgpipe.record()")
-        return self._spans
+        return self._recorded()
 
     @property
     def steps(self) -> list[int]:
         """The numbers of the steps that are kept; the first step since recording began is 0."""
-        assert self.spans is not None
+        self._recorded()
         return list(self._micro_batches)
 
     @property
     def partitions(self) -> list[Row]:
         """Each partition's device and layers."""
-        assert self.spans is not None
+        self._recorded()
         return self._rows
+
+    def _recorded(self) -> list[Span]:
+        """The spans, when the recording is over."""
+        if self._spans is None:
+            raise RuntimeError("the timeline is still being recorded; read it after the block of torchgpipe.record()")
+        return self._spans
 
     def of_step(self, step: int | None = None) -> list[Span]:
         """The spans of one step.
