@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from torchgpipe.timeline.record import Kind
 
-__all__ = ["COMPUTING", "KINDS", "Row", "Span", "covered", "merged"]
+__all__ = ["COMPUTING", "KINDS", "Row", "Span", "covered"]
 
 #: What a device does when it computes.
 COMPUTING: tuple[Kind, ...] = ("forward", "recomputation", "backward")
@@ -75,20 +76,10 @@ class Span:
         return self.kind in COMPUTING
 
 
-def merged(spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
-    """The times that spans cover, without overlap, in order."""
-    first = last = None
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if last is None or start > last:
-            if first is not None and last is not None:
-                yield first, last
-            first, last = start, end
-        else:
-            last = max(last, end)
-    if first is not None and last is not None:
-        yield first, last
-
-
 def covered(spans: Iterable[Span]) -> float:
     """The seconds that spans cover; where several overlap they count once."""
-    return sum(end - start for start, end in merged(spans))
+    seconds, last = 0.0, -inf
+    for start, end in sorted((span.start, span.end) for span in spans):
+        seconds += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return seconds
