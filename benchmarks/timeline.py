@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from benchmarks.overhead import shown
-from benchmarks.records import RESULTS, environment, spread, table, write
+from benchmarks.records import RESULTS, environment, shown, spread, table, write
 from torchgpipe import GPipe
 from torchgpipe.timeline.label import labelled
 from torchgpipe.timeline.record import recorded
