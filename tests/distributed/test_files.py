@@ -146,8 +146,41 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(RuntimeError, match=r"has no settings.0.weight"):
         Checkpoints(tmp_path, model, optimizer).load()
-    with pytest.raises(ValueError, match="keep must be positive"):
-        Checkpoints(tmp_path, model, keep=0)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, None, "2"])
+def test_keep_is_a_positive_integer(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(ValueError, match=f"keep must be a positive integer, but got {keep!r}: the last checkpoint"):
+        Checkpoints(tmp_path, nn.Linear(2, 2), keep=keep)
+
+
+@pytest.mark.parametrize("step", ["3", 1.5, -1])
+def test_a_step_is_an_integer(tmp_path: Path, step: Any) -> None:
+    """'3' was saved as step 30000000, and 1.5 under a name that no step has."""
+    checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
+    for method in (checkpoints.save, checkpoints.load):
+        with pytest.raises(ValueError, match=f"step must be an integer, 0 or more, but got {step!r}"):
+            method(step)
+    with pytest.raises(ValueError, match="but got None"):
+        checkpoints.save(None)  # type: ignore[arg-type, unused-ignore]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """It was an error at the first save, which printed all values of the parameter."""
+    model = nn.Linear(3, 2)
+    message = r"the optimizer has a parameter of shape \(4,\) that the model has not; make it of model\.parameters\(\)"
+    others = torch.optim.SGD([*model.parameters(), torch.zeros(4)])
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(tmp_path, model, others)
+
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoints = Checkpoints(tmp_path, model, optimizer)
+    checkpoints.save(1)
+    optimizer.add_param_group({"params": [torch.zeros(4)]})
+    for method in (checkpoints.save, checkpoints.load):
+        with pytest.raises(ValueError, match=message):
+            method(1)
 
 
 class Bomb:

@@ -66,7 +66,7 @@ class Checkpoints:
         timeout: how long a process waits for another that has not written its part
 
     Raises:
-        ValueError: ``keep`` is not positive.
+        ValueError: ``keep`` is not a positive integer, or the optimizer has a parameter that the model has not.
     """
 
     def __init__(
@@ -78,8 +78,10 @@ class Checkpoints:
         keep: int = 2,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be positive, but is {keep}: the last checkpoint is needed to go on")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(
+                f"keep must be a positive integer, but got {keep!r}: the last checkpoint is needed to go on"
+            )
         self.folder = Path(folder)
         self._model = model
         self._optimizer = optimizer
@@ -89,6 +91,8 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if together else None
         self._rank = dist.get_rank(self._group) if together else 0
         self._where = f"{model.place}: " if isinstance(model, DistributedGPipe) else ""
+        if optimizer is not None:
+            self._names(optimizer)  # Refuses it now, and not only when there is something to save.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
 
@@ -107,8 +111,10 @@ class Checkpoints:
                 wrong then is raised by the next call.
 
         Raises:
+            ValueError: ``step`` is not an integer, or is negative.
             RuntimeError: it could not be written, by this process or another. The last one is still valid.
         """
+        _verify_step(step)
         self.wait()
         tensors = self._collect(state)
         if asynchronous:
@@ -137,10 +143,13 @@ class Checkpoints:
             what was given to :meth:`save` as ``state``; None if there is no checkpoint, and nothing was loaded
 
         Raises:
+            ValueError: ``step`` is not an integer, or is negative.
             FileNotFoundError: there is no valid checkpoint of this step.
             RuntimeError: it does not have all that the model has, or in other shapes, or its files are damaged.
             pickle.UnpicklingError: it holds what has no place in a checkpoint.
         """
+        if step is not None:
+            _verify_step(step)
         self.wait()
         steps = self.steps()
         if self._group is not None:  # One process decides.
@@ -209,7 +218,7 @@ class Checkpoints:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def _collect_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        names = self._names()
+        names = self._names(optimizer)
         tensors = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -265,7 +274,7 @@ class Checkpoints:
         self._model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
 
     def _load_optimizer(self, file: _File, optimizer: torch.optim.Optimizer) -> None:
-        names = self._names()
+        names = self._names(optimizer)
         state: dict[int, dict[str, Any]] = {}
         groups = []
         for group in optimizer.param_groups:
@@ -298,12 +307,26 @@ class Checkpoints:
             if start + kind in states:
                 torch.get_device_module(device).set_rng_state(states[start + kind], device)
 
-    def _names(self) -> dict[Tensor, str]:
-        return {parameter: name for name, parameter in self._model.named_parameters()}
+    def _names(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+        """The names of the model's parameters, which those of the optimizer are among."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise ValueError(
+                        f"{self._where}the optimizer has a parameter of shape {tuple(parameter.shape)} that the model "
+                        "has not; make it of model.parameters()"
+                    )
+        return names
 
     def _accelerator(self) -> Iterable[tuple[str, torch.device]]:
         devices = {parameter.device for parameter in self._model.parameters() if parameter.device.type != "cpu"}
         return sorted([(str(device).replace(":", ""), device) for device in devices], key=str)
+
+
+def _verify_step(step: Any) -> None:
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be an integer, 0 or more, but got {step!r}")
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
