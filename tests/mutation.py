@@ -390,14 +390,14 @@ MUTATIONS = [
     ),
     Mutation(
         "recomputation counts on copies of the running statistics",
-        "batchnorm.py",
+        "statistics.py",
         "norm._buffers[name] = statistic.clone()",
         "pass",
         "batchnorm",
     ),
     Mutation(
         "the running statistics are put back",
-        "batchnorm.py",
+        "statistics.py",
         "buffers[name] = statistic",
         "pass",
         "batchnorm",

@@ -23,7 +23,7 @@ FLOORS: list[list[str]] = [
     ["typing", "settings", "moments", "schedule", "phase", "skip.namespace", "timeline.record", "twin", "uncompiled"],
     ["device", "timeline.label"],
     ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
-    ["ambient", "arguments", "phony", "copy", "random", "partition", "batchnorm"],
+    ["ambient", "arguments", "phony", "copy", "random", "statistics", "partition", "batchnorm"],
     ["worker", "dependency", "accumulation", "skip.portal"],
     ["checkpoint", "skip.tracker"],
     ["cell", "skip.skippable"],

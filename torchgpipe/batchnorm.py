@@ -1,6 +1,6 @@
-"""Normalisation layers count every batch once, though a pipeline shows them parts, some of them twice.
+"""Batch norms count a whole mini-batch, though a pipeline shows them parts of it.
 
-**Parts.** Split into micro-batches, a mini-batch moves the running statistics of a batch norm several times,
+Split into micro-batches, a mini-batch moves the running statistics of a batch norm several times,
 and not to where it would have moved them at once. `DeferredBatchNorm` puts the moments of each micro-batch
 aside, and when the mini-batch is at its end (`mini_batch`), all of them make a single update:
 
@@ -12,11 +12,6 @@ aside, and when the mini-batch is at its end (`mini_batch`), all of them make a 
 Moments belong to a call of the pipeline, not to the layer. So calls in several threads do not mix, and a call
 that has failed leaves nothing behind. In DistributedDataParallel the mini-batch is that of all processes together:
 before the update they exchange what they have seen, all layers at once, when every worker is through.
-
-**Twice.** In training, a batch norm updates its running statistics in place at every run. In a recomputation
-it is given copies of them to update instead (`scratch_statistics`). Putting the old values back afterwards would
-not do: the recomputed graph may hold the very same tensors. Meanwhile another thread may want to run the same
-layers forward, and must not find the copies. So they run in one thread at a time (`exclusive`).
 """
 
 from __future__ import annotations
@@ -24,11 +19,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import new_class
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +36,7 @@ from torchgpipe.replicas import exchange, replicas, verify_even
 from torchgpipe.settings import verify_chunks
 from torchgpipe.twin import twin
 
-__all__ = ["STATISTICS", "DeferredBatchNorm", "Norm", "exclusive", "mini_batch", "scratch_statistics"]
+__all__ = ["DeferredBatchNorm", "mini_batch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -477,64 +471,3 @@ def _deferred_type(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) ->
 def _new(plain: type[nn.Module], deferred: type[DeferredBatchNorm]) -> nn.Module:
     """An empty instance, for copies and pickles: no module has the class itself under its name."""
     return object.__new__(_deferred_type(plain, deferred))
-
-
-#: The layers that keep running statistics. Subclasses, also the users' own, are among them.
-Norm = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-
-
-#: The buffers that those update.
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@contextmanager
-def scratch_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Lets ``norms`` update copies of their statistics for a ``with`` block."""
-    kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-    try:
-        for norm in norms:
-            for name in STATISTICS:
-                statistic = norm._buffers.get(name)
-                if statistic is not None:
-                    kept.append((norm._buffers, name, statistic))
-                    norm._buffers[name] = statistic.clone()
-        yield
-    finally:
-        for buffers, name, statistic in kept:
-            buffers[name] = statistic
-
-
-#: Kept beside the modules, which are copied and pickled.
-_locks: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-#: The norms that this thread, or the one that it works for, has for itself.
-_held: ContextVar[frozenset[nn.Module]] = ContextVar("_held", default=frozenset())
-
-
-@contextmanager
-def exclusive(norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Keeps other threads from running ``norms`` for a ``with`` block.
-
-    The workers of a pipeline inside it have its context, and may.
-    """
-    held = _held.get()
-    wanted = {norm for norm in norms if norm not in held}
-    with _locks_lock:
-        locks = [_locks.setdefault(norm, threading.Lock()) for norm in sorted(wanted, key=id)]
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
-        token = _held.set(held | wanted)
-        try:
-            yield
-        finally:
-            _held.reset(token)

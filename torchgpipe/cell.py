@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.accumulation import Accumulation
 from torchgpipe.ambient import Ambient
-from torchgpipe.batchnorm import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
@@ -29,6 +28,7 @@ from torchgpipe.random import RandomStates
 from torchgpipe.skip.layout import is_skippable
 from torchgpipe.skip.portal import Portal
 from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.statistics import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.stream import Stream
 from torchgpipe.typing import Leaves
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from torchgpipe.batchnorm import Norm
 from torchgpipe.function import Function
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import split
 from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.statistics import Norm
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Boundary", "Shapes", "leaves_of", "on_meta"]
