@@ -2,7 +2,9 @@
 
 Everything is arithmetic on spans. In the formulas, m is the number of micro-batches, n that of distinct devices, and
 c(j) the seconds that partition j computes for a micro-batch, forward and backward together, on average. The time of a
-step is predicted by the makespan of a pipeline::
+step is predicted by the makespan of a pipeline:
+
+.. code-block:: text
 
     makespan = sum of c(j) over all partitions + (m - 1) * the largest load of a device
 
