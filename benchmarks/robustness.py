@@ -8,6 +8,7 @@ The last part trains in one process, through workers, with a fault every now and
 holds: memory, tensors, threads, open files.
 
     python -m benchmarks.robustness                                     # some hours on two cores
+    python -m benchmarks.robustness --parts models                      # beside another part, in a process of its own
     python -m benchmarks.robustness --models 1000 --faults 100 --cells 10000   # some minutes
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import re
 import subprocess
@@ -39,6 +41,7 @@ MODELS = [
     "tests/skip/test_transparency.py::test_any_skips_give_what_the_plain_model_gives",
 ]
 FAULTS = ["tests/test_faults.py::test_any_faults"]
+PARTS = ["endurance", "faults", "models"]
 PARTITIONS, CHUNKS = 8, 32
 
 
@@ -115,19 +118,24 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="the others stay as they are in --json")
     parser.add_argument("--models", type=int, default=100_000)
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--cells", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path, default=RESULTS / "robustness.json")
     args = parser.parse_args()
 
-    result: dict[str, Any] = {"environment": environment()}
-    result["endurance"] = list(endurance(args.cells)) if args.cells else []
-    print("\n" + table([[f"{row[key]:,}" for key in row] for row in result["endurance"]], list(result["endurance"][0])))
-    for name, tests, examples in (("faults", FAULTS, args.faults), ("models", MODELS, args.models)):
-        result[name] = {"tests": tests, **properties(tests, examples)}
-        print(f"\n{name}: {result[name]['examples']:,} random examples in {result[name]['seconds']:.0f} s, all right")
-    write(args.json, result)
+    for part in args.parts:
+        if part == "endurance":
+            outcome: Any = list(endurance(args.cells))
+            print("\n" + table([[f"{row[key]:,}" for key in row] for row in outcome], list(outcome[0])))
+        else:
+            tests, examples = (FAULTS, args.faults) if part == "faults" else (MODELS, args.models)
+            outcome = {"tests": tests, **properties(tests, examples)}
+            print(f"\n{part}: {outcome['examples']:,} random examples in {outcome['seconds']:.0f} s, all right")
+        # Read only now: another process may have run another part meanwhile.
+        result = json.loads(args.json.read_text()) if args.json.exists() else {}
+        write(args.json, {**result, "environment": environment(), part: outcome})
 
 
 if __name__ == "__main__":
