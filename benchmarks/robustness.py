@@ -118,7 +118,9 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="the others stay as they are in --json")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="the others stay as they are in --json"
+    )
     parser.add_argument("--models", type=int, default=100_000)
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--cells", type=int, default=1_000_000)
