@@ -4,8 +4,8 @@ The random ones are the properties that the tests state, with more examples than
 model, balance, chunks, checkpoint mode and batch gives what the plain model gives; any faults raise the first of them,
 told where, and leave a model that works on. Each is tried inline and through workers.
 
-The last part trains in one process, through workers, with a fault every now and then, and looks at what the process
-holds: memory, tensors, threads, open files.
+The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
+what the process holds: memory, tensors, threads, open files.
 
     python -m benchmarks.robustness                                     # some hours on two cores
     python -m benchmarks.robustness --parts models                      # beside another part, in a process of its own
@@ -43,6 +43,8 @@ MODELS = [
 FAULTS = ["tests/test_faults.py::test_any_faults"]
 PARTS = ["endurance", "faults", "models"]
 PARTITIONS, CHUNKS = 8, 32
+#: In steps. Every second fault comes to workers.
+WORKERS_EVERY, FAULT_EVERY = 4, 10
 
 
 def properties(tests: list[str], examples: int) -> dict[str, Any]:
@@ -92,20 +94,23 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
     layers = nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh(), Fault()) for _ in range(PARTITIONS)]
     )
-    devices = [f"cpu:{j}" for j in range(PARTITIONS)]
-    model = GPipe(layers, [1] * PARTITIONS, devices=devices, chunks=CHUNKS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inline, workers = (
+        GPipe(layers, [1] * PARTITIONS, devices=[device(j) for j in range(PARTITIONS)], chunks=CHUNKS)
+        for device in (lambda j: "cpu", lambda j: f"cpu:{j}")
+    )
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
     steps = -(-cells // (PARTITIONS * CHUNKS))
     at = {round(step * steps / looks) for step in range(1, looks + 1)}
     warm = min(20, steps // 2)
     faults = 0
     for step in tqdm(range(1, warm + steps + 1), unit="step"):
         x = torch.randn(2 * CHUNKS, 4)
+        model = workers if step % WORKERS_EVERY == 0 else inline
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
-            x[step // 50 % CHUNKS * 2] = 1e7
+        if step % FAULT_EVERY == 0:
+            x[step // FAULT_EVERY % CHUNKS * 2] = 1e7
             layers[0][2] = nn.Identity()  # lets it pass
             try:
                 model(x)
