@@ -4,10 +4,11 @@ The random ones are the properties that the tests state, with more examples than
 model, balance, chunks, checkpoint mode and batch gives what the plain model gives; any faults raise the first of them,
 told where, and leave a model that works on. Each is tried inline and through workers.
 
-The last part trains in one process, through workers, with a fault every now and then, and looks at what the process
-holds: memory, tensors, threads, open files.
+The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
+what the process holds: memory, tensors, threads, open files.
 
     python -m benchmarks.robustness                                     # some hours on two cores
+    python -m benchmarks.robustness --parts models                      # beside another part, in a process of its own
     python -m benchmarks.robustness --models 1000 --faults 100 --cells 10000   # some minutes
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import re
 import subprocess
@@ -39,7 +41,10 @@ MODELS = [
     "tests/skip/test_transparency.py::test_any_skips_give_what_the_plain_model_gives",
 ]
 FAULTS = ["tests/test_faults.py::test_any_faults"]
+PARTS = ["endurance", "faults", "models"]
 PARTITIONS, CHUNKS = 8, 32
+#: In steps. Every second fault comes to workers.
+WORKERS_EVERY, FAULT_EVERY = 4, 10
 
 
 def properties(tests: list[str], examples: int) -> dict[str, Any]:
@@ -89,20 +94,23 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
     layers = nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh(), Fault()) for _ in range(PARTITIONS)]
     )
-    devices = [f"cpu:{j}" for j in range(PARTITIONS)]
-    model = GPipe(layers, [1] * PARTITIONS, devices=devices, chunks=CHUNKS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inline, workers = (
+        GPipe(layers, [1] * PARTITIONS, devices=[device(j) for j in range(PARTITIONS)], chunks=CHUNKS)
+        for device in (lambda j: "cpu", lambda j: f"cpu:{j}")
+    )
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
     steps = -(-cells // (PARTITIONS * CHUNKS))
     at = {round(step * steps / looks) for step in range(1, looks + 1)}
     warm = min(20, steps // 2)
     faults = 0
     for step in tqdm(range(1, warm + steps + 1), unit="step"):
         x = torch.randn(2 * CHUNKS, 4)
+        model = workers if step % WORKERS_EVERY == 0 else inline
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
-            x[step // 50 % CHUNKS * 2] = 1e7
+        if step % FAULT_EVERY == 0:
+            x[step // FAULT_EVERY % CHUNKS * 2] = 1e7
             layers[0][2] = nn.Identity()  # lets it pass
             try:
                 model(x)
@@ -115,19 +123,26 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="the others stay as they are in --json"
+    )
     parser.add_argument("--models", type=int, default=100_000)
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--cells", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path, default=RESULTS / "robustness.json")
     args = parser.parse_args()
 
-    result: dict[str, Any] = {"environment": environment()}
-    result["endurance"] = list(endurance(args.cells)) if args.cells else []
-    print("\n" + table([[f"{row[key]:,}" for key in row] for row in result["endurance"]], list(result["endurance"][0])))
-    for name, tests, examples in (("faults", FAULTS, args.faults), ("models", MODELS, args.models)):
-        result[name] = {"tests": tests, **properties(tests, examples)}
-        print(f"\n{name}: {result[name]['examples']:,} random examples in {result[name]['seconds']:.0f} s, all right")
-    write(args.json, result)
+    for part in args.parts:
+        if part == "endurance":
+            outcome: Any = list(endurance(args.cells))
+            print("\n" + table([[f"{row[key]:,}" for key in row] for row in outcome], list(outcome[0])))
+        else:
+            tests, examples = (FAULTS, args.faults) if part == "faults" else (MODELS, args.models)
+            outcome = {"tests": tests, **properties(tests, examples)}
+            print(f"\n{part}: {outcome['examples']:,} random examples in {outcome['seconds']:.0f} s, all right")
+        # Read only now: another process may have run another part meanwhile.
+        result = json.loads(args.json.read_text()) if args.json.exists() else {}
+        write(args.json, {**result, "environment": environment(), part: outcome})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.launch import launch
@@ -204,6 +206,24 @@ def test_nothing_that_is_loaded_runs_code(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match="does not say what it consists of, but str"):
         checkpoints.load()
     assert not trace.exists()
+
+
+class Attribute:
+    def __init__(self, owner: Any, name: str) -> None:
+        self.how = getattr, (owner, name)
+
+    def __reduce__(self) -> Any:
+        return self.how
+
+
+def test_members_of_an_enum_are_read_as_older_versions_of_python_write_them() -> None:
+    def read(value: Attribute) -> Any:
+        return files._Unpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    for member in _MEM_FORMAT_ENCODING:
+        assert read(Attribute(_MEM_FORMAT_ENCODING, member.name)) is member
+    with pytest.raises(pickle.UnpicklingError, match=r"no use for an attribute of .*Size"):
+        read(Attribute(torch.Size, "__new__"))
 
 
 def die_while_saving(folder: str) -> str:
