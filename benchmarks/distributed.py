@@ -300,8 +300,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set(title=f"{run['processes']} process{'es' if run['processes'] > 1 else ''}", xlabel="micro-batches")
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, counts)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    figure.axes[0].set_ylim(bottom=0)  # Now that all is plotted: it fixes the top as well.
     figure.axes[0].set_ylabel("texts a second")
     figure.axes[0].legend()
     save(figure, path)
