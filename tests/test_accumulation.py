@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, accumulation
-from torchgpipe.accumulation import Sums
+from torchgpipe.accumulation import Sums, explore
 
 CHUNKS = 3
 WIDTH = 4
@@ -208,6 +208,16 @@ def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
     assert id(sums._sums[3]) == mine
     assert kept.tolist() == [1, 1]
     assert base.tolist() == [[1, 1]] * 3
+
+
+def test_what_comes_before_a_cell_is_not_its_business() -> None:
+    """Nor is it where a layer returns its input."""
+    weight = torch.ones(2, requires_grad=True)
+    x = weight * 2
+    edges: dict[Any, int | None] = {(torch.autograd.graph.get_gradient_edge(weight).node, 0): 0}
+    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0)]
+    y = x.sin()
+    assert explore((x, y, y), edges, [x.grad_fn]) == ([], [])
 
 
 # ------------------------------------------------------------------------------------- passes of all kinds

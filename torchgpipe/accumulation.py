@@ -145,8 +145,9 @@ def explore(
     """
     sources: list[Source] = []
     ends: list[Any] = []
-    pending: list[Any] = [output.grad_fn for output in outputs if output is not None and output.grad_fn is not None]
-    seen = {None, *before, *pending}
+    before = {None, *before}
+    pending: list[Any] = list({output.grad_fn for output in outputs if output is not None} - before)
+    seen = {*before, *pending}
     while pending:
         node = pending.pop()
         edges = node.next_functions
@@ -184,7 +185,7 @@ def _holders(tensors: list[Any], k: int) -> tuple[int, int, int]:
 
 
 _memory_use_count: Any = torch._C._storage_Use_Count
-_LIST_ALONE = _holders([torch.empty(1)], 0)
+_LIST_ALONE = _holders([torch.empty(1, device="cpu")], 0)
 
 
 def _is_alone(tensors: list[Any], k: int) -> bool:
