@@ -5,9 +5,9 @@
               when the last of them is through, the engine comes to Accumulate, which hands over the sums.
 
 A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
-sum of those before, and each would be read again when it has left the cache. Here a gradient joins the sum as soon
-as its node has computed it, and is gone before the next. That takes a hook in Python, for which a small gradient
-is too quick. Those do go through `Checkpoint`, and the engine sums them.
+sum of those before. Here a gradient joins the sum as soon as its node has computed it, and is gone before the next.
+That takes a hook in Python, for which a small gradient is too quick. Those do go through `Checkpoint`, and the engine
+sums them.
 
 The sums are beside ``.grad``, not in it, and a parameter gets its whole gradient once, from the engine. So whatever
 listens or selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it
@@ -36,8 +36,8 @@ Edge = tuple[Any, int]
 #: What computes a gradient of a large parameter: a node, which of its gradients, which parameter.
 Source = tuple[Any, int, int]
 
-#: From here on, in bytes, a parameter is large.
-LARGE = 4096
+#: From here on, in bytes, a parameter is large: the memory of its gradient is worth a hook.
+LARGE = 2**20
 
 
 class Accumulation:
