@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +11,12 @@ from torch import Tensor
 from torchgpipe.cell import Cell, Stage
 from torchgpipe.dependency import fork
 from torchgpipe.microbatch import Batch
-from torchgpipe.timeline.record import Kind, Open, Step, backward_pass, recorded
+from torchgpipe.timeline.record import Kind, Open, Step, backward_pass, begin
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["RecordedCell"]
+
+Result = TypeVar("Result")
 
 
 class RecordedCell(Cell):
@@ -33,19 +34,25 @@ class RecordedCell(Cell):
         self._backward: Open | None = None
 
     def first_run(self, leaves: Leaves) -> Leaves:
-        with self._recorded("forward"):
-            return super().first_run(leaves)
+        return self._record("forward", super().first_run, leaves)
 
     def second_run(self, checkpoint: Any) -> None:
-        with self._recorded("recomputation"):
-            super().second_run(checkpoint)
+        self._record("recomputation", super().second_run, checkpoint)
 
     def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
-        with self._recorded("backward"):
-            return super()._gradients(outputs, grads, wanted)
+        return self._record("backward", super()._gradients, outputs, grads, wanted)
 
-    def _recorded(self, kind: Kind) -> AbstractContextManager[None]:
-        return recorded(self._step, kind, self._i, self._stage.j, None, self._stage.stream)
+    def _record(self, kind: Kind, run: Callable[..., Result], *args: Any) -> Result:
+        # Without a context manager, which would cost as much again as all that is told here.
+        stage = self._stage
+        end = begin(self._step, kind, self._i, stage.j, None, stage.stream)
+        try:
+            result = run(*args)
+        except BaseException:
+            end(True)
+            raise
+        end(False)
+        return result
 
     # At backward of a cell that is not checkpointed the engine is on its own. Hooks are called before the node of an
     # output runs, and that of an input. Where one thread has made all nodes, the engine takes one cell after
@@ -55,12 +62,10 @@ class RecordedCell(Cell):
     def call(self, batch: Batch) -> Batch:
         # Transforms of torch.func have an autograd of their own.
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            with self._recorded("forward"):
-                return super().call(batch)
+            return self._record("forward", super().call, batch)
         self._ends = self._notice_end(batch)
         inputs = batch.leaves
-        with self._recorded("forward"):
-            output = super().call(batch)
+        output = self._record("forward", super().call, batch)
         output.leaves = tuple([self._notice_begin(leaf, inputs) for leaf in output.leaves])
         return output
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "backward_pass", "recorded"]
+__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "backward_pass", "begin", "recorded"]
 
 #: What a cell does. A copy goes to a later partition, or is of a gradient and comes back from there; a wait is what
 #: the computation waits for such a copy.
@@ -71,7 +71,7 @@ def recorded(
     step: Step | None, kind: Kind, i: int, j: int, other: int | None, stream: Any
 ) -> AbstractContextManager[None]:
     """Tells of what is done in a ``with`` block, if somebody listens. It begins here; see `Step.begin`."""
-    return _unheard if step is None else _Recorded(_begin(step, kind, i, j, other, stream))
+    return _unheard if step is None else _Recorded(begin(step, kind, i, j, other, stream))
 
 
 _unheard = nullcontext()
@@ -92,7 +92,8 @@ class _Recorded:
         self._end(raised is not None)
 
 
-def _begin(step: Step, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
+def begin(step: Step, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
+    """Tells that something begins, and with it that something else has ended, if that was open; see `Step.begin`."""
     before = _thread.open.pop(step.source, None)
     if before is not None:
         before.followed()
@@ -114,7 +115,7 @@ class Open:
     __slots__ = ("_end", "_source", "task")
 
     def __init__(self, step: Step, i: int, j: int, stream: Any, noticed: bool) -> None:
-        self._end: End | None = _begin(step, "backward", i, j, None, stream)
+        self._end: End | None = begin(step, "backward", i, j, None, stream)
         self._source = step.source
         self.task = backward_pass()
         if not noticed:
