@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -451,7 +451,10 @@ def test_random_layers_draw_what_they_draw_without_checkpointing(
         torch.manual_seed(seed)
         outcomes.append(outcome(model, *case.inputs, loss=loss))
         states.append(torch.get_rng_state())
-    assert_same(outcomes[1], outcomes[0])
+    # With workers, and several tensors between partitions, the engine may sum micro-batches in another order.
+    grads = outcomes[0].param_grads
+    torch.testing.assert_close(outcomes[1].param_grads, grads, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert_same(replace(outcomes[1], param_grads=grads), outcomes[0])
     assert all(torch.equal(state, states[0]) for state in states)
 
 
