@@ -20,9 +20,9 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).parent.parent
 
 FLOORS: list[list[str]] = [
-    ["typing", "settings", "moments", "schedule", "phase", "skip.namespace", "timeline.record", "twin", "uncompiled"],
-    ["device", "timeline.label"],
-    ["function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
+    ["typing", "settings", "moments", "schedule", "phase", "skip.namespace", "backward_pass", "twin", "uncompiled"],
+    ["device", "timeline.record"],
+    ["timeline.label", "function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
     ["ambient", "arguments", "phony", "copy", "random", "statistics", "partition", "batchnorm"],
     ["worker", "dependency", "accumulation", "skip.portal"],
     ["checkpoint", "skip.tracker"],

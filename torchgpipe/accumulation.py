@@ -25,7 +25,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchgpipe.function import Function, at_end_of_pass, current_pass, will_run
+from torchgpipe.backward_pass import at_end_of_pass, current_pass, will_run
+from torchgpipe.function import Function
 from torchgpipe.phony import get_phony
 from torchgpipe.typing import Leaf, Leaves
 

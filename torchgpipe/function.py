@@ -1,4 +1,4 @@
-"""The doors to the autograd engine that every cell goes through, without the wrappers in front of them.
+"""The two doors to the autograd engine that every cell goes through, without the wrappers in front of them.
 
 The public `torch.autograd.Function.apply` and `torch.autograd.grad` check their arguments for cases that cannot
 occur here (vmap, function transforms, several calling conventions), at 4 and 10 to 25 microseconds a call: as
@@ -7,13 +7,13 @@ much as a small layer. Where the private entrance is not as expected, the public
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Function", "at_end_of_pass", "current_pass", "gradients", "refuse_transforms", "will_run"]
+__all__ = ["Function", "gradients", "refuse_transforms"]
 
 
 class _Direct(torch.autograd.function.FunctionMeta):
@@ -62,18 +62,3 @@ def gradients(
         tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return result
-
-
-def at_end_of_pass(callback: Callable[[], None]) -> None:
-    """Keeps ``callback`` until the backward pass that this thread is in has ended, and calls it if that succeeds."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def current_pass() -> int:
-    """The number of the backward pass that this thread is in."""
-    return torch._C._current_graph_task_id()
-
-
-def will_run(node: Any) -> bool:
-    """Whether the backward pass that this thread is in comes to ``node``."""
-    return torch._C._will_engine_execute_node(node)

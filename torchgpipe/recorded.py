@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchgpipe.backward_pass import current_pass
 from torchgpipe.cell import Cell, Stage
 from torchgpipe.dependency import fork
 from torchgpipe.microbatch import Batch
-from torchgpipe.timeline.record import Kind, Open, Step, backward_pass, begin
+from torchgpipe.timeline.record import Kind, Open, Step, begin
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["RecordedCell"]
@@ -92,7 +93,7 @@ class RecordedCell(Cell):
         return output
 
     def _begin_backward(self, _: Any) -> None:
-        if self._backward is None or self._backward.task != backward_pass():  # the first of several outputs
+        if self._backward is None or self._backward.task != current_pass():  # the first of several outputs
             self._backward = Open(self._step, self._i, self._stage.j, self._stage.stream, noticed=self._ends)
 
     def _end_backward(self, _: Any) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
-import torch
+from torchgpipe.backward_pass import at_end_of_pass, current_pass
 
-__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "backward_pass", "begin", "recorded"]
+__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "begin", "recorded"]
 
 #: What a cell does. A copy goes to a later partition, or is of a gradient and comes back from there; a wait is what
 #: the computation waits for such a copy.
@@ -117,10 +117,10 @@ class Open:
     def __init__(self, step: Step, i: int, j: int, stream: Any, noticed: bool) -> None:
         self._end: End | None = begin(step, "backward", i, j, None, stream)
         self._source = step.source
-        self.task = backward_pass()
+        self.task = current_pass()
         if not noticed:
             _thread.open[step.source] = self
-        _engine.queue_callback(self.end)
+        at_end_of_pass(self.end)
 
     def end(self) -> None:
         """The first call counts."""
@@ -132,7 +132,7 @@ class Open:
 
     def followed(self) -> None:
         """Something begins in this thread: in the same backward pass, or else that one was given up."""
-        if backward_pass() == self.task:
+        if current_pass() == self.task:
             self.end()
         self._end = None
 
@@ -145,7 +145,3 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_engine: Any = torch.autograd.Variable._execution_engine
-
-#: The number of the backward pass that this thread is in; -1 if in none.
-backward_pass: Callable[[], int] = torch._C._current_graph_task_id

@@ -1,0 +1,19 @@
+"""The backward pass that a thread is in. Autograd numbers its passes, and tells of them in private names only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["at_end_of_pass", "current_pass", "will_run"]
+
+#: The number of the backward pass that this thread is in; -1 if in none.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+#: Keeps a callback until the backward pass that this thread is in has ended, and calls it if that succeeds.
+at_end_of_pass: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+#: Whether the backward pass that this thread is in comes to a node.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
