@@ -451,10 +451,13 @@ def test_random_layers_draw_what_they_draw_without_checkpointing(
         torch.manual_seed(seed)
         outcomes.append(outcome(model, *case.inputs, loss=loss))
         states.append(torch.get_rng_state())
-    # With workers, and several tensors between partitions, the engine may sum micro-batches in another order.
-    grads = outcomes[0].param_grads
-    torch.testing.assert_close(outcomes[1].param_grads, grads, rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert_same(replace(outcomes[1], param_grads=grads), outcomes[0])
+    if len(set(devices(2))) > 1:
+        # Workers number their nodes apart: with several tensors between partitions, the engine may sum the gradients of
+        # the micro-batches in another order.
+        grads = outcomes[0].param_grads
+        torch.testing.assert_close(outcomes[1].param_grads, grads, rtol=1e-12, atol=1e-12, equal_nan=True)
+        outcomes[1] = replace(outcomes[1], param_grads=grads)
+    assert_same(outcomes[1], outcomes[0])
     assert all(torch.equal(state, states[0]) for state in states)
 
 
