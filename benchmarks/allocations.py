@@ -69,13 +69,20 @@ def transformer() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(100, 32), *[block() for _ in range(LAYERS - 2)], nn.Linear(32, 8))
 
 
+def mlp() -> nn.Sequential:
+    """Eight wide layers on few rows, where the parameters take more memory than all activations."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(LAYERS)])
+
+
 def sample(model: str, rows: int, device: torch.device) -> Tensor:
     if model == "conv":
         return torch.randn(rows, 3, 16, 16, device=device)
+    if model == "mlp":
+        return torch.randn(rows, 512, device=device)
     return torch.randint(100, (rows, 32), device=device)
 
 
-MODELS = {"conv": conv_net, "transformer": transformer}
+MODELS = {"conv": conv_net, "transformer": transformer, "mlp": mlp}
 
 
 # How it is counted

@@ -21,7 +21,7 @@ from benchmarks.peers import PEERS, Answer, Peer, Request
 from benchmarks.records import RESULTS, environment, table, write
 
 MODES = ("always", "except_last", "never")
-MODELS = ("conv", "transformer")
+MODELS = ("conv", "transformer", "mlp")
 LAYERS = 8
 
 #: Ours is to need at most this many times the original's peak.

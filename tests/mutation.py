@@ -509,6 +509,13 @@ MUTATIONS = [
         "accumulation",
     ),
     Mutation(
+        "... a view of something that nobody holds can be changed",
+        "accumulation.py",
+        "sums[k] = grad.detach()",
+        "sums[k] = grad",
+        "accumulation",
+    ),
+    Mutation(
         "each backward pass has its own sums",
         "accumulation.py",
         "this_pass = current_pass()",
@@ -542,6 +549,27 @@ MUTATIONS = [
         "return None if sums.delivered else sums",
         "return sums",
         "accumulation threads",
+    ),
+    Mutation(
+        "there is no sum beside the gradient of an earlier pass",
+        "accumulation.py",
+        "if k in self._present:",
+        "if False:",
+        "accumulation",
+    ),
+    Mutation(
+        "... unless a hook is to see the new gradient",
+        "accumulation.py",
+        "if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:",
+        "if False:",
+        "accumulation",
+    ),
+    Mutation(
+        "... or the pass does not add to ``.grad``",
+        "accumulation.py",
+        "present = {k: node for k, node in nodes.items() if _has_grad(self.large[k]) and will_accumulate(node)}",
+        "present = {k: node for k, node in nodes.items() if _has_grad(self.large[k])}",
+        "accumulation",
     ),
     Mutation(
         "hooks of parameters hear the whole gradient only",

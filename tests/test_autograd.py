@@ -84,6 +84,14 @@ def equal(actual: Iterable[Tensor | None], expected: Iterable[Tensor | None]) ->
     )
 
 
+def close(actual: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> bool:
+    """Equal but for the order of sums: large gradients join those that are there one micro-batch after the other."""
+    return all(
+        a is b is None or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-12, atol=1e-12))
+        for a, b in zip(actual, expected, strict=True)
+    )
+
+
 # ------------------------------------------------------------------------------------------------------ hooks
 
 
@@ -265,7 +273,7 @@ def test_gradients_are_added_to_those_that_are_there(model: GPipe, layers: nn.Se
     layers.zero_grad()
     for _ in range(2):
         model(x).square().sum().backward()
-    assert equal([parameter.grad for parameter in layers.parameters()], expected)
+    assert close([parameter.grad for parameter in layers.parameters()], expected)
 
 
 def test_gradients_keep_their_memory(model: GPipe) -> None:
@@ -325,7 +333,7 @@ def test_two_losses(model: GPipe, layers: nn.Sequential) -> None:
         output.square().sum().backward()
         return [parameter.grad for parameter in layers.parameters()]
 
-    assert equal(gradients(model(batch())), gradients(plain(layers, batch())))
+    assert close(gradients(model(batch())), gradients(plain(layers, batch())))
 
 
 def test_gradients_of_gradients(pipe: Pipe, layers: nn.Sequential) -> None:
@@ -727,7 +735,7 @@ def test_scaled_losses(model: GPipe, layers: nn.Sequential, scale: float) -> Non
 
 
 def test_gradient_clipping_and_accumulation_in_a_training_loop(model: GPipe, layers: nn.Sequential) -> None:
-    """A loop as users write it, twice: parameters are equal in the end."""
+    """A loop as users write it, twice: parameters are the same in the end."""
 
     def train(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         start = [parameter.detach().clone() for parameter in layers.parameters()]
@@ -745,7 +753,7 @@ def test_gradient_clipping_and_accumulation_in_a_training_loop(model: GPipe, lay
                 parameter.copy_(value)
         return result
 
-    assert equal(train(model), train(lambda x: plain(layers, x)))
+    assert close(train(model), train(lambda x: plain(layers, x)))
 
 
 def test_a_loss_that_needs_no_gradient_of_some_micro_batches(pipe: Pipe, checkpoint: str) -> None:

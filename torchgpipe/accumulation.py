@@ -9,9 +9,11 @@ sum of those before. Here a gradient joins the sum as soon as its node has compu
 That takes a hook in Python, for which a small gradient is too quick. Those do go through `Checkpoint`, and the engine
 sums them.
 
-The sums are beside ``.grad``, not in it, and a parameter gets its whole gradient once, from the engine. So whatever
-listens or selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it
-sees on the plain model.
+The sums are beside ``.grad``, and a parameter gets its whole gradient once, from the engine. So whatever listens or
+selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the
+plain model. But a sum beside the ``.grad`` of an earlier pass takes the memory of both. Where the engine is going to
+add to that one, and no hook of the parameter wants to see the gradient first, each gradient is added to ``.grad`` at
+once, and the engine comes by with nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchgpipe.backward_pass import at_end_of_pass, current_pass, will_run
+from torchgpipe.backward_pass import at_end_of_pass, current_pass, will_accumulate, will_run
 from torchgpipe.function import Function
 from torchgpipe.phony import get_phony
 from torchgpipe.typing import Leaf, Leaves
@@ -79,7 +81,9 @@ class Accumulation:
         if sums is None:
             if not will_run(self.phony.grad_fn):
                 return None
-            sums = self._passes[this_pass] = Sums(len(self.edges))
+            nodes = {k: node for (node, _), k in self.edges.items() if k is not None}
+            present = {k: node for k, node in nodes.items() if _has_grad(self.large[k]) and will_accumulate(node)}
+            sums = self._passes[this_pass] = Sums(len(self.edges), present)
             # Nothing but the pass itself keeps them, so that they end with it also if it fails.
             at_end_of_pass(sums.end)
         return None if sums.delivered else sums
@@ -94,23 +98,32 @@ class Accumulation:
 
 
 class Sums:
-    """The gradients of some parameters, summed as far as a backward pass has come."""
+    """The gradients of some parameters, summed as far as a backward pass has come.
 
-    __slots__ = ("__weakref__", "_owned", "_sums", "delivered")
+    Args:
+        count: how many parameters
+        present: the nodes that add to ``.grad``, of the parameters whose sum is there
+    """
 
-    def __init__(self, count: int) -> None:
+    __slots__ = ("__weakref__", "_owned", "_present", "_sums", "delivered")
+
+    def __init__(self, count: int, present: dict[int, Any]) -> None:
         self._sums: list[Any] = [None] * count
         self._owned = [False] * count
+        self._present = present
         self.delivered = False
 
     def add(self, k: int, grad: Tensor) -> None:
         """Adds to the gradient of parameter ``k``."""
         sums = self._sums
-        if self._owned[k]:
+        if k in self._present:
+            self._present[k](grad)  # As the engine does it, which lets one thread at a time add.
+        elif self._owned[k]:
             sums[k].add_(grad)
         elif sums[k] is None:
-            # Not ours yet: autograd hands the same tensor to all that have the same gradient.
-            sums[k] = grad
+            # Not ours yet: autograd hands the same tensor to all that have the same gradient. An alias, because that
+            # of a transposed weight is a view, which keeps its base, and the two would count as two holders.
+            sums[k] = grad.detach()
         elif sums[k].layout is not torch.strided:
             sums[k] = grad + sums[k]  # In this order, because sparse + dense is not defined.
         else:
@@ -126,7 +139,7 @@ class Sums:
             node.register_hook(partial(_take, self, slot, k))
 
     def deliver(self) -> list[Tensor | None]:
-        """The sums. From now on, nothing can be added."""
+        """The sums that are not in ``.grad``. From now on, nothing can be added."""
         sums, self._sums = self._sums, []
         self.delivered = True
         return sums
@@ -177,6 +190,13 @@ def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | N
 def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
     sums = accumulation.sums()
     return None if sums is None else _take(sums, slot, k, grads, _)
+
+
+def _has_grad(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient already, and nobody listens to what is added to it."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    return parameter.is_leaf and parameter.grad is not None
 
 
 def _holders(tensors: list[Any], k: int) -> tuple[int, int, int]:

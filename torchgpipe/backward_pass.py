@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["at_end_of_pass", "current_pass", "will_run"]
+__all__ = ["at_end_of_pass", "current_pass", "will_accumulate", "will_run"]
 
 #: The number of the backward pass that this thread is in; -1 if in none.
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -17,3 +17,11 @@ at_end_of_pass: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 #: Whether the backward pass that this thread is in comes to a node.
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def will_accumulate(leaf: Any) -> bool:
+    """Whether the backward pass that this thread is in adds to the ``.grad`` of a leaf, given the leaf's node."""
+    try:
+        return will_run(leaf)
+    except RuntimeError:  # `torch.autograd.grad` is asked for the gradient of just this leaf.
+        return False

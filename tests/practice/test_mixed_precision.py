@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tests.conftest import Pipe
 from tests.plain import run_plain
 from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
+from torchgpipe import accumulation
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -69,6 +70,13 @@ def train(
     return history
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine sums all gradients, in the order of the plain model also where there are some already."""
+    monkeypatch.setattr(accumulation, "LARGE", 10**9)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
