@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -80,7 +81,7 @@ class RecordedCell(Cell):
                 if self._i == 0 or not between_threads:  # Else the lane has made one.
                     leaf, _ = fork(leaf)
                     batch.leaves = (*batch.leaves[:k], leaf, *batch.leaves[k + 1 :])
-                leaf.grad_fn.register_prehook(self._end_backward)  # type: ignore[union-attr]
+                _before_node_of(leaf, self._end_backward)
                 return True
         return False
 
@@ -89,7 +90,7 @@ class RecordedCell(Cell):
             return output
         if output.grad_fn is None or any([output is leaf for leaf in inputs]):
             output, _ = fork(output)  # No node of this cell has made it.
-        output.grad_fn.register_prehook(self._begin_backward)  # type: ignore[union-attr]
+        _before_node_of(output, self._begin_backward)
         return output
 
     def _begin_backward(self, _: Any) -> None:
@@ -99,3 +100,14 @@ class RecordedCell(Cell):
     def _end_backward(self, _: Any) -> None:
         if self._backward is not None:
             self._backward.end()
+
+
+def _before_node_of(tensor: Tensor, call: Callable[[Any], None]) -> None:
+    """Lets the engine call before it runs the node that has made a tensor."""
+    if tensor._backward_hooks is None:
+        # What `register_hook` comes to, without a handle to take the hook away again, which costs as much as all of it.
+        tensor._backward_hooks = OrderedDict({0: call})
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+        tensor._backward_hooks = None  # The node has it, and the tensor may be the caller's.
+    else:
+        tensor.register_hook(call)  # type: ignore[no-untyped-call]
