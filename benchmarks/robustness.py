@@ -64,7 +64,7 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
     each = max(4, -(-examples // variants))  # some properties take a quarter of it
     start = perf_counter()
     # Hypothesis tells how many it has tried: fewer, where a property has no more.
-    report = run("--timeout=0", "--hypothesis-show-statistics", each=each)
+    report = run("--timeout=0", "--hypothesis-show-statistics", "-n=auto", "--maxschedchunk=1", each=each)
     tried = [int(count) for count in re.findall(r"(\d+) passing\b", report)]
     return {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
 
