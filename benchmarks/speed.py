@@ -4,16 +4,19 @@ Experiments are named as torchgpipe's own: `naive-1` is the plain model on one d
 `micro-batches` the same in as many pieces as a pipeline gets, for small pieces take longer), and
 `pipeline-n` is a pipeline of n partitions, balanced by time, in each checkpoint mode. PyTorch's `checkpoint_sequential`
 is the other way to save memory by recomputation, on one device; it can divide a model only where no skip passes, and
-here it makes as many pieces as the root of the number of those places. PyTorch's pipelines, `ScheduleGPipe` and
+here it makes as many pieces as the root of the number of those places. It keeps the last piece of the model, where a
+pipeline with 'except_last' keeps the last micro-batch: what compares with it is a pipeline with few micro-batches, two
+(`2 micro-batches`) or as many as the other has pieces (`k micro-batches`). PyTorch's pipelines, `ScheduleGPipe` and
 `Schedule1F1B` of torch.distributed.pipelining, take a process for each partition, are cut at the same places, and know
 no checkpointing. All train the same model on the same mini-batch.
 
 Speed-up is over `naive-1` in the same turn. The ideal is what the schedule allows, with partitions that take the same
-time, a backward of twice the time of forward, and nothing else: of m + n - 1 clocks each device works m, and a
-checkpointed micro-batch is computed four thirds as long.
+time, and nothing else: of m + n - 1 clocks each device works m, and of a checkpointed micro-batch forward is computed
+twice. What share of a step forward is, is measured: of `micro-batches`. (Taken for a third, where those are left out.)
 
     python -m benchmarks.speed                 # small models, a minute or two on two cores
     python -m benchmarks.speed --size paper    # the real ones, on GPUs
+    python -m benchmarks.speed --scale 4       # mini-batches, and so micro-batches, of four times the size
     python -m benchmarks.speed --draw          # only draws what was measured: results/speed.svg
 
 Beside the times stands what a step takes in memory on one device (`footprint.py`), and at the end what was aimed at: on
@@ -33,7 +36,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -49,6 +52,8 @@ PEERS = ("plain", "checkpoint_sequential", *PIPELINES, *SCHEDULES)
 MODES = ("always", "except_last", "never")
 #: The plain model, one micro-batch after the other: what splitting costs without a pipeline.
 SPLIT = "micro-batches"
+#: Pipelines with few micro-batches: two, and as many as `checkpoint_sequential` has pieces.
+TWO, FEW = "2 micro-batches", "k micro-batches"
 
 PARTITIONS = {"small": (1, 2), "paper": (1, 2, 4, 8)}
 
@@ -70,10 +75,14 @@ PUBLISHED = {
 }
 
 
-def ideal(n: int, m: int, mode: str) -> float:
-    """The largest possible speed-up over one device that recomputes nothing."""
+def ideal(n: int, m: int, mode: str, forward: float = 1 / 3) -> float:
+    """The largest possible speed-up over one device that recomputes nothing.
+
+    Args:
+        forward: the share of a step
+    """
     again = {"always": m, "except_last": m - 1, "never": 0}[mode]
-    return n * m / (m + n - 1) * 3 * m / (3 * m + again)
+    return n * m / (m + n - 1) * m / (m + again * forward)
 
 
 def placed(peer: str, devices: list[str], n: int) -> list[str]:
@@ -91,6 +100,9 @@ def experiments(peers: list[str], partitions: list[int], modes: list[str]) -> It
         yield SPLIT, 1, "-", ["plain"]
     if "checkpoint_sequential" in peers:
         yield "checkpoint_sequential", 1, "-", ["checkpoint_sequential"]
+        if "ours" in peers and 1 in partitions:
+            for few in (TWO, FEW):
+                yield few, 1, "except_last", ["ours"]
     for n in partitions:
         for mode in modes:
             piped = [peer for peer in peers if peer in PIPELINES or (peer in SCHEDULES and mode == "never" and n > 1)]
@@ -103,23 +115,39 @@ def script(peer: str) -> str:
     return "stages.py" if peer in SCHEDULES else "training.py"
 
 
-def balances(peer: Peer, args: argparse.Namespace, model: str) -> dict[int, Request]:
-    """For each number of partitions the balance that ours proposes, for all peers, and one of what no skip divides."""
+class Proposal(NamedTuple):
+    """How a model is to be divided.
+
+    Attributes:
+        balances: for each number of partitions that of ours, for all peers, and one of what no skip divides
+        segments: for checkpoint_sequential
+    """
+
+    balances: dict[int, Request]
+    segments: int
+
+    def chunks(self, experiment: str, usual: int) -> int:
+        """The number of micro-batches."""
+        return {TWO: 2, FEW: self.segments}.get(experiment, usual)
+
+
+def proposal(peer: Peer, args: argparse.Namespace, model: str) -> Proposal:
     task = TASKS[args.size][model]
     request: Request = {
         "kind": "balance",
         "size": args.size,
         "model": model,
-        "rows": max(1, task.batch // task.chunks),
+        "rows": max(1, task.batch * args.scale // task.chunks),
         "device": args.devices[0],
         "partitions": args.partitions,
         "seconds": 10.0 if args.size == "paper" else 0.5,
     }
-    return dict(zip(args.partitions, peer.ask(request)["balances"], strict=True))
+    answer = peer.ask(request)
+    return Proposal(dict(zip(args.partitions, answer["balances"], strict=True)), answer["segments"])
 
 
 def request_for(
-    args: argparse.Namespace, model: str, experiment: str, peer: str, n: int, mode: str, found: Request
+    args: argparse.Namespace, model: str, experiment: str, peer: str, n: int, mode: str, found: Proposal
 ) -> Request:
     """What a peer is asked to do."""
     task = TASKS[args.size][model]
@@ -127,10 +155,10 @@ def request_for(
         "kind": "train",
         "size": args.size,
         "model": model,
-        "batch": task.batch,
-        "m": task.chunks,
+        "batch": task.batch * args.scale,
+        "m": found.chunks(experiment, task.chunks),
         "mode": mode,
-        **found,
+        **found.balances.get(n, {}),
         "split": experiment == SPLIT,
         "devices": placed(peer, args.devices, n),
         "warm_up": 2 if args.size == "paper" else 1,
@@ -142,7 +170,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each experiment on each model: each peer's throughput, turn by turn."""
     planned = list(experiments(args.peers, args.partitions, args.checkpoint))
     rows = []
-    found: dict[str, dict[int, Request]] = {}
+    found: dict[str, Proposal] = {}
     total = len(args.models) * args.turns * sum(len(peers) for *_, peers in planned)
     with ExitStack() as stack:
         running = {name: stack.enter_context(Peer(name, script(name))) for name in args.peers}
@@ -151,21 +179,21 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for model in args.models:
             task = TASKS[args.size][model]
             bar.set_description(f"{model}: balancing")
-            found[model] = balances(proposing, args, model)
+            found[model] = proposal(proposing, args, model)
             answers: list[dict[str, list[Answer]]] = [{peer: [] for peer in peers} for *_, peers in planned]
             for _ in range(args.turns):
                 for (name, n, mode, peers), answered in zip(planned, answers, strict=True):
                     bar.set_description(f"{model}: {name} {mode}")
                     for peer in peers:
-                        request = request_for(args, model, name, peer, n, mode, found[model].get(n, {}))
+                        request = request_for(args, model, name, peer, n, mode, found[model])
                         answered[peer].append(running[peer].ask(request))
                         bar.update()
-            rows += summary(model, task.batch, task.chunks, found[model], planned, answers)
+            rows += summary(model, task.batch * args.scale, task.chunks, found[model], planned, answers)
     add_memory(args, rows, found)
     return rows
 
 
-def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, dict[int, Request]]) -> None:
+def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, Proposal]) -> None:
     """Tells the rows of one device what a step takes. Counted after the times, in processes of its own."""
     alone = [row for row in rows if row["n"] == 1]
     for name in args.peers:
@@ -176,7 +204,7 @@ def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict
                 if "throughput" in row.get(name, {}):
                     model = row["model"]
                     what = model, row["experiment"], name
-                    answer = peer.ask(request_for(args, *what, 1, row["mode"], found[model].get(1, {})))
+                    answer = peer.ask(request_for(args, *what, 1, row["mode"], found[model]))
                     if "peak" in answer:
                         row[name]["peak"] = answer["peak"][0]
 
@@ -185,7 +213,7 @@ def summary(
     model: str,
     batch: int,
     m: int,
-    found: dict[int, Request],
+    found: Proposal,
     planned: list[tuple[str, int, str, list[str]]],
     answers: list[dict[str, list[Answer]]],
 ) -> list[dict[str, Any]]:
@@ -200,13 +228,17 @@ def summary(
         for answered in answers
     ]
     naive = seconds[0].get("plain") if planned[0][0] == "naive-1" else None
+    forward = forward_share(
+        [turn for (name, *_), turns in zip(planned, answers) if name == SPLIT for turn in turns["plain"]]
+    )
 
     rows = []
     for (name, n, mode, peers), of_peers, answered in zip(planned, seconds, answers, strict=True):
-        row: dict[str, Any] = {"model": model, "experiment": name, "mode": mode, "n": n, "m": m, "batch": batch}
-        if name.startswith("pipeline"):
-            row["balance"] = found[n]["balance"]
-            row["ideal"] = ideal(n, m, mode)
+        own_m = found.chunks(name, m)
+        row: dict[str, Any] = {"model": model, "experiment": name, "mode": mode, "n": n, "m": own_m, "batch": batch}
+        if mode in MODES:
+            row["balance"] = found.balances[n]["balance"]
+            row["ideal"] = ideal(n, own_m, mode, forward)
         if mode in ("-", "except_last") and name in PUBLISHED.get(model, {}):
             row["published"] = PUBLISHED[model][name]
         for peer in peers:
@@ -220,6 +252,12 @@ def summary(
                 row[peer]["over original"] = ratios(of_peers[peer], of_peers["original"])
         rows.append(row)
     return rows
+
+
+def forward_share(turns: list[Answer]) -> float:
+    """The share of forward in a step of the plain model."""
+    shares = [part / whole for turn in turns for part, whole in zip(turn.get("forward", ()), turn.get("seconds", ()))]
+    return statistics.median(shares) if shares else 1 / 3
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -242,11 +280,12 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
         other = next((row["checkpoint_sequential"] for row in own if "checkpoint_sequential" in row), {})
         if "peak" in other:
-            small = [row for row in alone if row["ours"].get("peak", float("inf")) <= other["peak"]]
-            found = [(row["mode"], ratios(row["ours"]["seconds"], other["seconds"])) for row in small]
+            frugal = [row for row in ours if row["ours"].get("peak", float("inf")) <= other["peak"]]
+            found = [(row, ratios(row["ours"]["seconds"], other["seconds"])) for row in frugal]
             if found:
-                mode, best = max(found, key=lambda one: one[1]["median"])
-                reached.append(_reached("checkpoint_sequential", model, f"pipeline-1, {mode}", best))
+                row, best = max(found, key=lambda one: one[1]["median"])
+                where = f"{row['experiment']}, {row['mode']}"
+                reached.append(_reached("checkpoint_sequential", model, where, best))
 
         aim = "host" if model == HOST_BOUND else "original"
         for row in ours:
@@ -390,6 +429,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--partitions", nargs="+", type=int, help="n")
     parser.add_argument("--checkpoint", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--scale", type=int, default=1, help="how many times the usual mini-batch")
     parser.add_argument("--turns", type=int, default=None, help="of each peer at each experiment")
     parser.add_argument("--steps", type=int, default=None, help="in a turn, whose figure is their median")
     parser.add_argument("--json", type=Path, default=RESULTS / "speed.json")
@@ -405,7 +445,7 @@ def main() -> None:
     before = environment()
     rows = measure(args)
     published = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
-    about = {"size": args.size, "devices": args.devices, "turns": args.turns, "steps": args.steps}
+    about = {"size": args.size, "scale": args.scale, "devices": args.devices, "turns": args.turns, "steps": args.steps}
     figures = {"published": published, "rows": rows, "targets": targets(rows)}
     result = {"unit": "samples/s", "environment": before, **about, **figures}
     show(result)

@@ -88,6 +88,11 @@ def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
             unit = []
 
 
+def segments(module: nn.Sequential) -> int:
+    """How many pieces `checkpoint_sequential` is to make."""
+    return round(math.sqrt(len(list(closed_units(module)))))
+
+
 def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor] | None:
     """What is trained; None if the peer cannot train this model."""
     if peer in ("ours", "original"):
@@ -106,12 +111,11 @@ def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tens
         if request.get("split"):
             return lambda x: torch.cat([module(part) for part in x.chunk(request["m"])])
         return module
-    units = list(closed_units(module))
-    segments = round(math.sqrt(len(units)))
-    if segments < 2:
+    units, pieces = list(closed_units(module)), segments(module)
+    if pieces < 2:
         return None
     divided: Callable[..., Tensor] = checkpoint_sequential
-    return lambda x: divided(units, segments, x, use_reentrant=False)
+    return lambda x: divided(units, pieces, x, use_reentrant=False)
 
 
 def synchronize(devices: list[str]) -> None:
@@ -143,16 +147,21 @@ def _train(peer: str, module: nn.Sequential, request: Request) -> Answer:
         return {"none": "skips"}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
 
-    seconds = []
+    seconds, forward = [], []
     for _ in range(request["warm_up"] + request["steps"]):
         synchronize(devices)
         start = perf_counter()
         optimizer.zero_grad()
-        torch.autograd.backward(run(x).square().mean())
+        loss = run(x).square().mean()
+        if peer == "plain":  # It has one device, which loses nothing by this.
+            synchronize(devices)
+            forward.append(perf_counter() - start)
+        torch.autograd.backward(loss)
         optimizer.step()
         synchronize(devices)
         seconds.append(perf_counter() - start)
-    return {"seconds": seconds[request["warm_up"] :]}
+    first = request["warm_up"]
+    return {"seconds": seconds[first:], "forward": forward[first:]}
 
 
 def balance(peer: str, request: Request) -> Answer:
@@ -170,10 +179,11 @@ def balance(peer: str, request: Request) -> Answer:
     costs = iter(report.costs("time", recompute=False))
     units = [sum(islice(costs, len(unit))) for unit in closed_units(module)]
     return {
+        "segments": segments(module),
         "balances": [
             {"balance": report.balance(n), "units": partition(units, n) if n <= len(units) else None}
             for n in request["partitions"]
-        ]
+        ],
     }
 
 

@@ -80,6 +80,8 @@ def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         "naive-1",
         "micro-batches",
         "checkpoint_sequential",
+        "2 micro-batches",
+        "k micro-batches",
         "pipeline-1",
         "pipeline-2",
     ]

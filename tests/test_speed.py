@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.models import gpt, resnet, unet
 from benchmarks.peers import Request
 from benchmarks.records import spread
-from benchmarks.speed import MODES, PEERS, experiments, ideal, placed, summary, targets
+from benchmarks.speed import MODES, PEERS, Proposal, experiments, ideal, placed, summary, targets
 from benchmarks.training import TASKS, balance, closed_units, inputs, runner, train
 
 
@@ -23,6 +23,7 @@ def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
     assert ideal(4, 1, "never") == 1  # one micro-batch: one device after the other
     assert ideal(4, 5, "never") == 4 * 5 / 8
     assert ideal(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two
+    assert ideal(1, 8, "always", forward=1 / 2) == 2 / 3  # ... as long as one
     assert ideal(1, 1, "except_last") == 1
     assert ideal(2, 10**6, "never") == pytest.approx(2)
 
@@ -40,6 +41,8 @@ def test_all_is_measured_that_was_asked_for() -> None:
         "naive-1",
         "micro-batches",
         "checkpoint_sequential",
+        "2 micro-batches",
+        "k micro-batches",
         *["pipeline-1"] * 3,
         *["pipeline-2"] * 3,
     ]
@@ -91,18 +94,27 @@ def test_a_run_is_timed_and_summed_up() -> None:
         *[{"plain": [train("plain", request("gpt", ["cpu"], None))]}] * 2,
         {"ours": [train("ours", request("gpt", ["cpu:0", "cpu:1"], [size - 3, 3]))]},
     ]
-    naive, _, piped = summary("gpt", 4, 2, {2: {"balance": [size - 3, 3]}}, planned, answers)
+    naive, _, piped = summary("gpt", 4, 2, Proposal({2: {"balance": [size - 3, 3]}}, 3), planned, answers)
     assert naive["plain"]["speed-up"]["median"] == 1
     seconds = [row[peer]["seconds"][0] for row, peer in ((naive, "plain"), (piped, "ours"))]
     assert piped["ours"]["throughput"]["median"] == pytest.approx(4 / seconds[1])
     assert piped["ours"]["speed-up"]["median"] == pytest.approx(seconds[0] / seconds[1])
+    answer = answers[1]["plain"][0]
+    share = answer["forward"][0] / answer["seconds"][0]
+    assert piped["ideal"] == pytest.approx(ideal(2, 2, "except_last", share))
+
+
+def test_few_micro_batches_are_two_or_as_many_as_there_are_pieces() -> None:
+    proposal = Proposal({}, 3)
+    counts = [proposal.chunks(experiment, 8) for experiment in ("pipeline-1", "2 micro-batches", "k micro-batches")]
+    assert counts == [8, 2, 3]
 
 
 def test_what_a_peer_cannot_train_is_told() -> None:
     one_unit = nn.Sequential(nn.Linear(2, 2))
     assert runner("checkpoint_sequential", one_unit, request("gpt", ["cpu"], None)) is None
     planned = [("checkpoint_sequential", 1, "-", ["checkpoint_sequential"])]
-    (row,) = summary("gpt", 4, 2, {}, planned, [{"checkpoint_sequential": [{"none": "skips"}]}])
+    (row,) = summary("gpt", 4, 2, Proposal({}, 1), planned, [{"checkpoint_sequential": [{"none": "skips"}]}])
     assert row["checkpoint_sequential"] == {"none": "skips"}
 
 
