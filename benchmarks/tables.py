@@ -246,6 +246,22 @@ def faults() -> str:
     return table(rows, ["harm", "where", "trials", "ended", "same losses", "others that told", "left behind"])
 
 
+def robustness() -> str:
+    """Random examples, and what one process holds at the start of its cells and at their end."""
+    result = _result("robustness")
+    rows = [[part, f"{result[part]['examples']:,}", result[part]["failures"]] for part in ("models", "faults")]
+    return table(rows, ["random", "tried", "failed"])
+
+
+def endurance() -> str:
+    counted = ("faults", "tensors", "threads", "files")
+    rows = [
+        [f"{row['cells']:,}", f"{row['memory'] / 2**20:.1f}", *(row[name] for name in counted)]
+        for row in _result("robustness")["endurance"]
+    ]
+    return table(rows[:2] + rows[-1:], ["cells", "memory, MiB", "faults", "tensors", "threads", "open files"])
+
+
 def batchnorm() -> str:
     rows = [
         [
@@ -339,6 +355,8 @@ TABLES: dict[str, Callable[[], str]] = {
         balance_reality,
         skips,
         faults,
+        robustness,
+        endurance,
         batchnorm,
         distributed,
         parts,

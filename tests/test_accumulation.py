@@ -126,6 +126,17 @@ class TwoBiases(nn.Module):
         return (input + self.a + self.b).tanh()
 
 
+class Plus(nn.Module):
+    """Its weight has the gradient of the output, if that has one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.weight
+
+
 class Expanded(nn.Module):
     """The gradient of its weight is one number that is seen everywhere."""
 
@@ -203,6 +214,38 @@ def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[
     model(x).square().sum().backward()
     for parameter, grad in zip(used, once):
         torch.testing.assert_close(parameter.grad.to_dense(), 2 * grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, CHUNKS])
+def test_no_gradient_shares_its_memory(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    """A sum of one micro-batch is what the engine has handed out: to another parameter as well, or from the caller."""
+    module = nn.Sequential(Plus(), Plus())
+    model = pipe(module, [2], devices=["cpu"], chunks=chunks, checkpoint=checkpoint)
+    ones = torch.ones(chunks, WIDTH)
+    for _ in range(2):
+        torch.autograd.backward(model(ones), ones)
+        assert torch.equal(ones, torch.ones_like(ones))
+    tensors = module[0].weight.grad, module[1].weight.grad, ones
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 3
+
+
+def test_half_precision_has_a_sum_of_its_own(pipe: Pipe, checkpoint: str) -> None:
+    """Each micro-batch alone is too little for a large gradient in bfloat16, whose next numbers are 256 and 258."""
+    module = nn.Sequential(Plus().bfloat16())
+    model = pipe(module, [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
+    module[0].weight.grad = torch.full_like(module[0].weight, 256)
+    model(torch.zeros(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    assert module[0].weight.grad.tolist() == [[258] * WIDTH]
+
+
+def test_what_is_added_at_once_is_all(pipe: Pipe, checkpoint: str) -> None:
+    """The engine adds nothing to it afterwards, not even the sign of a zero."""
+    module = nn.Sequential(Plus())
+    model = pipe(module, [1], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
+    module[0].weight.grad = torch.full((1, WIDTH), -0.0)
+    output = model(torch.zeros(CHUNKS, WIDTH))
+    torch.autograd.backward(output, torch.full_like(output, -0.0))
+    assert module[0].weight.grad.signbit().all()
 
 
 @torch.no_grad()
@@ -307,7 +350,7 @@ LISTENERS: dict[str, Listen] = {
     "before": lambda weight, heard: weight.register_hook(lambda grad: heard(grad.clone())),
     "after": lambda weight, heard: weight.register_post_accumulate_grad_hook(lambda weight: heard(weight.grad.clone())),
     "node": lambda weight, heard: torch.autograd.graph.get_gradient_edge(weight).node.register_hook(
-        lambda *_: heard(weight.grad.clone())
+        lambda _, grads: heard(weight.grad + 0 * grads[0])
     ),
 }
 

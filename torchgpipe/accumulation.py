@@ -13,7 +13,7 @@ The sums are beside ``.grad``, and a parameter gets its whole gradient once, fro
 selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the
 plain model. But a sum beside the ``.grad`` of an earlier pass takes the memory of both. Where the engine is going to
 add to that one, and no hook of the parameter wants to see the gradient first, each gradient is added to ``.grad`` at
-once, and the engine comes by with nothing.
+once, and the engine gets zeros to add: for what it does afterwards, and for the streams that it makes wait.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Accumulation:
         if sums is None:
             if not will_run(self.phony.grad_fn):
                 return None
-            nodes = {k: node for (node, _), k in self.edges.items() if k is not None}
-            present = {k: node for k, node in nodes.items() if _has_grad(self.large[k]) and will_accumulate(node)}
+            large = self.large
+            present = {k: node for (node, _), k in self.edges.items() if k in large and _adds_to_grad(large[k], node)}
             sums = self._passes[this_pass] = Sums(len(self.edges), present)
             # Nothing but the pass itself keeps them, so that they end with it also if it fails.
             at_end_of_pass(sums.end)
@@ -105,29 +105,32 @@ class Sums:
         present: the nodes that add to ``.grad``, of the parameters whose sum is there
     """
 
-    __slots__ = ("__weakref__", "_owned", "_present", "_sums", "delivered")
+    __slots__ = ("__weakref__", "_added", "_owned", "_present", "_sums", "delivered")
 
     def __init__(self, count: int, present: dict[int, Any]) -> None:
         self._sums: list[Any] = [None] * count
         self._owned = [False] * count
         self._present = present
+        self._added: set[int] = set()
         self.delivered = False
 
     def add(self, k: int, grad: Tensor) -> None:
         """Adds to the gradient of parameter ``k``."""
         sums = self._sums
         if k in self._present:
-            self._present[k](grad)  # As the engine does it, which lets one thread at a time add.
+            self._present[k](grad)  # It lets one thread at a time add.
+            self._added.add(k)
         elif self._owned[k]:
             sums[k].add_(grad)
         elif sums[k] is None:
-            # Not ours yet: autograd hands the same tensor to all that have the same gradient. An alias, because that
-            # of a transposed weight is a view, which keeps its base, and the two would count as two holders.
-            sums[k] = grad.detach()
+            # Not ours yet: autograd hands the same tensor to all that have the same gradient.
+            sums[k] = grad
         elif sums[k].layout is not torch.strided:
             sums[k] = grad + sums[k]  # In this order, because sparse + dense is not defined.
         else:
             self._owned[k] = True
+            # The gradient of a transposed weight is a view, and keeps its base, which would count as another holder.
+            sums[k] = sums[k].detach()
             if _is_alone(sums, k):
                 sums[k].add_(grad)
             else:
@@ -139,14 +142,17 @@ class Sums:
             node.register_hook(partial(_take, self, slot, k))
 
     def deliver(self) -> list[Tensor | None]:
-        """The sums that are not in ``.grad``. From now on, nothing can be added."""
+        """The sums, zeros where they are in ``.grad`` already. From now on, nothing can be added."""
         sums, self._sums = self._sums, []
+        for k in self._added:
+            sums[k] = _zeros(self._present[k].variable)
         self.delivered = True
         return sums
 
     def end(self) -> None:
         """The backward pass is over."""
-        self.deliver()
+        self._sums = []
+        self.delivered = True
 
 
 def explore(
@@ -192,11 +198,21 @@ def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves
     return None if sums is None else _take(sums, slot, k, grads, _)
 
 
-def _has_grad(parameter: Tensor) -> bool:
-    """Whether a parameter has a gradient already, and nobody listens to what is added to it."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+def _adds_to_grad(parameter: Tensor, node: Any) -> bool:
+    """Whether the pass adds to a gradient that is there, with no hook that is to see first what is added."""
+    if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
-    return parameter.is_leaf and parameter.grad is not None
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.strided or grad.dtype != parameter.dtype:
+        return False
+    if grad.element_size() < 4:  # In half precision, many small additions to a large number lose too much.
+        return False
+    return will_accumulate(node)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Nothing to add, in the memory of one number. Of zeros, only negative ones change no number's sign."""
+    return like.new_zeros(()).neg().expand_as(like)
 
 
 def _holders(tensors: list[Any], k: int) -> tuple[int, int, int]:

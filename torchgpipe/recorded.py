@@ -90,7 +90,10 @@ class RecordedCell(Cell):
             return output
         if output.grad_fn is None or any([output is leaf for leaf in inputs]):
             output, _ = fork(output)  # No node of this cell has made it.
-        _before_node_of(output, self._begin_backward)
+        if self._m > 1:
+            _before_node_of(output, self._begin_backward)
+        else:  # The caller's. To ask for its gradient is not to run the cell backward.
+            output.grad_fn.register_prehook(self._begin_backward)  # type: ignore[union-attr]
         return output
 
     def _begin_backward(self, _: Any) -> None:
@@ -103,7 +106,7 @@ class RecordedCell(Cell):
 
 
 def _before_node_of(tensor: Tensor, call: Callable[[Any], None]) -> None:
-    """Lets the engine call before it runs the node that has made a tensor."""
+    """Lets the engine call when the gradient of a tensor is there, and so before it runs the node that has made it."""
     if tensor._backward_hooks is None:
         # What `register_hook` comes to, without a handle to take the hook away again, which costs as much as all of it.
         tensor._backward_hooks = OrderedDict({0: call})
