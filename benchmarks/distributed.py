@@ -11,7 +11,7 @@ A GPT is trained three ways, in the same processes, in turn:
 The cost model of docs/scaling.rst is checked against them: to the ideal it adds what is sent, from the latency and the
 bandwidth that are measured between the processes.
 
-    python -m benchmarks.distributed                          # -> results/distributed.json, .svg; two minutes
+    python -m benchmarks.distributed                          # -> results/distributed.json, .svg; four minutes
     python -m benchmarks.distributed --processes 1 2 4 8      # with as many cores, or GPUs
     python -m benchmarks.distributed --draw
 """
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     rows: int
 
 
-SIZES = {"cpu": Shape(8, 128, 64, 4), "cuda": Shape(24, 1024, 1024, 2)}
+SIZES = {"cpu": Shape(8, 128, 64, 16), "cuda": Shape(24, 1024, 1024, 2)}
 
 
 def predicted(stages: list[float], m: int, latency: float, send: float, reduce: float = 0.0) -> float:
@@ -180,7 +180,7 @@ class Bench:
         flat = torch.cat([parameter.detach().flatten() for parameter in self.layers.parameters()]).to(self.device)
         return lambda: dist.all_reduce(flat)
 
-    def seconds(self, *steps: Callable[[], Any], repeat: int = 3) -> list[list[float]]:
+    def seconds(self, *steps: Callable[[], Any], repeat: int = 1) -> list[list[float]]:
         """What each of them takes, in turn: one figure for each turn, the same in all processes."""
         for step in steps:
             for _ in range(2):

@@ -212,6 +212,14 @@ def test_the_callers_tensors_are_not_listened_to(pipe: Pipe, checkpoint: str, ch
     assert {span.kind for span in timeline.spans} == {"forward"}
 
 
+def test_to_ask_for_the_gradient_of_the_output_is_no_backward(pipe: Pipe) -> None:
+    model = pipe(linears(), [1] * N, chunks=1, checkpoint="never")
+    with torchgpipe.record(model) as timeline:
+        output = model(batch())
+        torch.autograd.grad(output.sum(), [output])
+    assert {span.kind for span in timeline.spans} == {"forward"}
+
+
 def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
     """On the very tensors on which a recorder listens."""
     model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
