@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
 from benchmarks.peers import Answer, Request, serve
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "TINY", "Task"]
 
 
 class Task(NamedTuple):
@@ -40,8 +40,16 @@ class Task(NamedTuple):
     chunks: int
 
 
-#: Micro-batches so small that all devices wait for the host.
-TINY = Task(lambda: gpt(64, 4, 2, 8, 4), (4,), 32, 32)
+def mlp(layers: int, width: int) -> nn.Sequential:
+    """Few operations and parameters a layer."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+
+
+#: Micro-batches so small that all devices wait for the host: in cells of many operations, and of few.
+TINY = {
+    "gpt-tiny": Task(lambda: gpt(64, 4, 2, 8, 4), (4,), 32, 32),
+    "mlp-tiny": Task(lambda: mlp(8, 16), (1, 16), 32, 32),
+}
 
 #: By size and name. The names are those of the architectures, however small they are made.
 TASKS: dict[str, dict[str, Task]] = {
@@ -50,14 +58,14 @@ TASKS: dict[str, dict[str, Task]] = {
         "amoebanetd": Task(lambda: amoebanetd(10, 3, 16), (3, 32, 32), 16, 4),
         "unet": Task(lambda: unet(2, 2, 8), (3, 32, 32), 16, 4),
         "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
-        "gpt-tiny": TINY,
+        **TINY,
     },
     "paper": {
         "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
         "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),
         "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 64, 32),
         "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
-        "gpt-tiny": TINY,
+        **TINY,
     },
 }
 
