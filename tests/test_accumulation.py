@@ -205,7 +205,7 @@ def test_the_sum_is_that_of_the_plain_model(
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
+def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], large: bool) -> None:
     module, model = model_of(pipe, checkpoint, layer())
     x = batch()
     model(x).square().sum().backward()
@@ -213,7 +213,9 @@ def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[
     once = [parameter.grad.to_dense().clone() for parameter in used]
     model(x).square().sum().backward()
     for parameter, grad in zip(used, once):
-        torch.testing.assert_close(parameter.grad.to_dense(), 2 * grad, rtol=1e-12, atol=1e-12)
+        # To the last bit, but for the order in which large ones join those that are there.
+        tolerance = 1e-12 if large and checkpoint != "never" else 0.0
+        torch.testing.assert_close(parameter.grad.to_dense(), 2 * grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chunks", [1, CHUNKS])

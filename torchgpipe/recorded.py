@@ -111,6 +111,6 @@ def _before_node_of(tensor: Tensor, call: Callable[[Any], None]) -> None:
         # What `register_hook` comes to, without a handle to take the hook away again, which costs as much as all of it.
         tensor._backward_hooks = OrderedDict({0: call})
         tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-        tensor._backward_hooks = None  # The node has it, and the tensor may be the caller's.
+        tensor._backward_hooks = None  # The node has it. What the layers have made stays as it is.
     else:
         tensor.register_hook(call)  # type: ignore[no-untyped-call]
