@@ -142,7 +142,8 @@ def main() -> None:
             print(f"\n{part}: {outcome['examples']:,} random examples in {outcome['seconds']:.0f} s, all right")
         # Read only now: another process may have run another part meanwhile.
         result = json.loads(args.json.read_text()) if args.json.exists() else {}
-        write(args.json, {**result, "environment": environment(), part: outcome})
+        environments = {**result.get("environments", {}), part: environment()}
+        write(args.json, {**result, "environments": environments, part: outcome})
 
 
 if __name__ == "__main__":
