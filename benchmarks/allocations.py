@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 from benchmarks.peers import Answer, Request, serve
 
-ROWS = 4  # A micro-batch's, at every number of micro-batches: m is what grows.
 LAYERS = 8
 
 LINE = re.compile(rb"C10 (alloc|deleted) (\d+) bytes, total alloc (\d+) bytes")
@@ -47,42 +46,53 @@ PHASE = b"-- phase ends --\n"
 # What is measured
 
 
-def conv_net() -> nn.Sequential:
+def conv_net(width: int) -> nn.Sequential:
     """Eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last one classifies."""
 
     def block(channels: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
 
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    return nn.Sequential(block(3), *[block(16) for _ in range(LAYERS - 2)], head)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return nn.Sequential(block(3), *[block(width) for _ in range(LAYERS - 2)], head)
 
 
-def transformer() -> nn.Sequential:
+def transformer(width: int) -> nn.Sequential:
     """Eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
 
     The projection is small so that the loss, which is not the pipeline's, does not make the peak.
     """
 
     def block() -> nn.Module:
-        return nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=128, batch_first=True)
+        return nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, batch_first=True)
 
-    return nn.Sequential(nn.Embedding(100, 32), *[block() for _ in range(LAYERS - 2)], nn.Linear(32, 8))
-
-
-def mlp() -> nn.Sequential:
-    """Eight wide layers on few rows, where the parameters take more memory than all activations."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(LAYERS)])
+    return nn.Sequential(nn.Embedding(100, width), *[block() for _ in range(LAYERS - 2)], nn.Linear(width, 8))
 
 
-def sample(model: str, rows: int, device: torch.device) -> Tensor:
-    if model == "conv":
-        return torch.randn(rows, 3, 16, 16, device=device)
-    if model == "mlp":
-        return torch.randn(rows, 512, device=device)
-    return torch.randint(100, (rows, 32), device=device)
+def mlp(width: int) -> nn.Sequential:
+    """Eight layers."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)])
 
 
-MODELS = {"conv": conv_net, "transformer": transformer, "mlp": mlp}
+#: What makes a model, its width, and the rows of a micro-batch, the same at every m: m is what grows. Narrow models on
+#: several rows keep activations above all, wide ones on one row parameters.
+MODELS: dict[str, tuple[Callable[[int], nn.Sequential], int, int]] = {
+    "conv": (conv_net, 16, 4),
+    "transformer": (transformer, 32, 4),
+    "mlp": (mlp, 64, 4),
+    "wide conv": (conv_net, 64, 1),
+    "wide transformer": (transformer, 128, 1),
+    "wide mlp": (mlp, 512, 1),
+}
+
+
+def sample(model: str, m: int, device: torch.device) -> Tensor:
+    """A mini-batch."""
+    make, width, rows = MODELS[model]
+    if make is conv_net:
+        return torch.randn(m * rows, 3, 16, 16, device=device)
+    if make is mlp:
+        return torch.randn(m * rows, width, device=device)
+    return torch.randint(100, (m * rows, 32), device=device)
 
 
 # How it is counted
@@ -207,9 +217,10 @@ def answer(peer: str, request: Request) -> Answer:
     balance = request["balance"]
 
     torch.manual_seed(0)
-    layers = MODELS[request["model"]]().to(device)
-    x = sample(request["model"], m * ROWS, device)
-    boundary = boundary_bytes(layers, x[:ROWS], balance)
+    make, width, rows = MODELS[request["model"]]
+    layers = make(width).to(device)
+    x = sample(request["model"], m, device)
+    boundary = boundary_bytes(layers, x[:rows], balance)
 
     model: Callable[[Tensor], Tensor] = layers
     if peer != "plain":

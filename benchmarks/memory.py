@@ -6,13 +6,14 @@ micro-batch has the same size at every m: what a larger m adds is what a pipelin
 and with checkpointing this should be little more than the activations at the partitions' ends.
 
     python -m benchmarks.memory                          # m = 4 and 32
-    python -m benchmarks.memory --size full              # m = 4, 8, 16, 32; 2, 4 and 8 partitions; workers
+    python -m benchmarks.memory --size full              # wide models too; m = 4, 8, 16, 32; n = 2, 4, 8; workers
     python -m benchmarks.memory --size full --device cuda:0
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from benchmarks.peers import PEERS, Answer, Peer, Request
 from benchmarks.records import RESULTS, environment, table, write
 
 MODES = ("always", "except_last", "never")
-MODELS = ("conv", "transformer", "mlp")
+#: Of each size. The wide ones are for the memory of gradients.
+NARROW = ("conv", "transformer", "mlp")
+MODELS = {"small": NARROW, "full": (*NARROW, *(f"wide {model}" for model in NARROW))}
 LAYERS = 8
 
 #: Ours is to need at most this many times the original's peak.
@@ -54,7 +57,7 @@ def requests(size: str, device: str, steps: int) -> list[Request]:
             "device": device,
             "steps": steps,
         }
-        for model in MODELS
+        for model in MODELS[size]
         for accumulate in (False, True)
         for mode in MODES
         for n, m, threads in shapes
@@ -99,10 +102,10 @@ def summary(request: Request, answers: dict[str, Answer]) -> dict[str, Any]:
     return row
 
 
-def growth(rows: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
+def growth(rows: list[dict[str, Any]], peers: list[str], models: Sequence[str]) -> list[dict[str, Any]]:
     """What each further micro-batch adds to the peak, from the smallest m to the largest."""
     grown = []
-    for model in MODELS:
+    for model in models:
         for gradients in ("absent", "present"):
             for mode in MODES:
                 sweep = [
@@ -141,7 +144,7 @@ def main() -> None:
     asked = requests(args.size, args.device, args.steps)
     measured = measure(args.peers, asked)
     rows = [summary(request, answers) for request, answers in zip(asked, measured, strict=True)]
-    grown = growth(rows, args.peers)
+    grown = growth(rows, args.peers, MODELS[args.size])
 
     header = ["model", "gradients", "mode", "threads", "n", "m", *args.peers, "ours/original"]
     lines = [

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
+from torchgpipe.backward_pass import current_pass
 from torchgpipe.phase import current_phase, enter_phase
 
 __all__ = ["Ambient"]
@@ -41,6 +43,7 @@ class Ambient:
         "_autocast",
         "_context",
         "_dispatch_modes",
+        "_found_plain",
         "_function_modes",
         "_grad_enabled",
         "_inference",
@@ -62,6 +65,7 @@ class Ambient:
         self._context = contextvars.copy_context()
         self._phase = current_phase()
         self._plain = _is_plain() and self._autocast == _default_autocast()
+        self._found_plain: tuple[int, int] | None = None
         #: Whether operations leave a graph.
         self.builds_graph = self._grad_enabled and not self._inference
         #: Whether autocast keeps the casted weights of a run for the next one.
@@ -76,9 +80,7 @@ class Ambient:
         previous = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self._grad_enabled)
         try:
-            if (
-                self._plain and _is_plain() and _has_default_dtypes()
-            ):  # At backward nearly always, and it is called for every cell.
+            if self._plain and self._finds_plain():
                 return function(*args)
             with ExitStack() as stack:
                 for guard in self._guards():
@@ -86,6 +88,15 @@ class Ambient:
                 return function(*args)
         finally:
             torch._C._set_grad_enabled(previous)
+
+    def _finds_plain(self) -> bool:
+        """Whether this thread has nothing set. Looked at once in each backward pass, where nobody sets any."""
+        here = current_pass(), get_ident()
+        if self._found_plain != here:
+            if not (_is_plain() and _has_default_dtypes()):
+                return False
+            self._found_plain = here if here[0] >= 0 else None
+        return True
 
     def _guards(self) -> Iterator[AbstractContextManager[Any]]:
         """What has to be entered for this thread to be in this state: only what differs, for speed."""

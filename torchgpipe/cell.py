@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.accumulation import Accumulation
 from torchgpipe.ambient import Ambient
+from torchgpipe.backward_pass import current_pass
 from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
 from torchgpipe.copy import Route, copy, wait
 from torchgpipe.dependency import fork, join
@@ -115,6 +116,8 @@ class Stage(Site):
             self.call = partial(_call_alone, self.call, self.norms)
         if _starts_in_place(partition):
             self.call = partial(_call_on_copies, self.call)
+        # Looked at once in each backward pass.
+        self._looked_at = -1
         self._trains = ambient.builds_graph and len(self.parameters) > 0
 
     def needs_grad(self, leaves: Leaves) -> bool:
@@ -123,13 +126,18 @@ class Stage(Site):
             return self._trains
         return _first_in_graph(leaves) is not None
 
-    def open_accumulation(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """Inputs for a checkpointed cell. Backward comes to the sums after the cell that has asked first."""
+    def open_accumulation(self, inputs: Leaves) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """Inputs for a checkpointed cell. Backward comes to the sums after all cells that have asked."""
         if self.accumulation is None:
             if not self.parameters:
                 return None, ()
-            self.accumulation = Accumulation(self.parameters, self.device)
+            self.accumulation = Accumulation(self.parameters, self.device, inputs)
         return self.accumulation.phony, self.accumulation.small
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a checkpointed cell has opened sums."""
+        return self.accumulation is not None and self.accumulation.phony is not None
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
@@ -142,12 +150,15 @@ class Stage(Site):
         return any([tensor is parameter for parameter in self._all_parameters])
 
     def changed(self) -> str | None:
+        if self._looked_at == current_pass():
+            return None
         for module, training, own in self._layers:
             if module.training != training:
                 return f"it was in {'training' if training else 'evaluation'} mode"
             for name, parameter in own:
                 if module._parameters.get(name) is not parameter:
                     return f"'{name}' of a {type(module).__name__} was another parameter"
+        self._looked_at = current_pass()
         return None
 
     @contextmanager
@@ -211,7 +222,7 @@ class Cell(Recomputation):
         checkpoint: whether to keep the input only, and to compute again at backward
     """
 
-    __slots__ = ("_checkpoint", "_i", "_input", "_m", "_output", "_stage")
+    __slots__ = ("_i", "_input", "_m", "_output", "_stage")
 
     def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool) -> None:
         # All that the base class does, without the call: there is a cell for every micro-batch and partition.
@@ -219,7 +230,7 @@ class Cell(Recomputation):
         self._graph = None
         self._i = i
         self._m = m
-        self._checkpoint = checkpoint
+        self.runs_twice = checkpoint
 
     def run(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         """From the output of the partition before to the output of this one.
@@ -235,7 +246,8 @@ class Cell(Recomputation):
                 batch = batch.replace(copy(stage.arriving, self._i, batch.leaves))
             if skips and stage.receiving:
                 batch = _receive(stage.receiving, self._i, batch, skips)
-            if self._checkpoint and stage.needs_grad(batch.leaves):
+            # After cells whose gradients are summed, the others have graphs of their own as well, to add to the sums.
+            if (self.runs_twice or stage.sums_gradients) and stage.needs_grad(batch.leaves):
                 batch, lane = self._run_checkpointed(batch, lane)
             else:
                 batch, lane = self._run_plain(batch, lane)
@@ -259,12 +271,7 @@ class Cell(Recomputation):
         stage.random.forget()
         if lane is not None and tie(batch, [lane]):
             lane = None
-        accumulation = stage.accumulation
-        # Nodes, not tensors: a skip that comes in lives only until a layer pops it.
-        before = () if accumulation is None else [leaf.grad_fn for leaf in batch.leaves if leaf is not None]
         output = self.call(batch)
-        if accumulation is not None:
-            accumulation.take_from(output.leaves, before)
         if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
@@ -278,15 +285,15 @@ class Cell(Recomputation):
     def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        sums, parameters = stage.open_accumulation()
+        sums, parameters = stage.open_accumulation(batch.leaves)
         leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)
         node: Any = None if stage.phony is None else leaves[0].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
         if node is None:
             return self._output.replace(leaves), None
-        tied: Lane = Recompute.apply(node, leaves[0])
-        return self._output.replace(leaves[1:]), tied
+        lane = Recompute.apply(node, leaves[0]) if self.runs_twice else None
+        return self._output.replace(leaves[1:]), lane
 
     def call(self, batch: Batch) -> Batch:
         """The layers, in a cell that is not checkpointed."""
