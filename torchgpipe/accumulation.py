@@ -7,7 +7,8 @@
 A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
 sum of those before. Here a gradient joins the sum as soon as it is computed, and is gone before the next: a hook of
 the parameter, there only while the cell is differentiated, takes it from the engine. That takes Python, for which a
-small gradient is too quick. Those do go through `Checkpoint`, and the engine sums them.
+small gradient is too quick. Those do go through `Checkpoint`, and the engine sums them. Of the large ones, those that
+are little beside the cell's activations are added when the cell is differentiated, without a hook.
 
 The sums are beside ``.grad``, and a parameter gets its whole gradient once, from the engine. So whatever listens or
 selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the
@@ -112,7 +113,8 @@ class Sums:
 
     Args:
         parameters: the parameters, each a leaf
-        takers: the hooks of each, and ours, which is among them only while a graph is differentiated
+        takers: the hooks of each, and the one that takes its gradient, which is among them only while a graph is
+            differentiated
         nodes: what adds to the ``.grad`` of each
         beside: the bytes of the activations at both ends of a micro-batch
     """
@@ -125,11 +127,11 @@ class Sums:
         self._parameters = parameters
         self._nodes = nodes
         self._present = [_adds_to_grad(parameter, node) for parameter, node in zip(parameters, nodes)]
-        # The others may wait for the end of the graph: one alone, and those that are less than the activations that go
-        # meanwhile.
-        waiting = [k for k, one in enumerate(parameters) if _bytes((one,)) >= beside]
-        taken = {k for k in waiting if len(waiting) > 1} | {k for k, present in enumerate(self._present) if present}
-        self._takers = [takers[k] for k in sorted(taken)]
+        # What is less than the activations, which go while it comes, can wait for the end of the graph, and so can one
+        # alone. But not beside a gradient that is there.
+        heavy = [_bytes((parameter,)) >= beside for parameter in parameters]
+        hooked = [present or (one and sum(heavy) > 1) for one, present in zip(heavy, self._present)]
+        self._takers = [taker for taker, is_hooked in zip(takers, hooked) if is_hooked]
         self._sums: list[Any] = [None] * len(parameters)
         self._owned = [False] * len(parameters)
         self._added: set[int] = set()
