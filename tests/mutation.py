@@ -428,10 +428,10 @@ MUTATIONS = [
         "ambient",
     ),
     Mutation(
-        "... which is looked at again for every call of the pipeline",
+        "... at every backward pass",
         "ambient.py",
-        "self._found_plain = here if here[0] >= 0 else None",
-        "self._found_plain = here",
+        "here = current_pass(), get_ident()",
+        "here = 0, get_ident()",
         "ambient",
     ),
     Mutation(

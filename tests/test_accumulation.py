@@ -457,8 +457,8 @@ class _Fails(torch.autograd.Function):
 def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
     """Also if the output, and so the graph, is kept."""
     traces: list[StorageWeakRef] = []
-    module = nn.Sequential(Fails(), Traced(traces, []))
-    model = pipe(module, [2], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
+    module = nn.Sequential(Fails(), Traced(traces, []), Traced(traces, []))
+    model = pipe(module, [3], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
     x = torch.rand(2 * CHUNKS, WIDTH, requires_grad=True)
     output = model(x)
     with pytest.raises(ArithmeticError):
@@ -466,6 +466,30 @@ def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
     assert traces
     assert all(trace.expired() for trace in traces)
     assert module[1].weight.grad is None
+    del output
+
+
+class Saves(nn.Module):
+    """``exp``, which saves its output for backward."""
+
+    def __init__(self, saved: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.saved = saved
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input.exp()
+        if output.requires_grad:
+            self.saved.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+
+def test_backward_frees_what_was_saved_though_the_output_is_kept(pipe: Pipe, checkpoint: str) -> None:
+    saved: list[StorageWeakRef] = []
+    _, model = model_of(pipe, checkpoint, Saves(saved))
+    output = model(batch())
+    output.sum().backward()
+    assert len(saved) >= CHUNKS
+    assert all(one.expired() for one in saved)
     del output
 
 

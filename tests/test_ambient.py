@@ -261,6 +261,18 @@ def test_it_holds_in_recomputation_whatever_is_set_at_backward(model: GPipe, nam
         assert probe.grad_modes == [("checkpointing", False)] * 2 + [("recomputing", True)] * 2
 
 
+def test_it_holds_in_each_of_several_backward_passes(pipe: Pipe) -> None:
+    """Whatever was set in the one before."""
+    probe = Probe()
+    model = pipe(nn.Sequential(nn.Linear(2, 2), probe), [1, 1], chunks=2, checkpoint="always")
+    loss = model(torch.rand(4, 2)).sum()
+    loss.backward(retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    assert len(probe.recomputations) == 4
+    assert probe.recomputations == probe.first_runs * 2
+
+
 @every_setting
 def test_it_holds_when_another_thread_calls_backward(model: GPipe, name: str) -> None:
     x = torch.rand(4, 2)

@@ -90,12 +90,12 @@ class Ambient:
             torch._C._set_grad_enabled(previous)
 
     def _finds_plain(self) -> bool:
-        """Whether this thread has nothing set. Looked at once in each backward pass, where nobody sets any."""
+        """Whether this thread has nothing set. Looked at once for each backward pass: nobody sets any in it."""
         here = current_pass(), get_ident()
         if self._found_plain != here:
             if not (_is_plain() and _has_default_dtypes()):
                 return False
-            self._found_plain = here if here[0] >= 0 else None
+            self._found_plain = here
         return True
 
     def _guards(self) -> Iterator[AbstractContextManager[Any]]:
