@@ -196,40 +196,34 @@ def sequential_without_grad(repeats: int) -> float:
 # The engine, called from inside a node as recomputation does: a graph of one layer.
 
 
-def engine(name: str, call_engine: Callable[[Tensor, Tensor], object], leaf: Tensor | None = None) -> None:
-    leaf = XG if leaf is None else leaf
-
+def engine(name: str, call_engine: Callable[[Tensor], object]) -> None:
     def run(repeats: int) -> float:
         total = 0.0
         for _ in range(repeats):
-            output = leaf * 2.0
+            output = XG * 2.0
             start = perf_counter()
-            call_engine(output, leaf)
+            call_engine(output)
             total += perf_counter() - start
         return total
 
     part("engine", name)(run)
 
 
-def backward_into_grad(output: Tensor, leaf: Tensor) -> None:
-    leaf.grad = None
+def backward_into_grad(output: Tensor) -> None:
+    XG.grad = None
     torch.autograd.backward(output, ONE)
 
 
-def run_backward(output: Tensor, leaf: Tensor) -> object:
+def run_backward(output: Tensor) -> object:
     # The arguments that torch.autograd.grad ends with: the same work without its checks.
     return torch._C._ImperativeEngine().run_backward(
-        (output,), (ONE,), False, False, (leaf,), allow_unreachable=True, accumulate_grad=False
+        (output,), (ONE,), False, False, (XG,), allow_unreachable=True, accumulate_grad=False
     )
 
 
-HOOKED = XG.detach().clone().requires_grad_()
-HOOKED.register_hook(lambda grad: HOOKED)  # type: ignore[no-untyped-call]
-
 engine("torch.autograd.backward", backward_into_grad)
-engine("torch.autograd.grad", lambda output, leaf: torch.autograd.grad(output, leaf, ONE))
+engine("torch.autograd.grad", lambda output: torch.autograd.grad(output, XG, ONE))
 engine("the engine without the wrapper (private)", run_backward)
-engine("the same, with a hook that takes the gradient", run_backward, HOOKED)
 
 
 # Hand-overs between threads, there and back.

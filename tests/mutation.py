@@ -154,10 +154,10 @@ MUTATIONS = [
             leaves = wait(stage.leaving, self._i, leaves)
         if node is None:
             return self._output.replace(leaves), None
-        lane = Recompute.apply(node, leaves[0]) if self.runs_twice else None
+        tied: Lane = Recompute.apply(node, leaves[0])
         """,
         """
-        lane = Recompute.apply(node, leaves[0]) if self.runs_twice and node is not None else None
+        tied: Lane = None if node is None else Recompute.apply(node, leaves[0])
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
         if node is None:
@@ -251,12 +251,8 @@ MUTATIONS = [
     Mutation(
         "a recomputed graph goes when it is differentiated",
         "checkpoint.py",
-        """
-        leaves, outputs = self._graph
-        if not keep_graph:
-            self._graph = None
-        """,
-        "leaves, outputs = self._graph",
+        "(leaves, outputs, sources), self._graph = self._graph, None",
+        "leaves, outputs, sources = self._graph",
         "leaks checkpoint autograd",
     ),
     Mutation(
@@ -328,8 +324,8 @@ MUTATIONS = [
     Mutation(
         "a checkpointed cell begins a lane",
         "cell.py",
-        "lane = Recompute.apply(node, leaves[0]) if self.runs_twice else None",
-        "lane = None",
+        "return self._output.replace(leaves[1:]), tied",
+        "return self._output.replace(leaves[1:]), None",
         "dependency",
     ),
     Mutation(
@@ -416,22 +412,15 @@ MUTATIONS = [
     Mutation(
         "the second run knows that it is recomputing",
         "checkpoint.py",
-        "outputs = recomputing(self.compute, inputs)",
-        "outputs = self.compute(inputs)",
+        "outputs = recomputing(self.compute, leaves)",
+        "outputs = self.compute(leaves)",
         "phase checkpoint",
     ),
     Mutation(
         "the second run is in what the caller had set",
         "checkpoint.py",
-        "self.site.ambient.run(self._recompute, checkpoint.saved_tensors)",
-        "with torch.enable_grad():\n    self._recompute(checkpoint.saved_tensors)",
-        "ambient",
-    ),
-    Mutation(
-        "... at every backward pass",
-        "ambient.py",
-        "here = current_pass(), get_ident()",
-        "here = 0, get_ident()",
+        "self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors)",
+        "with torch.enable_grad():\n    self._graph = self._recompute(checkpoint.saved_tensors)",
         "ambient",
     ),
     Mutation(
@@ -493,59 +482,17 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------ sums of gradients
     Mutation(
         "a large gradient joins its sum as soon as it is computed",
-        "accumulation.py",
-        "hooks[_TAKER] = taker",
+        "checkpoint.py",
+        "sums.take_from(sources)",
         "pass",
         "accumulation",
     ),
     Mutation(
-        "... by a hook that is gone afterwards",
-        "accumulation.py",
-        "hooks.pop(_TAKER, None)  # Another thread may have done so.",
-        "pass",
-        "accumulation",
-    ),
-    Mutation(
-        "... and hears one thread only",
-        "accumulation.py",
-        "class _Thread(threading.local):",
-        "class _Thread:",
-        "threads",
-    ),
-    Mutation(
-        "... and leaves nothing to be added once more",
-        "accumulation.py",
-        "return parameters[k]  # Nobody looks at its numbers. It is of the right shape, and takes no memory.",
-        "return None",
-        "accumulation",
-    ),
-    Mutation(
-        "... also in a cell that runs once",
+        "... also in a cell that is not checkpointed",
         "cell.py",
-        "if (self.runs_twice or stage.sums_gradients) and stage.needs_grad(batch.leaves):",
-        "if self.runs_twice and stage.needs_grad(batch.leaves):",
+        "accumulation.take_from(output.leaves, before)",
+        "pass",
         "accumulation",
-    ),
-    Mutation(
-        "a graph that is kept hears the hooks of its inputs",
-        "checkpoint.py",
-        "inside: Tensor = Start.apply(phony, leaf.detach()) if leaf.requires_grad else leaf",
-        "inside: Tensor = (leaf + 0 * phony.sum()).detach().requires_grad_() if leaf.requires_grad else leaf",
-        "accumulation",
-    ),
-    Mutation(
-        "... and serves again if the backward pass keeps its own",
-        "checkpoint.py",
-        "keep_graph = not self.runs_twice and keeps_graph()",
-        "keep_graph = False",
-        "accumulation autograd",
-    ),
-    Mutation(
-        "... and else goes",
-        "checkpoint.py",
-        "keep_graph = not self.runs_twice and keeps_graph()",
-        "keep_graph = not self.runs_twice",
-        "accumulation autograd leaks",
     ),
     Mutation(
         "no sum changes what somebody else holds",
@@ -604,17 +551,24 @@ MUTATIONS = [
         "accumulation",
     ),
     Mutation(
+        "what comes after the sums were delivered goes the usual way",
+        "accumulation.py",
+        "return None if sums.delivered else sums",
+        "return sums",
+        "accumulation threads",
+    ),
+    Mutation(
         "there is no sum beside the gradient of an earlier pass",
         "accumulation.py",
-        "if self._present[k]:",
+        "if k in self._present:",
         "if False:",
         "accumulation",
     ),
     Mutation(
         "... unless a hook is to see the new gradient",
         "accumulation.py",
-        "if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:",
-        "if False:",
+        "if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:",
+        "if not parameter.is_leaf:",
         "accumulation",
     ),
     Mutation(
@@ -627,7 +581,7 @@ MUTATIONS = [
     Mutation(
         "the engine adds something where all has been added",
         "accumulation.py",
-        "sums[k] = _zeros(self._parameters[k])",
+        "sums[k] = _zeros(self._present[k].variable)",
         "pass",
         "accumulation",
     ),
@@ -648,11 +602,8 @@ MUTATIONS = [
     Mutation(
         "hooks of parameters hear the whole gradient only",
         "checkpoint.py",
-        """
-        with without_hooks([one for one in (*wanted, *self.site.parameters) if isinstance(one, Tensor)]):
-            result = differentiate(wanted) if sums is None else sums.add_all(differentiate, wanted)
-        """,
-        "result = differentiate(wanted) if sums is None else sums.add_all(differentiate, wanted)",
+        "with without_hooks(wanted):\n    return gradients(roots, root_grads, wanted)",
+        "return gradients(roots, root_grads, wanted)",
         "autograd",
     ),
     # ------------------------------------------------------------------------------------------------------ skips

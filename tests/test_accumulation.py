@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import Pipe
-from tests.plain import assert_same, outcome, plain_outcome
+from tests.plain import assert_same, loss_of, outcome, plain_outcome
 from torchgpipe import GPipe, accumulation
-from torchgpipe.accumulation import Sums
+from torchgpipe.accumulation import Sums, explore
 
 CHUNKS = 3
 WIDTH = 4
@@ -201,7 +201,7 @@ def test_the_sum_is_that_of_the_plain_model(
     x = batch()
     actual, expected = outcome(model, x), plain_outcome(module, x, chunks=CHUNKS)
     if layer is Twice and checkpoint != "never":
-        # The two gradients of a micro-batch are added to each other first.
+        # Unless a hook takes them, the two gradients of a micro-batch are added to each other first.
         name = "1.weight"
         torch.testing.assert_close(actual.param_grads[name], expected.param_grads.pop(name), rtol=1e-12, atol=1e-12)
         del actual.param_grads[name]
@@ -258,8 +258,7 @@ def test_what_is_added_at_once_is_all(pipe: Pipe, checkpoint: str) -> None:
 def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
     """Neither one that is kept, nor one that shares its memory with another, or with itself."""
     kept, base = torch.ones(2), torch.ones(3, 2)
-    parameters = tuple([torch.zeros(2, requires_grad=True) for _ in range(5)])
-    sums = Sums(parameters, [None] * 5, parameters, 0)
+    sums = Sums(5, {}, set())
     sums.add(0, kept)
     sums.add(1, base[1])
     sums.add(2, torch.empty_strided((2,), (0,)).fill_(1))
@@ -273,6 +272,16 @@ def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
     assert [grad.data_ptr() for grad in sums._sums[3:]] == memory
     assert kept.tolist() == [1, 1]
     assert base.tolist() == [[1, 1]] * 3
+
+
+def test_what_comes_before_a_cell_is_not_its_business() -> None:
+    """Nor is it where a layer returns its input."""
+    weight = torch.ones(2, requires_grad=True)
+    x = weight * 2
+    edges: dict[Any, int | None] = {(torch.autograd.graph.get_gradient_edge(weight).node, 0): 0}
+    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0)]
+    y = x.sin()
+    assert explore((x, y, y), edges, [x.grad_fn]) == ([], [])
 
 
 # ------------------------------------------------------------------------------------- passes of all kinds
@@ -373,54 +382,6 @@ def test_who_listens_hears_once_and_all(pipe: Pipe, checkpoint: str, listen: Lis
     del nodes  # A parameter alone does not keep its node, and the hooks of that one.
 
 
-class HooksItsInput(nn.Module):
-    """Doubles the gradient of its input by a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.requires_grad:
-            input.register_hook(lambda grad: 2 * grad)
-        return input * self.weight
-
-
-def test_what_a_layer_does_to_the_gradient_of_its_input_is_done_once(pipe: Pipe, checkpoint: str) -> None:
-    """Also if that is the input of its cell, which each run sees under another name."""
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), HooksItsInput()).double()
-    model = pipe(module, [1, 1], chunks=CHUNKS, checkpoint=checkpoint)
-    x = batch()
-    assert_same(outcome(model, x), plain_outcome(module, x, chunks=CHUNKS))
-
-
-def test_what_a_hook_adds_while_a_cell_is_differentiated_stays(pipe: Pipe, checkpoint: str) -> None:
-    """A hook of a parameter, that a layer or a hook puts on it during backward, is there for the next pass."""
-    heard: list[Tensor] = []
-    layer = Calls()
-    module, model = model_of(pipe, checkpoint, layer)
-    weight = module[2].weight
-
-    def listen() -> None:
-        weight.register_hook(heard.append)
-
-    layer.callbacks = [listen]
-    model(batch()).sum().backward()
-    heard.clear()
-    weight.grad = None
-    model(batch()).sum().backward()
-    assert len(heard) == 1
-    assert torch.equal(heard[0], weight.grad)
-
-
-def test_parameters_have_no_hook_of_ours_between_passes(pipe: Pipe, checkpoint: str) -> None:
-    module, model = model_of(pipe, checkpoint, Fails())
-    for _ in range(2):
-        with pytest.raises(ArithmeticError):
-            model(batch()).sum().backward()
-        assert not any(parameter._backward_hooks for parameter in module.parameters())
-
-
 def test_only_the_gradients_that_are_asked_for_join_what_is_there(pipe: Pipe, checkpoint: str) -> None:
     module, model = model_of(pipe, checkpoint)
     parameters = list(module.parameters())
@@ -467,6 +428,133 @@ def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
     assert all(trace.expired() for trace in traces)
     assert module[1].weight.grad is None
     del output
+
+
+class Adjoint(nn.Module):
+    """Its backward differentiates a graph of its own, down to the weight, as adjoint methods do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4 * WIDTH, WIDTH, dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _Adjoint.apply(input, self.weight)
+        return output
+
+
+class _Adjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x * weight.sum(0)).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad((x * weight.sum(0)).tanh(), (x, weight), grads)
+
+
+class HooksItsInput(Adjoint):
+    """Doubles the gradient of its input by a hook."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.requires_grad:
+            input.register_hook(lambda grad: 2 * grad)
+        return super().forward(input)
+
+
+class NeedsItsInputsGrad(Adjoint):
+    """Makes its input one that requires grad, as networks with a differential equation do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        input.requires_grad_()
+        return super().forward(input)
+
+
+class Norm(Adjoint):
+    """The gradient of its weight is the weight itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        norm: Tensor = _Norm.apply(self.weight)
+        return super().forward(input) + norm
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.saved_tensors[0]
+
+
+class GivesNone(Adjoint):
+    """A node of its says that there is no gradient."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _GivesNone.apply(input, self.weight)
+        return output
+
+
+class _GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2, None
+
+
+@pytest.mark.parametrize("present", [False, True], ids=["absent", "present"])
+@pytest.mark.parametrize("layer", [Adjoint, HooksItsInput, NeedsItsInputsGrad, Norm, GivesNone])
+def test_what_layers_do_with_gradients(
+    pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], present: bool
+) -> None:
+    """A hook that takes a gradient must not hear, change or confuse what is not its own."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), layer()).double()
+    model = pipe(module, [1, 2], chunks=CHUNKS, checkpoint=checkpoint)
+    x = batch()
+    expected = plain_outcome(module, x, chunks=CHUNKS)
+    actual = outcome(model, x)
+    if present:
+        loss_of(model(x)).backward()  # type: ignore[union-attr]
+    for name, parameter in module.named_parameters():
+        grad = expected.param_grads[name]
+        if grad is None:
+            assert parameter.grad is None or not parameter.grad.any()
+        else:
+            torch.testing.assert_close(parameter.grad, (1 + present) * grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual.input_grads, expected.input_grads, rtol=1e-12, atol=1e-12)
+
+
+class Remembers(nn.Module):
+    """Keeps its output of the last micro-batch, for a loss of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.last = input * 3
+        return self.last
+
+
+def test_the_last_micro_batch_is_in_the_graph_of_the_caller(pipe: Pipe) -> None:
+    """Unless it is checkpointed. A loss can come from the midst of it, whatever the sizes of parameters."""
+    layer = Remembers()
+    module, model = model_of(pipe, "except_last", layer)
+    x = batch()
+    loss = model(x).sum() + layer.last.square().sum()
+    grads = torch.autograd.grad(loss, list(module.parameters()))
+    expected = torch.autograd.grad(module(x).sum() + _last(module, x).square().sum(), list(module.parameters()))
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+
+
+def _last(module: nn.Sequential, x: Tensor) -> Tensor:
+    module(x.chunk(CHUNKS)[-1])
+    last: Tensor = module[1].last  # type: ignore[assignment]
+    return last
 
 
 class Saves(nn.Module):

@@ -5,10 +5,10 @@
               when the last of them is through, the engine comes to Accumulate, which hands over the sums.
 
 A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
-sum of those before. Here a gradient joins the sum as soon as it is computed, and is gone before the next: a hook of
-the parameter, there only while the cell is differentiated, takes it from the engine. That takes Python, for which a
-small gradient is too quick. Those do go through `Checkpoint`, and the engine sums them. Of the large ones, those that
-are little beside the cell's activations are added when the cell is differentiated, without a hook.
+sum of those before. Here a gradient joins the sum as soon as its node has computed it, and is gone before the next.
+That takes a hook in Python, for which a small gradient is too quick. Those do go through `Checkpoint`, and the engine
+sums them. Of the large ones, those that are little beside the cell's activations join the sums when the cell has been
+differentiated, without a hook.
 
 The sums are beside ``.grad``, and a parameter gets its whole gradient once, from the engine. So whatever listens or
 selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the
@@ -20,9 +20,7 @@ once, and the engine gets zeros to add: for what it does afterwards, and for the
 from __future__ import annotations
 
 import sys
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -35,22 +33,15 @@ from torchgpipe.function import Function
 from torchgpipe.phony import get_phony
 from torchgpipe.typing import Leaf, Leaves
 
-__all__ = ["Accumulation", "Edge", "Sums"]
+__all__ = ["Accumulation", "Edge", "Source", "Sums", "explore"]
 
 #: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
 Edge = tuple[Any, int]
+#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter.
+Source = tuple[Any, int, int]
 
-#: From here on, in bytes, a parameter is large: the memory of its gradient is worth a hook.
+#: From here on, in bytes, a parameter is large: the memory of its gradient is worth a hook, if it shows at all.
 LARGE = 2**14
-
-#: From the tensors whose gradients are wanted to the gradients.
-Differentiate = Callable[[list[Any]], Sequence[Tensor | None]]
-
-#: The hooks of a parameter, by their keys, and one to be put among them.
-Taker = tuple[dict[int, Any], Callable[[Tensor], Tensor | None]]
-
-#: The key of that one. PyTorch counts its own from zero on.
-_TAKER = -1
 
 
 class Accumulation:
@@ -62,34 +53,30 @@ class Accumulation:
         inputs: those of a micro-batch
     """
 
-    __slots__ = ("_input_bytes", "_passes", "_takers", "edges", "large", "nodes", "phony", "small")
+    __slots__ = ("_input_bytes", "_passes", "edges", "large", "phony", "small")
 
     #: An input of all that adds to the sums, if there is any to add.
     phony: Tensor | None
     #: The parameters whose gradients are left to the engine.
     small: tuple[Tensor, ...]
-    #: The others, each a leaf.
-    large: tuple[Tensor, ...]
-    #: Where the gradients of leaves go: the nodes of all parameters that are.
-    nodes: list[Any]
-    #: The other parameters can be among several outputs of a node.
-    edges: list[Edge]
+    #: The others, by their numbers.
+    large: dict[int, Tensor]
+    #: Where the gradient of each parameter goes: if it is large, its number.
+    edges: dict[Edge, int | None]
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device, inputs: Leaves) -> None:
         self._input_bytes = _bytes(inputs)
-        self.large = tuple([parameter for parameter in parameters if _is_large(parameter)])
-        self.small = tuple([parameter for parameter in parameters if not _is_large(parameter)])
         self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
-        phony: Tensor = Accumulate.apply(self._passes, device, *self.large, *self.small)
+        phony: Tensor = Accumulate.apply(self._passes, device, *parameters)
+        self.large = {k: one for k, one in enumerate(parameters) if _bytes((one,)) >= LARGE}
+        self.small = tuple([one for k, one in enumerate(parameters) if k not in self.large])
         self.phony = phony if self.large else None
-        self._takers = [(_hooks_of(one), partial(_take, self.large, k)) for k, one in enumerate(self.large)]
         node: Any = phony.grad_fn
-        edges: Sequence[Edge] = node.next_functions[-len(parameters) :]
-        self.nodes = [edge[0] for edge, parameter in zip(edges, self.large + self.small) if parameter.is_leaf]
-        self.edges = [edge for edge, parameter in zip(edges, self.large + self.small) if not parameter.is_leaf]
+        edges = node.next_functions[-len(parameters) :]
+        self.edges = {edge: k if k in self.large else None for k, edge in enumerate(edges)}
 
     def sums(self, grads: Leaves) -> Sums | None:
-        """Those of the backward pass that this thread is in; None if that has no use for them.
+        """Those of the backward pass that this thread is in; None if that has no use for them, or no more.
 
         Args:
             grads: of the outputs of a micro-batch
@@ -101,69 +88,50 @@ class Accumulation:
         if sums is None:
             if not will_run(self.phony.grad_fn):
                 return None
+            large = self.large
+            present = {k: node for (node, _), k in self.edges.items() if k in large and _adds_to_grad(large[k], node)}
             beside = self._input_bytes + _bytes(grads)
-            sums = self._passes[this_pass] = Sums(self.large, self._takers, self.nodes, beside)
+            heavy = {k for k, parameter in large.items() if _bytes((parameter,)) >= beside}
+            sums = self._passes[this_pass] = Sums(len(self.edges), present, heavy)
             # Nothing but the pass itself keeps them, so that they end with it also if it fails.
             at_end_of_pass(sums.end)
-        return sums
+        return None if sums.delivered else sums
+
+    def take_from(self, outputs: Leaves, before: Iterable[Any]) -> None:
+        """Lets the graph of ``outputs`` add to the sums at backward, as far as the nodes ``before``."""
+        if not self.large:
+            return
+        sources, _ = explore(outputs, self.edges, before)
+        for node, slot, k in sources:
+            node.register_hook(partial(_take_if_wanted, self, slot, k))
 
 
 class Sums:
     """The gradients of some parameters, summed as far as a backward pass has come.
 
     Args:
-        parameters: the parameters, each a leaf
-        takers: the hooks of each, and the one that takes its gradient, which is among them only while a graph is
-            differentiated
-        nodes: what adds to the ``.grad`` of each
-        beside: the bytes of the activations at both ends of a micro-batch
+        count: how many parameters
+        present: the nodes that add to ``.grad``, of the parameters whose sum is there
+        heavy: the parameters whose gradients take at least as much memory as a micro-batch at the ends of its cell
     """
 
-    __slots__ = ("__weakref__", "_added", "_nodes", "_owned", "_parameters", "_present", "_sums", "_takers")
+    __slots__ = ("__weakref__", "_added", "_at_once", "_owned", "_present", "_sums", "delivered")
 
-    def __init__(
-        self, parameters: tuple[Tensor, ...], takers: Sequence[Taker], nodes: Sequence[Any], beside: int
-    ) -> None:
-        self._parameters = parameters
-        self._nodes = nodes
-        self._present = [_adds_to_grad(parameter, node) for parameter, node in zip(parameters, nodes)]
-        # What is less than the activations, which go while it comes, can wait for the end of the graph, and so can one
-        # alone. But not beside a gradient that is there.
-        heavy = [_bytes((parameter,)) >= beside for parameter in parameters]
-        hooked = [present or (one and sum(heavy) > 1) for one, present in zip(heavy, self._present)]
-        self._takers = [taker for taker, is_hooked in zip(takers, hooked) if is_hooked]
-        self._sums: list[Any] = [None] * len(parameters)
-        self._owned = [False] * len(parameters)
+    def __init__(self, count: int, present: dict[int, Any], heavy: set[int]) -> None:
+        # The gradients of the others come while more than that goes: they can wait for the end of the graph, unless
+        # they are to join what is there. And so can one alone.
+        self._at_once = {*present, *(heavy if len(heavy) > 1 else ())}
+        self._sums: list[Any] = [None] * count
+        self._owned = [False] * count
+        self._present = present
         self._added: set[int] = set()
-
-    def add_all(self, differentiate: Differentiate, wanted: list[Any]) -> Sequence[Tensor | None]:
-        """Adds the gradients of the parameters in a graph, and returns those of ``wanted``.
-
-        Args:
-            differentiate: from the tensors whose gradients are wanted to these
-            wanted: tensors beside the parameters
-        """
-        # One that was frozen since the call gets no gradient from the plain model either.
-        trained = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        outer, _thread.sums = _thread.sums, self
-        for hooks, taker in self._takers:
-            hooks[_TAKER] = taker
-        try:
-            grads = differentiate(wanted + [self._parameters[k] for k in trained])
-        finally:
-            for hooks, _ in self._takers:
-                hooks.pop(_TAKER, None)  # Another thread may have done so.
-            _thread.sums = outer
-        for k, grad in zip(trained, grads[len(wanted) :]):
-            if grad is not None and grad is not self._parameters[k]:  # The engine had no hook to call.
-                self.add(k, grad)
-        return grads[: len(wanted)]
+        self.delivered = False
 
     def add(self, k: int, grad: Tensor) -> None:
         """Adds to the gradient of parameter ``k``."""
         sums = self._sums
-        if self._present[k]:
-            self._nodes[k](grad)  # It lets one thread at a time add.
+        if k in self._present:
+            self._present[k](grad)  # It lets one thread at a time add.
             self._added.add(k)
         elif self._owned[k]:
             sums[k].add_(grad)
@@ -181,55 +149,76 @@ class Sums:
             else:
                 sums[k] = sums[k] + grad
 
+    def take_from(self, sources: Iterable[Source]) -> None:
+        """Lets nodes add to the sums when they run, as far as that saves memory."""
+        for node, slot, k in sources:
+            if k in self._at_once:
+                node.register_hook(partial(_take, self, slot, k))
+
     def deliver(self) -> list[Tensor | None]:
-        """The sums, zeros where they are in ``.grad`` already."""
+        """The sums, zeros where they are in ``.grad`` already. From now on, nothing can be added."""
         sums, self._sums = self._sums, []
         for k in self._added:
-            sums[k] = _zeros(self._parameters[k])
+            sums[k] = _zeros(self._present[k].variable)
+        self.delivered = True
         return sums
 
     def end(self) -> None:
         """The backward pass is over."""
         self._sums = []
+        self.delivered = True
 
 
-class _Thread(threading.local):
-    sums: Sums | None = None
+def explore(
+    outputs: Leaves, parameters: dict[Edge, int | None], before: Iterable[Any] = ()
+) -> tuple[list[Source], list[Any]]:
+    """Follows the graph of ``outputs`` down to the parameters and as far as the nodes ``before``.
+
+    Returns:
+        what computes the gradients of the large parameters, and the nodes of leaves that are no parameters
+    """
+    sources: list[Source] = []
+    ends: list[Any] = []
+    before = {None, *before}
+    pending: list[Any] = list({output.grad_fn for output in outputs if output is not None} - before)
+    seen = {*before, *pending}
+    while pending:
+        node = pending.pop()
+        edges = node.next_functions
+        if not edges:
+            ends.append(node)
+        for slot, edge in enumerate(edges):
+            if edge in parameters:
+                k = parameters[edge]
+                if k is not None:
+                    sources.append((node, slot, k))
+            elif edge[0] not in seen:
+                seen.add(edge[0])
+                pending.append(edge[0])
+    return sources, ends
 
 
-#: Whose graph each thread differentiates.
-_thread = _Thread()
-
-
-def _take(parameters: tuple[Tensor, ...], k: int, grad: Tensor) -> Tensor | None:
-    """The hook of a large parameter: adds its gradient, and leaves the engine another tensor in its place."""
-    sums = _thread.sums
-    # Another thread may differentiate another graph of the same parameter.
-    if sums is None or sums._parameters is not parameters or grad.layout is not torch.strided:
+def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
+    """The hook of a node: takes one of the gradients that it has computed."""
+    grad = grads[slot]
+    if grad is None:
         return None
     sums.add(k, grad)
-    return parameters[k]  # Nobody looks at its numbers. It is of the right shape, and takes no memory.
+    return (*grads[:slot], None, *grads[slot + 1 :])
+
+
+def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, outer: Leaves) -> Leaves | None:
+    sums = accumulation.sums(outer)
+    return None if sums is None else _take(sums, slot, k, grads, outer)
 
 
 def _bytes(tensors: Leaves) -> int:
     return sum([one.numel() * one.element_size() for one in tensors if one is not None])
 
 
-def _hooks_of(parameter: Tensor) -> dict[int, Any]:
-    if parameter._backward_hooks is None:
-        # Once, and not for each graph: another thread may be looking for hooks just then.
-        parameter._backward_hooks = OrderedDict()
-    hooks: dict[int, Any] = parameter._backward_hooks
-    return hooks
-
-
-def _is_large(parameter: Tensor) -> bool:
-    return parameter.is_leaf and _bytes((parameter,)) >= LARGE
-
-
 def _adds_to_grad(parameter: Tensor, node: Any) -> bool:
     """Whether the pass adds to a gradient that is there, with no hook that is to see first what is added."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
     grad = parameter.grad
     if grad is None or grad.layout is not torch.strided or grad.dtype != parameter.dtype:
@@ -261,7 +250,7 @@ def _is_alone(tensors: list[Any], k: int) -> bool:
 
 
 class Accumulate(Function):
-    """Forward: a phony for all that adds to the sums. Backward: the sums, which are of the first parameters."""
+    """Forward: a phony for all that adds to the sums. Backward: the sums."""
 
     @staticmethod
     def forward(ctx: Any, passes: WeakValueDictionary[int, Sums], device: torch.device, *parameters: Leaf) -> Tensor:
@@ -272,5 +261,4 @@ class Accumulate(Function):
     @staticmethod
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
         sums = ctx.passes.get(current_pass())
-        delivered = [] if sums is None else sums.deliver()
-        return None, None, *delivered, *[None] * (len(ctx.needs_input_grad) - 2 - len(delivered))
+        return None, None, *([None] * (len(ctx.needs_input_grad) - 2) if sums is None else sums.deliver())

@@ -116,8 +116,8 @@ class Stage(Site):
             self.call = partial(_call_alone, self.call, self.norms)
         if _starts_in_place(partition):
             self.call = partial(_call_on_copies, self.call)
-        # Looked at once in each backward pass.
-        self._looked_at = -1
+        # The backward pass in which the layers were found as they were at the call.
+        self._unchanged_in: int | None = None
         self._trains = ambient.builds_graph and len(self.parameters) > 0
 
     def needs_grad(self, leaves: Leaves) -> bool:
@@ -127,17 +127,12 @@ class Stage(Site):
         return _first_in_graph(leaves) is not None
 
     def open_accumulation(self, inputs: Leaves) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """Inputs for a checkpointed cell. Backward comes to the sums after all cells that have asked."""
+        """Inputs for a checkpointed cell. Backward comes to the sums after the cell that has asked first."""
         if self.accumulation is None:
             if not self.parameters:
                 return None, ()
             self.accumulation = Accumulation(self.parameters, self.device, inputs)
         return self.accumulation.phony, self.accumulation.small
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether a checkpointed cell has opened sums."""
-        return self.accumulation is not None and self.accumulation.phony is not None
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
@@ -150,7 +145,7 @@ class Stage(Site):
         return any([tensor is parameter for parameter in self._all_parameters])
 
     def changed(self) -> str | None:
-        if self._looked_at == current_pass():
+        if self._unchanged_in == current_pass():
             return None
         for module, training, own in self._layers:
             if module.training != training:
@@ -158,7 +153,7 @@ class Stage(Site):
             for name, parameter in own:
                 if module._parameters.get(name) is not parameter:
                     return f"'{name}' of a {type(module).__name__} was another parameter"
-        self._looked_at = current_pass()
+        self._unchanged_in = current_pass()
         return None
 
     @contextmanager
@@ -222,7 +217,7 @@ class Cell(Recomputation):
         checkpoint: whether to keep the input only, and to compute again at backward
     """
 
-    __slots__ = ("_i", "_input", "_m", "_output", "_stage")
+    __slots__ = ("_checkpoint", "_i", "_input", "_m", "_output", "_stage")
 
     def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool) -> None:
         # All that the base class does, without the call: there is a cell for every micro-batch and partition.
@@ -230,7 +225,7 @@ class Cell(Recomputation):
         self._graph = None
         self._i = i
         self._m = m
-        self.runs_twice = checkpoint
+        self._checkpoint = checkpoint
 
     def run(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         """From the output of the partition before to the output of this one.
@@ -246,8 +241,7 @@ class Cell(Recomputation):
                 batch = batch.replace(copy(stage.arriving, self._i, batch.leaves))
             if skips and stage.receiving:
                 batch = _receive(stage.receiving, self._i, batch, skips)
-            # After cells whose gradients are summed, the others have graphs of their own as well, to add to the sums.
-            if (self.runs_twice or stage.sums_gradients) and stage.needs_grad(batch.leaves):
+            if self._checkpoint and stage.needs_grad(batch.leaves):
                 batch, lane = self._run_checkpointed(batch, lane)
             else:
                 batch, lane = self._run_plain(batch, lane)
@@ -271,7 +265,12 @@ class Cell(Recomputation):
         stage.random.forget()
         if lane is not None and tie(batch, [lane]):
             lane = None
+        accumulation = stage.accumulation
+        # Nodes, not tensors: a skip that comes in lives only until a layer pops it.
+        before = () if accumulation is None else [leaf.grad_fn for leaf in batch.leaves if leaf is not None]
         output = self.call(batch)
+        if accumulation is not None:
+            accumulation.take_from(output.leaves, before)
         if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
@@ -292,8 +291,8 @@ class Cell(Recomputation):
             leaves = wait(stage.leaving, self._i, leaves)
         if node is None:
             return self._output.replace(leaves), None
-        lane = Recompute.apply(node, leaves[0]) if self.runs_twice else None
-        return self._output.replace(leaves[1:]), lane
+        tied: Lane = Recompute.apply(node, leaves[0])
+        return self._output.replace(leaves[1:]), tied
 
     def call(self, batch: Batch) -> Batch:
         """The layers, in a cell that is not checkpointed."""

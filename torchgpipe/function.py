@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 __all__ = ["Function", "gradients", "refuse_transforms"]
 
@@ -50,21 +49,16 @@ _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
 def gradients(
-    outputs: Sequence[Tensor | GradientEdge],
-    grads: Sequence[Tensor],
-    inputs: Sequence[Tensor | GradientEdge],
-    *,
-    keep_graph: bool = False,
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of ``inputs`` as `torch.autograd.grad` gives them, None for an input that was not used.
 
-    Nothing is accumulated into ``.grad``.
+    Nothing is accumulated into ``.grad`` and the graph is freed.
     """
     if _engine is None:
-        public: Any = torch.autograd.grad
-        return public(outputs, inputs, grads, retain_graph=keep_graph, allow_unused=True)  # type: ignore[no-any-return]
-    # The third is whether to make a graph of this.
+        return torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+    # Arguments: keep the graph, create a graph, ...
     result: tuple[Tensor | None, ...] = _engine.run_backward(
-        tuple(outputs), tuple(grads), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return result

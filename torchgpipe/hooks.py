@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.typing import Leaf
-
 __all__ = ["without_hooks"]
 
 
@@ -41,9 +39,9 @@ _counts: dict[int, int] = {}
 _counts_lock = threading.Lock()
 
 
-def without_hooks(tensors: Iterable[Leaf]) -> AbstractContextManager[None]:
+def without_hooks(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Keeps this thread from calling the hooks of ``tensors`` for a ``with`` block."""
-    hooked = [tensor._backward_hooks for tensor in tensors if tensor is not None and tensor._backward_hooks]
+    hooked = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
     return _mute(hooked) if hooked else nullcontext()
 
 
@@ -52,7 +50,7 @@ def _mute(dicts: list[Any]) -> Iterator[None]:
     with _counts_lock:
         for hooks in dicts:
             _counts[id(hooks)] = _counts.get(id(hooks), 0) + 1
-            hooks.update({key: hook if isinstance(hook, _Muted) else _Muted(hook) for key, hook in _items(hooks)})
+            hooks.update({key: hook if isinstance(hook, _Muted) else _Muted(hook) for key, hook in hooks.items()})
     was_quiet, _thread.is_quiet = _thread.is_quiet, True
     try:
         yield
@@ -63,8 +61,4 @@ def _mute(dicts: list[Any]) -> Iterator[None]:
                 _counts[id(hooks)] -= 1
                 if _counts[id(hooks)] == 0:
                     del _counts[id(hooks)]
-                    hooks.update({key: hook.hook for key, hook in _items(hooks) if isinstance(hook, _Muted)})
-
-
-def _items(hooks: Any) -> list[tuple[int, Any]]:
-    return list(hooks.items())  # At once, because another thread may add one.
+                    hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Muted)})

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchgpipe.backward_pass import current_pass
 from torchgpipe.cell import Cell, Stage
-from torchgpipe.checkpoint import End, Ends
 from torchgpipe.dependency import fork
 from torchgpipe.microbatch import Batch
 from torchgpipe.timeline.record import Kind, Open, Step, begin
@@ -42,8 +41,8 @@ class RecordedCell(Cell):
     def second_run(self, checkpoint: Any) -> None:
         self._record("recomputation", super().second_run, checkpoint)
 
-    def _gradients(self, outputs: Ends, grads: Leaves, keep_graph: bool, wanted: list[End]) -> Sequence[Tensor | None]:
-        return self._record("backward", super()._gradients, outputs, grads, keep_graph, wanted)
+    def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+        return self._record("backward", super()._gradients, outputs, grads, wanted)
 
     def _record(self, kind: Kind, run: Callable[..., Result], *args: Any) -> Result:
         # Without a context manager, which would cost as much again as all that is told here.
