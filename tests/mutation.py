@@ -424,6 +424,13 @@ MUTATIONS = [
         "ambient",
     ),
     Mutation(
+        "... at every backward pass",
+        "ambient.py",
+        "here = current_pass(), get_ident()",
+        "here = 0, get_ident()",
+        "ambient",
+    ),
+    Mutation(
         "after an error no step is handed out",
         "worker.py",
         "if errors or step is None:",
@@ -473,6 +480,13 @@ MUTATIONS = [
         "autograd",
     ),
     Mutation(
+        "... at every backward pass anew",
+        "cell.py",
+        "if self._unchanged_in == current_pass():",
+        "if self._unchanged_in is not None:",
+        "autograd",
+    ),
+    Mutation(
         "a gradient that would get lost is refused",
         "checkpoint.py",
         "raise self._captured(node.variable)",
@@ -485,6 +499,20 @@ MUTATIONS = [
         "checkpoint.py",
         "sums.take_from(sources)",
         "pass",
+        "accumulation",
+    ),
+    Mutation(
+        "... if it takes more memory than the activations",
+        "accumulation.py",
+        "self._at_once = {*present, *(heavy if len(heavy) > 1 else ())}",
+        "self._at_once = {*present}",
+        "accumulation",
+    ),
+    Mutation(
+        "... or is to join what is there",
+        "accumulation.py",
+        "self._at_once = {*present, *(heavy if len(heavy) > 1 else ())}",
+        "self._at_once = {*(heavy if len(heavy) > 1 else ())}",
         "accumulation",
     ),
     Mutation(

@@ -99,12 +99,16 @@ def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str
     assert all(grad() is None for grad in grads)
 
 
-def test_beside_a_gradient_of_an_earlier_pass_there_is_no_sum(pipe: Pipe, checkpoint: str, large: bool) -> None:
+@pytest.mark.parametrize("rows", [2, 400], ids=["few rows", "many rows"])
+def test_beside_a_gradient_of_an_earlier_pass_there_is_no_sum(
+    pipe: Pipe, checkpoint: str, large: bool, rows: int
+) -> None:
+    """Nor does a gradient wait to join it, though it may be little beside the activations."""
     traces: list[StorageWeakRef] = []
     alive: list[int] = []
     module = nn.Sequential(*[Traced(traces, alive) for _ in range(5)])
     model = pipe(module, [5], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
-    x = torch.rand(2 * CHUNKS, WIDTH)
+    x = torch.rand(rows * CHUNKS, WIDTH)
     model(x).sum().backward()
     present = [layer.weight.grad for layer in module]
     traces.clear()

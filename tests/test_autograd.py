@@ -568,6 +568,16 @@ def test_training_mode_that_changes_before_backward(pipe: Pipe, checkpoint: str)
     assert not model[1].training
 
 
+def test_training_mode_that_changes_between_two_backward_passes(pipe: Pipe) -> None:
+    """The second one is refused, though the first found all as it was."""
+    model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), [1, 1], chunks=2, checkpoint="always")
+    loss = model(torch.rand(4, 2)).sum()
+    loss.backward(retain_graph=True)
+    model.eval()
+    with pytest.raises(RuntimeError, match="it was in training mode"):
+        loss.backward()
+
+
 def test_training_mode_that_was_left_and_entered_again_before_backward(model: GPipe) -> None:
     """Nothing has changed. But the views of the partitions take over a mode when they are called, and no sooner."""
     loss = model(batch()).square().sum()
