@@ -119,6 +119,26 @@ def test_beside_a_gradient_of_an_earlier_pass_there_is_no_sum(
         assert alive == [0] * (5 * CHUNKS)
 
 
+@pytest.mark.parametrize("rows", [1, 400], ids=["few rows", "many rows"])
+def test_what_is_heavy_depends_on_the_activations(
+    pipe: Pipe, checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not on who comes first at backward: the hook of a cell that is not checkpointed, or a cell that is."""
+    found: list[set[int]] = []
+
+    class Noted(Sums):
+        def __init__(self, count: int, present: dict[int, Any], heavy: set[int]) -> None:
+            super().__init__(count, present, heavy)
+            found.append(heavy)
+
+    monkeypatch.setattr(accumulation, "LARGE", 1024)
+    monkeypatch.setattr(accumulation, "Sums", Noted)
+    module = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    model = pipe(module, [2, 2], chunks=CHUNKS, checkpoint=checkpoint)
+    model(torch.rand(rows * CHUNKS, 32)).sum().backward()
+    assert found == ([] if checkpoint == "never" else [{0, 2} if rows == 1 else set()] * 2)
+
+
 # ------------------------------------------------------------------------------------------------- exactness
 
 

@@ -53,7 +53,7 @@ class Accumulation:
         inputs: those of a micro-batch
     """
 
-    __slots__ = ("_input_bytes", "_passes", "edges", "large", "phony", "small")
+    __slots__ = ("_activations", "_passes", "edges", "large", "phony", "small")
 
     #: An input of all that adds to the sums, if there is any to add.
     phony: Tensor | None
@@ -65,7 +65,7 @@ class Accumulation:
     edges: dict[Edge, int | None]
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device, inputs: Leaves) -> None:
-        self._input_bytes = _bytes(inputs)
+        self._activations = _bytes(inputs)
         self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
         phony: Tensor = Accumulate.apply(self._passes, device, *parameters)
         self.large = {k: one for k, one in enumerate(parameters) if _bytes((one,)) >= LARGE}
@@ -79,7 +79,7 @@ class Accumulation:
         """Those of the backward pass that this thread is in; None if that has no use for them, or no more.
 
         Args:
-            grads: of the outputs of a micro-batch
+            grads: of the outputs of a micro-batch, where those were not told at forward
         """
         if self.phony is None:
             return None
@@ -90,7 +90,7 @@ class Accumulation:
                 return None
             large = self.large
             present = {k: node for (node, _), k in self.edges.items() if k in large and _adds_to_grad(large[k], node)}
-            beside = self._input_bytes + _bytes(grads)
+            beside = self._activations + _bytes(grads)
             heavy = {k for k, parameter in large.items() if _bytes((parameter,)) >= beside}
             sums = self._passes[this_pass] = Sums(len(self.edges), present, heavy)
             # Nothing but the pass itself keeps them, so that they end with it also if it fails.
@@ -101,6 +101,7 @@ class Accumulation:
         """Lets the graph of ``outputs`` add to the sums at backward, as far as the nodes ``before``."""
         if not self.large:
             return
+        self._activations += _bytes(outputs)
         sources, _ = explore(outputs, self.edges, before)
         for node, slot, k in sources:
             node.register_hook(partial(_take_if_wanted, self, slot, k))
@@ -207,9 +208,9 @@ def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | N
     return (*grads[:slot], None, *grads[slot + 1 :])
 
 
-def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, outer: Leaves) -> Leaves | None:
-    sums = accumulation.sums(outer)
-    return None if sums is None else _take(sums, slot, k, grads, outer)
+def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
+    sums = accumulation.sums(())
+    return None if sums is None else _take(sums, slot, k, grads, _)
 
 
 def _bytes(tensors: Leaves) -> int:
