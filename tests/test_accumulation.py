@@ -454,18 +454,6 @@ def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
     del output
 
 
-class Adjoint(nn.Module):
-    """Its backward differentiates a graph of its own, down to the weight, as adjoint methods do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4 * WIDTH, WIDTH, dtype=torch.float64))
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _Adjoint.apply(input, self.weight)
-        return output
-
-
 class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -478,6 +466,36 @@ class _Adjoint(torch.autograd.Function):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             return torch.autograd.grad((x * weight.sum(0)).tanh(), (x, weight), grads)
+
+
+class _GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2, None
+
+
+class Adjoint(nn.Module):
+    """Its backward differentiates a graph of its own, down to the weight, as adjoint methods do."""
+
+    function: Any = _Adjoint
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4 * WIDTH, WIDTH, dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.function.apply(input, self.weight)
+        return output
+
+
+class GivesNone(Adjoint):
+    """A node of its says that there is no gradient."""
+
+    function = _GivesNone
 
 
 class HooksItsInput(Adjoint):
@@ -514,24 +532,6 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.saved_tensors[0]
-
-
-class GivesNone(Adjoint):
-    """A node of its says that there is no gradient."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _GivesNone.apply(input, self.weight)
-        return output
-
-
-class _GivesNone(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * 2, None
 
 
 @pytest.mark.parametrize("present", [False, True], ids=["absent", "present"])
