@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 
 from torchgpipe.accumulation import Accumulation, Source, explore
 from torchgpipe.ambient import Ambient
+from torchgpipe.backward_pass import keeps_graph
 from torchgpipe.function import Function, gradients
 from torchgpipe.hooks import without_hooks
 from torchgpipe.phase import checkpointing, recomputing
@@ -138,6 +139,8 @@ class Recomputation:
         _forget_parametrizations()
         with self.site.again(), replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
+        if not keeps_graph():  # As the engine lets go of what was saved: a generator's state takes kilobytes.
+            self._drawn = ()
         self._forget_casts()
         _forget_parametrizations()
         return leaves, outputs, self._sources(leaves, outputs)

@@ -122,6 +122,7 @@ class Pipeline:
         for cells in clock_cycles(self._m, len(self._stages)):
             for i, j in cells:
                 batches[i], _ = self._cell(i, j, i < checkpoint_stop).run(batches[i], None)
+        self._stages[0].random.forget()
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
         lanes: list[Lane] = [None] * len(self._stages)

@@ -91,7 +91,7 @@ class RandomStates:
         )
 
     def forget(self) -> None:
-        """Tells that numbers may have been drawn that nobody noted."""
+        """Tells that numbers may be drawn that nobody notes. The last state is let go."""
         self._last = None
 
 
