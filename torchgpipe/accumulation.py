@@ -6,9 +6,10 @@
 
 A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
 sum of those before. Here a gradient joins the sum as soon as its node has computed it, and is gone before the next.
-That takes a hook in Python, for which a small gradient is too quick. Those do go through `Checkpoint`, and the engine
-sums them. Of the large ones, those that are little beside the cell's activations join the sums when the cell has been
-differentiated, without a hook.
+That takes a hook in Python, for which small gradients are too quick. Those that together take next to no memory do go
+through `Checkpoint`, and the engine sums them. Of the others, which are called large, those that take less than what
+their layer has saved come while more than that goes: they join the sums when the cell has been differentiated, without
+a hook.
 
 The sums are beside ``.grad``, and a parameter gets its whole gradient once, from the engine. So whatever listens or
 selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the
@@ -19,6 +20,7 @@ once, and the engine gets zeros to add: for what it does afterwards, and for the
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -37,11 +39,13 @@ __all__ = ["Accumulation", "Edge", "Source", "Sums", "explore"]
 
 #: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
 Edge = tuple[Any, int]
-#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter.
-Source = tuple[Any, int, int]
+#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter; and what runs before it.
+Source = tuple[Any, int, int, Any]
 
-#: From here on, in bytes, a parameter is large: the memory of its gradient is worth a hook, if it shows at all.
-LARGE = 2**14
+#: The smallest parameters of a place are called small as long as all together have no more bytes than this, or no more
+#: than this share of all: the memory of their gradients is not worth hooks.
+SMALL = 2**12
+SMALL_SHARE = 1 / 1024
 
 
 class Accumulation:
@@ -50,10 +54,9 @@ class Accumulation:
     Args:
         parameters: the tensors that the gradients are of; each requires grad
         device: where they are
-        inputs: those of a micro-batch
     """
 
-    __slots__ = ("_activations", "_passes", "edges", "large", "phony", "small")
+    __slots__ = ("_passes", "edges", "large", "phony", "small")
 
     #: An input of all that adds to the sums, if there is any to add.
     phony: Tensor | None
@@ -64,23 +67,18 @@ class Accumulation:
     #: Where the gradient of each parameter goes: if it is large, its number.
     edges: dict[Edge, int | None]
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device, inputs: Leaves) -> None:
-        self._activations = _bytes(inputs)
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
         self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
         phony: Tensor = Accumulate.apply(self._passes, device, *parameters)
-        self.large = {k: one for k, one in enumerate(parameters) if _bytes((one,)) >= LARGE}
+        self.large = _large(parameters)
         self.small = tuple([one for k, one in enumerate(parameters) if k not in self.large])
         self.phony = phony if self.large else None
         node: Any = phony.grad_fn
         edges = node.next_functions[-len(parameters) :]
         self.edges = {edge: k if k in self.large else None for k, edge in enumerate(edges)}
 
-    def sums(self, grads: Leaves) -> Sums | None:
-        """Those of the backward pass that this thread is in; None if that has no use for them, or no more.
-
-        Args:
-            grads: of the outputs of a micro-batch, where those were not told at forward
-        """
+    def sums(self) -> Sums | None:
+        """Those of the backward pass that this thread is in; None if that has no use for them, or no more."""
         if self.phony is None:
             return None
         this_pass = current_pass()
@@ -90,9 +88,7 @@ class Accumulation:
                 return None
             large = self.large
             present = {k: node for (node, _), k in self.edges.items() if k in large and _adds_to_grad(large[k], node)}
-            beside = self._activations + _bytes(grads)
-            heavy = {k for k, parameter in large.items() if _bytes((parameter,)) >= beside}
-            sums = self._passes[this_pass] = Sums(len(self.edges), present, heavy)
+            sums = self._passes[this_pass] = Sums(self, present)
             # Nothing but the pass itself keeps them, so that they end with it also if it fails.
             at_end_of_pass(sums.end)
         return None if sums.delivered else sums
@@ -101,9 +97,8 @@ class Accumulation:
         """Lets the graph of ``outputs`` add to the sums at backward, as far as the nodes ``before``."""
         if not self.large:
             return
-        self._activations += _bytes(outputs)
         sources, _ = explore(outputs, self.edges, before)
-        for node, slot, k in sources:
+        for node, slot, k, _ in sources:
             node.register_hook(partial(_take_if_wanted, self, slot, k))
 
 
@@ -111,19 +106,17 @@ class Sums:
     """The gradients of some parameters, summed as far as a backward pass has come.
 
     Args:
-        count: how many parameters
+        accumulation: knows the parameters
         present: the nodes that add to ``.grad``, of the parameters whose sum is there
-        heavy: the parameters whose gradients take at least as much memory as a micro-batch at the ends of its cell
     """
 
-    __slots__ = ("__weakref__", "_added", "_at_once", "_owned", "_present", "_sums", "delivered")
+    __slots__ = ("__weakref__", "_accumulation", "_added", "_at_once", "_owned", "_present", "_sums", "delivered")
 
-    def __init__(self, count: int, present: dict[int, Any], heavy: set[int]) -> None:
-        # The gradients of the others come while more than that goes: they can wait for the end of the graph, unless
-        # they are to join what is there. And so can one alone.
-        self._at_once = {*present, *(heavy if len(heavy) > 1 else ())}
-        self._sums: list[Any] = [None] * count
-        self._owned = [False] * count
+    def __init__(self, accumulation: Accumulation, present: dict[int, Any]) -> None:
+        self._accumulation = accumulation
+        self._at_once: set[int] | None = None
+        self._sums: list[Any] = [None] * len(accumulation.edges)
+        self._owned = [False] * len(accumulation.edges)
         self._present = present
         self._added: set[int] = set()
         self.delivered = False
@@ -150,9 +143,16 @@ class Sums:
             else:
                 sums[k] = sums[k] + grad
 
-    def take_from(self, sources: Iterable[Source]) -> None:
+    def take_from(self, sources: Sequence[Source]) -> None:
         """Lets nodes add to the sums when they run, as far as that saves memory."""
-        for node, slot, k in sources:
+        if self._at_once is None:
+            # All but those that can wait for the end of the graph, unless they are to join what is there. One alone can.
+            large, edges = self._accumulation.large, self._accumulation.edges
+            heavy = large.keys() - {
+                k for node, _, k, parent in sources if _bytes(large[k]) <= _activations(node, parent, edges)
+            }
+            self._at_once = {*self._present, *(heavy if len(heavy) > 1 else ())}
+        for node, slot, k, _ in sources:
             if k in self._at_once:
                 node.register_hook(partial(_take, self, slot, k))
 
@@ -182,7 +182,8 @@ def explore(
     ends: list[Any] = []
     before = {None, *before}
     pending: list[Any] = list({output.grad_fn for output in outputs if output is not None} - before)
-    seen = {*before, *pending}
+    # The nodes that were found, and from which one.
+    seen = dict.fromkeys([*before, *pending])
     while pending:
         node = pending.pop()
         edges = node.next_functions
@@ -192,9 +193,9 @@ def explore(
             if edge in parameters:
                 k = parameters[edge]
                 if k is not None:
-                    sources.append((node, slot, k))
+                    sources.append((node, slot, k, seen[node]))
             elif edge[0] not in seen:
-                seen.add(edge[0])
+                seen[edge[0]] = node
                 pending.append(edge[0])
     return sources, ends
 
@@ -209,12 +210,34 @@ def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | N
 
 
 def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
-    sums = accumulation.sums(())
+    sums = accumulation.sums()
     return None if sums is None else _take(sums, slot, k, grads, _)
 
 
-def _bytes(tensors: Leaves) -> int:
-    return sum([one.numel() * one.element_size() for one in tensors if one is not None])
+def _large(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    by_size = sorted(enumerate(parameters), key=lambda one: _bytes(one[1]))
+    rest = max(SMALL, SMALL_SHARE * sum(map(_bytes, parameters)))
+    for count, (_, parameter) in enumerate(by_size):
+        rest -= _bytes(parameter)
+        if rest < 0:
+            return dict(by_size[count:])
+    return {}
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _activations(node: Any, parent: Any, edges: dict[Edge, int | None]) -> int:
+    """The memory of what a layer reads or writes, given what computes the gradient of its parameter."""
+    layer = node
+    if len(node.next_functions) == 1 and parent is not None:
+        layer = parent  # The node has only transposed or cast the parameter.
+    around = [*layer._input_metadata]
+    for edge in layer.next_functions:
+        if edge[0] is not None and edge[0] is not node and edge not in edges:
+            around.append(edge[0]._input_metadata[edge[1]])
+    return max([math.prod(one.shape) * one.dtype.itemsize for one in around if not one.is_nested_tensor], default=0)
 
 
 def _adds_to_grad(parameter: Tensor, node: Any) -> bool:

@@ -126,12 +126,12 @@ class Stage(Site):
             return self._trains
         return _first_in_graph(leaves) is not None
 
-    def open_accumulation(self, inputs: Leaves) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    def open_accumulation(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Inputs for a checkpointed cell. Backward comes to the sums after the cell that has asked first."""
         if self.accumulation is None:
             if not self.parameters:
                 return None, ()
-            self.accumulation = Accumulation(self.parameters, self.device, inputs)
+            self.accumulation = Accumulation(self.parameters, self.device)
         return self.accumulation.phony, self.accumulation.small
 
     def again(self) -> AbstractContextManager[None]:
@@ -284,7 +284,7 @@ class Cell(Recomputation):
     def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        sums, parameters = stage.open_accumulation(batch.leaves)
+        sums, parameters = stage.open_accumulation()
         leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)
         node: Any = None if stage.phony is None else leaves[0].grad_fn  # type: ignore[union-attr]
         if stage.leaving:

@@ -163,7 +163,7 @@ class Recomputation:
         wanted = [one for one in inputs if one is not None and one.requires_grad]
         width = len(wanted)
         try:
-            sums = None if accumulation is None else accumulation.sums(grads)
+            sums = None if accumulation is None else accumulation.sums()
             if accumulation is None or sums is None:
                 result = self._gradients(outputs, grads, wanted)
             else:
