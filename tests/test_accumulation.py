@@ -6,7 +6,7 @@ Those of large parameters are, one at a time. The small ones are left to the eng
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import Pipe
 from tests.plain import assert_same, loss_of, outcome, plain_outcome
-from torchgpipe import GPipe, accumulation
-from torchgpipe.accumulation import Sums, explore
+from torchgpipe import GPipe, accumulation, cell
+from torchgpipe.accumulation import Accumulation, Source, Sums, explore
 
 CHUNKS = 3
 WIDTH = 4
@@ -26,7 +26,7 @@ WIDTH = 4
 @pytest.fixture(params=[0, 10**9], ids=["large", "small"], autouse=True)
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """All parameters are large, or none."""
-    monkeypatch.setattr(accumulation, "LARGE", request.param)
+    monkeypatch.setattr(accumulation, "SMALL", request.param)
     is_large: bool = request.param == 0
     return is_large
 
@@ -119,24 +119,52 @@ def test_beside_a_gradient_of_an_earlier_pass_there_is_no_sum(
         assert alive == [0] * (5 * CHUNKS)
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.attention(input, input, input)[0]
+        return output
+
+
 @pytest.mark.parametrize("rows", [1, 400], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(
+    "layer, shape, weights",
+    [
+        (lambda: nn.Linear(32, 32), (32,), 2),
+        (lambda: nn.Linear(32, 32), (5, 32), 2),
+        (lambda: nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 32)), (32,), 4),
+        (lambda: nn.Conv1d(32, 32, 3, padding=1), (32, 5), 2),
+        (lambda: nn.ConvTranspose1d(32, 32, 3, padding=1), (32, 5), 2),
+        (lambda: Attention(32), (5, 32), 4),
+    ],
+    ids=["linear", "linear of sequences", "linear, wide inside", "convolution", "transposed", "attention"],
+)
 def test_what_is_heavy_depends_on_the_activations(
-    pipe: Pipe, checkpoint: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    pipe: Pipe,
+    checkpoint: str,
+    rows: int,
+    layer: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    weights: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not on who comes first at backward: the hook of a cell that is not checkpointed, or a cell that is."""
-    found: list[set[int]] = []
+    """On those of the layer itself: they go when its gradient has come."""
+    found: list[int] = []
 
-    class Noted(Sums):
-        def __init__(self, count: int, present: dict[int, Any], heavy: set[int]) -> None:
-            super().__init__(count, present, heavy)
-            found.append(heavy)
+    class Noted(Accumulation):
+        def heavy(self, sources: Sequence[Source]) -> set[int]:
+            heavy = super().heavy(sources)
+            found.append(sum(self.large[k].ndim > 1 for k in heavy))
+            return heavy
 
-    monkeypatch.setattr(accumulation, "LARGE", 1024)
-    monkeypatch.setattr(accumulation, "Sums", Noted)
-    module = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
-    model = pipe(module, [2, 2], chunks=CHUNKS, checkpoint=checkpoint)
-    model(torch.rand(rows * CHUNKS, 32)).sum().backward()
-    assert found == ([] if checkpoint == "never" else [{0, 2} if rows == 1 else set()] * 2)
+    monkeypatch.setattr(accumulation, "SMALL", 2**10)
+    monkeypatch.setattr(cell, "Accumulation", Noted)
+    model = pipe(nn.Sequential(*[layer() for _ in range(4)]), [2, 2], chunks=CHUNKS, checkpoint=checkpoint)
+    model(torch.rand(rows * CHUNKS, *shape)).sum().backward()
+    assert found == ([] if checkpoint == "never" else [weights if rows == 1 else 0] * 2)
 
 
 # ------------------------------------------------------------------------------------------------- exactness
@@ -278,11 +306,11 @@ def test_what_is_added_at_once_is_all(pipe: Pipe, checkpoint: str) -> None:
     assert module[0].weight.grad.signbit().all()
 
 
-@torch.no_grad()
 def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
     """Neither one that is kept, nor one that shares its memory with another, or with itself."""
     kept, base = torch.ones(2), torch.ones(3, 2)
-    sums = Sums(5, {}, set())
+    parameters = [torch.ones(2, requires_grad=True) for _ in range(5)]
+    sums = Sums(Accumulation(parameters, torch.device("cpu")), {})
     sums.add(0, kept)
     sums.add(1, base[1])
     sums.add(2, torch.empty_strided((2,), (0,)).fill_(1))
@@ -303,7 +331,7 @@ def test_what_comes_before_a_cell_is_not_its_business() -> None:
     weight = torch.ones(2, requires_grad=True)
     x = weight * 2
     edges: dict[Any, int | None] = {(torch.autograd.graph.get_gradient_edge(weight).node, 0): 0}
-    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0)]
+    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0, None)]
     y = x.sin()
     assert explore((x, y, y), edges, [x.grad_fn]) == ([], [])
 

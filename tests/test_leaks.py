@@ -231,6 +231,28 @@ def test_gradients_of_some_parameters_keep_no_recomputation(watched: tuple[GPipe
     assert watch.alive() == set()
 
 
+def generator_states() -> int:
+    size = torch.get_rng_state().numel()
+    return sum(issubclass(type(thing), Tensor) and thing.numel() == size for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("layer", [nn.Identity, nn.Dropout])
+def test_states_of_the_generator_go_with_what_was_recomputed(
+    pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]
+) -> None:
+    """Each takes five kilobytes. Where nothing is drawn none is kept, and none after backward though the loss is."""
+    before = generator_states()
+    layers = nn.Sequential(nn.Linear(2, 2), layer(), nn.Linear(2, 2), layer())
+    model = pipe(layers, [2, 2], chunks=3, checkpoint=checkpoint)
+    loss = model(torch.rand(3, 2)).sum()
+    kept = 2 * {"always": 3, "except_last": 2, "never": 0}[checkpoint] if layer is nn.Dropout else 0
+    assert generator_states() == before + kept
+    loss.backward(retain_graph=True)
+    assert generator_states() == before + kept
+    loss.backward()
+    assert generator_states() == before
+
+
 class Ignores(nn.Module):
     """Has no use for its input."""
 

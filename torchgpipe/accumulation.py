@@ -7,9 +7,8 @@
 A checkpointed cell that returned the gradients of its parameters would have all of them alive at once, beside the
 sum of those before. Here a gradient joins the sum as soon as its node has computed it, and is gone before the next.
 That takes a hook in Python, for which small gradients are too quick. Those that together take next to no memory do go
-through `Checkpoint`, and the engine sums them. Of the others, which are called large, those that take less than what
-their layer has saved come while more than that goes: they join the sums when the cell has been differentiated, without
-a hook.
+through `Checkpoint`, and the engine sums them. Of the others, the large ones, those that are light beside the
+activations of their layer come while these go: without a hook, they join the sums when their cell is differentiated.
 
 The sums are beside ``.grad``, and a parameter gets its whole gradient once, from the engine. So whatever listens or
 selects there (hooks, DistributedDataParallel, `torch.autograd.grad`, `backward(inputs=)`) sees what it sees on the
@@ -39,13 +38,16 @@ __all__ = ["Accumulation", "Edge", "Source", "Sums", "explore"]
 
 #: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
 Edge = tuple[Any, int]
-#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter; and what runs before it.
+#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter; what runs before it.
 Source = tuple[Any, int, int, Any]
 
-#: The smallest parameters of a place are called small as long as all together have no more bytes than this, or no more
-#: than this share of all: the memory of their gradients is not worth hooks.
-SMALL = 2**12
+#: The smallest parameters of a place are small as long as they have no more bytes together than this, or no more than
+#: this share of all: the memory of their gradients is not worth hooks.
+SMALL = 2**13
 SMALL_SHARE = 1 / 1024
+
+#: A gradient of at most this share of what its layer reads or writes can wait until the graph has been differentiated.
+LIGHT = 1 / 8
 
 
 class Accumulation:
@@ -93,6 +95,12 @@ class Accumulation:
             at_end_of_pass(sums.end)
         return None if sums.delivered else sums
 
+    def heavy(self, sources: Sequence[Source]) -> set[int]:
+        """The parameters whose gradients take much memory beside the activations of their layer."""
+        large, edges = self.large, self.edges
+        light = [k for node, _, k, parent in sources if _bytes(large[k]) <= LIGHT * _activations(node, parent, edges)]
+        return large.keys() - set(light)
+
     def take_from(self, outputs: Leaves, before: Iterable[Any]) -> None:
         """Lets the graph of ``outputs`` add to the sums at backward, as far as the nodes ``before``."""
         if not self.large:
@@ -124,11 +132,11 @@ class Sums:
     def add(self, k: int, grad: Tensor) -> None:
         """Adds to the gradient of parameter ``k``."""
         sums = self._sums
-        if k in self._present:
+        if self._owned[k]:
+            sums[k].add_(grad)
+        elif k in self._present:
             self._present[k](grad)  # It lets one thread at a time add.
             self._added.add(k)
-        elif self._owned[k]:
-            sums[k].add_(grad)
         elif sums[k] is None:
             # Not ours yet: autograd hands the same tensor to all that have the same gradient.
             sums[k] = grad
@@ -146,11 +154,8 @@ class Sums:
     def take_from(self, sources: Sequence[Source]) -> None:
         """Lets nodes add to the sums when they run, as far as that saves memory."""
         if self._at_once is None:
-            # All but those that can wait for the end of the graph, unless they are to join what is there. One alone can.
-            large, edges = self._accumulation.large, self._accumulation.edges
-            heavy = large.keys() - {
-                k for node, _, k, parent in sources if _bytes(large[k]) <= _activations(node, parent, edges)
-            }
+            heavy = self._accumulation.heavy(sources)
+            # One alone can wait as well, unless it is to join what is there.
             self._at_once = {*self._present, *(heavy if len(heavy) > 1 else ())}
         for node, slot, k, _ in sources:
             if k in self._at_once:
@@ -229,15 +234,17 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _activations(node: Any, parent: Any, edges: dict[Edge, int | None]) -> int:
-    """The memory of what a layer reads or writes, given what computes the gradient of its parameter."""
-    layer = node
-    if len(node.next_functions) == 1 and parent is not None:
-        layer = parent  # The node has only transposed or cast the parameter.
-    around = [*layer._input_metadata]
-    for edge in layer.next_functions:
-        if edge[0] is not None and edge[0] is not node and edge not in edges:
-            around.append(edge[0]._input_metadata[edge[1]])
-    return max([math.prod(one.shape) * one.dtype.itemsize for one in around if not one.is_nested_tensor], default=0)
+    """The memory of what a layer reads or writes, whichever is more.
+
+    Args:
+        node, parent: what computes the gradient of its parameter, and what runs before that
+        edges: those of all parameters
+    """
+    # A node with one input has only transposed or cast the parameter, or looked it up.
+    layer = parent if len(node.next_functions) == 1 and parent is not None else node
+    reads = [edge for edge in layer.next_functions if edge[0] not in (None, node) and edge not in edges]
+    tensors = [*layer._input_metadata, *[following._input_metadata[slot] for following, slot in reads]]
+    return max([math.prod(one.shape) * one.dtype.itemsize for one in tensors if not one.is_nested_tensor], default=0)
 
 
 def _adds_to_grad(parameter: Tensor, node: Any) -> bool:

@@ -73,7 +73,7 @@ def train(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine sums all gradients, in the order of the plain model also where there are some already."""
-    monkeypatch.setattr(accumulation, "LARGE", 10**9)
+    monkeypatch.setattr(accumulation, "SMALL", 10**9)
 
 
 @pytest.mark.usefixtures("small")
