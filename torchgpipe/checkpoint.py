@@ -139,8 +139,8 @@ class Recomputation:
         _forget_parametrizations()
         with self.site.again(), replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
-        if not keeps_graph():  # As the engine lets go of what was saved: a generator's state takes kilobytes.
-            self._drawn = ()
+        if not keeps_graph():
+            self._drawn = ()  # With what the engine lets go of. A generator's state takes kilobytes.
         self._forget_casts()
         _forget_parametrizations()
         return leaves, outputs, self._sources(leaves, outputs)
