@@ -1,4 +1,4 @@
-"""The child of memory.py: counts the bytes of tensors alive during one step.
+"""The child of memory.py and random_memory.py: counts the bytes of tensors alive during one step.
 
 On the CPU PyTorch's own allocator is asked to report: `FLAGS_caffe2_report_cpu_memory_usage`, a switch in
 libc10, makes it write one line for each block that it hands out or takes back, with the bytes in use after
@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.drawn import draw
 from benchmarks.peers import Answer, Request, serve
 
 LAYERS = 8
@@ -216,11 +217,15 @@ def answer(peer: str, request: Request) -> Answer:
     m = request["m"]
     balance = request["balance"]
 
-    torch.manual_seed(0)
-    make, width, rows = MODELS[request["model"]]
-    layers = make(width).to(device)
-    x = sample(request["model"], m, device)
-    boundary = boundary_bytes(layers, x[:rows], balance)
+    if "seed" in request:
+        drawn = draw(request["seed"])
+        layers, x = drawn.layers.to(device), drawn.x.to(device)
+    else:
+        torch.manual_seed(0)
+        make, width, _ = MODELS[request["model"]]
+        layers = make(width).to(device)
+        x = sample(request["model"], m, device)
+    boundary = boundary_bytes(layers, x[: len(x) // m], balance)
 
     model: Callable[[Tensor], Tensor] = layers
     if peer != "plain":

@@ -81,6 +81,14 @@ def memory() -> str:
     return table(rows, ["model", "gradients", "mode", "ours/original", "ours, KiB", "original, KiB", "plain, KiB"])
 
 
+def random_memory() -> str:
+    counts = _result("random_memory")["counts"]
+    header = ["models", *(f"at most {step}" for step in counts["up to"]), "median", "highest"]
+    return table(
+        [[counts["models"], *counts["up to"].values(), f"{counts['median']:.3f}", f"{counts['highest']:.3f}"]], header
+    )
+
+
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["model"], row["gradients"], row["mode"]
 
@@ -351,6 +359,7 @@ TABLES: dict[str, Callable[[], str]] = {
         deep,
         memory,
         memory_by_mode,
+        random_memory,
         balance_vectors,
         balance_reality,
         skips,

@@ -22,7 +22,7 @@ from torchgpipe import GPipe, accumulation
 torch.set_num_threads(1)
 
 # The weights of most test models are large then, and the biases are not.
-accumulation.SMALL = 64
+accumulation.SMALL = accumulation.TINY = 64
 
 # `--hypothesis-profile=campaign`, or the variable, searches long and at random.
 _COMMON: dict[str, Any] = {

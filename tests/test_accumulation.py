@@ -27,6 +27,7 @@ WIDTH = 4
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """All parameters are large, or none."""
     monkeypatch.setattr(accumulation, "SMALL", request.param)
+    monkeypatch.setattr(accumulation, "TINY", request.param)
     is_large: bool = request.param == 0
     return is_large
 
@@ -161,10 +162,32 @@ def test_what_is_heavy_depends_on_the_activations(
             return heavy
 
     monkeypatch.setattr(accumulation, "SMALL", 2**10)
+    monkeypatch.setattr(accumulation, "TINY", 2**10)
     monkeypatch.setattr(cell, "Accumulation", Noted)
     model = pipe(nn.Sequential(*[layer() for _ in range(4)]), [2, 2], chunks=CHUNKS, checkpoint=checkpoint)
     model(torch.rand(rows * CHUNKS, *shape)).sum().backward()
     assert found == ([] if checkpoint == "never" else [weights if rows == 1 else 0] * 2)
+
+
+@pytest.mark.parametrize(
+    "sizes, large",
+    [
+        ([4, 8], set()),
+        ([2048, 1024, 1024], {0}),  # 8 KiB of 16 are small.
+        ([512, 1024, 1025], {2}),  # 6 KiB of 10 are.
+        ([200] * 100, set()),  # Each is too small for a hook.
+        ([2**22, 2**11, 2**11], {0}),  # So is a thousandth of much.
+    ],
+)
+def test_what_is_large_depends_on_the_others(
+    sizes: list[int], large: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulation, "SMALL", 2**13)
+    monkeypatch.setattr(accumulation, "TINY", 2**10)
+    parameters = [torch.empty(size, requires_grad=True) for size in sizes]
+    found = Accumulation(parameters, torch.device("cpu"))
+    assert set(found.large) == large
+    assert len(found.small) == len(sizes) - len(large)
 
 
 # ------------------------------------------------------------------------------------------------- exactness

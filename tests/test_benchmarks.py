@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from benchmarks import ablation, capacity, footprint
+from benchmarks.drawn import draw
 from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
 from benchmarks.training import TASKS, Task
@@ -88,6 +89,18 @@ def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["ours"]["peak"] > 10**6 for row in result["rows"] if row["experiment"] == "pipeline-1"] == [True]
     assert {one["aim"] for one in result["targets"]} == {"limit", "split", "checkpoint_sequential"}
     assert "| pipeline-2 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_models_are_drawn_by_the_seed(seed: int) -> None:
+    first, second = draw(seed), draw(seed)
+    assert sum(first.balance) == len(first.layers)
+    assert (first.about, first.balance, first.m, first.mode) == (second.about, second.balance, second.m, second.mode)
+    for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
+        torch.manual_seed(0)
+        output = first.layers(part)
+        torch.manual_seed(0)
+        assert torch.equal(output, second.layers(same))
 
 
 def test_capacity(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,10 @@ Edge = tuple[Any, int]
 Source = tuple[Any, int, int, Any]
 
 #: The smallest parameters of a place are small as long as they have no more bytes together than this, or no more than
-#: this share of all: the memory of their gradients is not worth hooks.
+#: this share of all, and so is one with no more than the last number: the memory of its gradient is not worth a hook.
 SMALL = 2**13
 SMALL_SHARE = 1 / 1024
+TINY = 2**10
 
 #: A gradient of at most this share of what its layer reads or writes can wait until the graph has been differentiated.
 LIGHT = 1 / 8
@@ -224,7 +225,7 @@ def _large(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     rest = max(SMALL, SMALL_SHARE * sum(map(_bytes, parameters)))
     for count, (_, parameter) in enumerate(by_size):
         rest -= _bytes(parameter)
-        if rest < 0:
+        if rest < 0 and _bytes(parameter) > TINY:
             return dict(by_size[count:])
     return {}
 
