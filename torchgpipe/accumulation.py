@@ -221,13 +221,14 @@ def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves
 
 
 def _large(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    by_size = sorted(enumerate(parameters), key=lambda one: _bytes(one[1]))
-    rest = max(SMALL, SMALL_SHARE * sum(map(_bytes, parameters)))
-    for count, (_, parameter) in enumerate(by_size):
-        rest -= _bytes(parameter)
-        if rest < 0 and _bytes(parameter) > TINY:
-            return dict(by_size[count:])
-    return {}
+    sizes = [_bytes(parameter) for parameter in parameters]
+    rest = max(SMALL, SMALL_SHARE * sum(sizes))
+    large = {}
+    for k in sorted(range(len(sizes)), key=sizes.__getitem__):
+        rest -= sizes[k]
+        if rest < 0 and sizes[k] > TINY:
+            large[k] = parameters[k]
+    return large
 
 
 def _bytes(tensor: Tensor) -> int:
