@@ -190,19 +190,19 @@ def explore(
     pending: list[Any] = list({output.grad_fn for output in outputs if output is not None} - before)
     # The nodes that were found, and from which one.
     seen = dict.fromkeys([*before, *pending])
-    while pending:
-        node = pending.pop()
+    for node in pending:  # It grows meanwhile.
         edges = node.next_functions
         if not edges:
             ends.append(node)
         for slot, edge in enumerate(edges):
-            if edge in parameters:
-                k = parameters[edge]
-                if k is not None:
-                    sources.append((node, slot, k, seen[node]))
-            elif edge[0] not in seen:
-                seen[edge[0]] = node
-                pending.append(edge[0])
+            following = edge[0]
+            if following in seen:
+                continue
+            if edge not in parameters:
+                seen[following] = node
+                pending.append(following)
+            elif (k := parameters[edge]) is not None:
+                sources.append((node, slot, k, seen[node]))
     return sources, ends
 
 
