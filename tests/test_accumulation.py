@@ -130,7 +130,8 @@ class Attention(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("rows", [1, 400], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("rows", [1, 800], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(
     "layer, shape, weights",
     [
@@ -150,6 +151,7 @@ def test_what_is_heavy_depends_on_the_activations(
     layer: Callable[[], nn.Module],
     shape: tuple[int, ...],
     weights: int,
+    casts: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On those of the layer itself: they go when its gradient has come."""
@@ -165,7 +167,9 @@ def test_what_is_heavy_depends_on_the_activations(
     monkeypatch.setattr(accumulation, "TINY", 2**10)
     monkeypatch.setattr(cell, "Accumulation", Noted)
     model = pipe(nn.Sequential(*[layer() for _ in range(4)]), [2, 2], chunks=CHUNKS, checkpoint=checkpoint)
-    model(torch.rand(rows * CHUNKS, *shape)).sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+        output = model(torch.rand(rows * CHUNKS, *shape))
+    output.float().sum().backward()
     assert found == ([] if checkpoint == "never" else [weights if rows == 1 else 0] * 2)
 
 
@@ -354,7 +358,7 @@ def test_what_comes_before_a_cell_is_not_its_business() -> None:
     weight = torch.ones(2, requires_grad=True)
     x = weight * 2
     edges: dict[Any, int | None] = {(torch.autograd.graph.get_gradient_edge(weight).node, 0): 0}
-    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0, None)]
+    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0, x.grad_fn)]
     y = x.sin()
     assert explore((x, y, y), edges, [x.grad_fn]) == ([], [])
 
@@ -396,6 +400,107 @@ def test_a_graph_that_is_kept_gives_the_same_again(pipe: Pipe, checkpoint: str) 
     loss = model(batch()).square().sum()
     grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(3)]
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads))
+
+
+class Keeps(nn.Module):
+    """Its layers' weights are views that are made once, and the nodes of these views outlive every graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.ParameterList([torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64) for _ in range(3)])
+        self.weights = [flat.view(WIDTH, WIDTH).t() for flat in self.flat]
+
+    def forward(self, input: Tensor) -> Tensor:
+        for weight in self.weights:
+            input = (input @ weight).tanh()
+        return input
+
+
+def _once(model: nn.Module) -> None:
+    model(batch()).sum().backward()
+
+
+def _twice(model: nn.Module) -> None:
+    _once(model)
+    _once(model)
+
+
+def _kept(model: nn.Module) -> None:
+    loss = model(batch()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _asked(model: nn.Module) -> None:
+    _twice(model)
+    parameters = list(model.parameters())
+    for parameter, grad in zip(parameters, torch.autograd.grad(model(batch()).sum(), parameters)):
+        assert parameter.grad is not None
+        parameter.grad -= 3 * grad
+
+
+@pytest.mark.parametrize("passes", [_once, _twice, _kept, _asked])
+def test_nodes_that_outlive_their_graph_give_what_other_passes_need(
+    pipe: Pipe, checkpoint: str, passes: Callable[[nn.Module], None]
+) -> None:
+    """A hook that stays on such a node takes gradients of later passes, for sums that are no more."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Keeps(), Keeps())
+    passes(module)
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    passes(pipe(module, [1, 1], chunks=CHUNKS, checkpoint=checkpoint))
+    found = [parameter.grad for parameter in module.parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nodes_that_outlive_their_graph_keep_nothing(
+    pipe: Pipe, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+
+    class Noted(Accumulation):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.add(self)
+
+    calls: list[int] = []
+    take = accumulation._take_if_wanted
+
+    def counted(*args: Any) -> Any:
+        calls[-1] += 1
+        return take(*args)
+
+    monkeypatch.setattr(cell, "Accumulation", Noted)
+    monkeypatch.setattr(accumulation, "_take_if_wanted", counted)
+    model = pipe(nn.Sequential(Keeps(), Keeps()), [1, 1], chunks=CHUNKS, checkpoint=checkpoint)
+    for _ in range(3):
+        calls.append(0)
+        _once(model)
+    model(batch())
+    assert not alive
+    assert calls == calls[:1] * 3
+
+
+class Ragged(nn.Module):
+    """Its weights meet tensors of several lengths at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+
+    def forward(self, input: Tensor) -> Tensor:
+        ragged = torch.nested.as_nested_tensor([input, input[:1]])
+        output: Tensor = self.layers(ragged).to_padded_tensor(0.0)
+        return output[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(pipe: Pipe, checkpoint: str) -> None:
+    """PyTorch cannot compare their sizes, which it does with what hooks of nodes return."""
+    module, model = model_of(pipe, checkpoint, Ragged())
+    expected = plain_outcome(module, batch(), chunks=CHUNKS)
+    torch.testing.assert_close(outcome(model, batch()).param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
 
 
 class Costly(nn.Module):

@@ -239,3 +239,25 @@ def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> 
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
     assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["script", "trace"])
+def test_layers_of_torch_script(pipe: Pipe, checkpoint: str, compiled: str) -> None:
+    """Their parameters and buffers are in something that has not all that a dict has: `get` failed, and `in`."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.full((3,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight * self.scale
+
+    layer: nn.Module = torch.jit.script(Layer()) if compiled == "script" else torch.jit.trace(Layer(), torch.ones(1, 3))
+    model = pipe(nn.Sequential(nn.Tanh(), layer), [1, 1], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.ones(3).tanh() * 8)

@@ -343,6 +343,94 @@ def test_another_thread_that_replays_meanwhile_is_no_silent_error(pipe: Pipe) ->
     assert all(outcome == "right" or "checkpoint='never'" in outcome for outcome in outcomes), outcomes
 
 
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * torch.rand(input.shape, dtype=input.dtype, generator=self.generator)
+
+
+def test_a_layer_with_a_generator_of_its_own(pipe: Pipe, checkpoint: str) -> None:
+    """It goes on from where the first runs have left it."""
+
+    def trained(checkpoint: str) -> tuple[list[Tensor], list[Tensor]]:
+        module = nn.Sequential(Noise(1), nn.Sequential(nn.Tanh(), Noise(2)), nn.Dropout(0.5), Noise(3))
+        model = pipe(module, [1, 2, 1], chunks=3, checkpoint=checkpoint)
+        torch.manual_seed(0)
+        grads = []
+        for _ in range(2):
+            x = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
+            model(x).sum().backward()
+            grads.append(x.grad)
+        generators = [layer.generator for layer in module.modules() if isinstance(layer, Noise)]
+        return grads, [generator.get_state() for generator in generators]
+
+    for found, expected in zip(trained(checkpoint), trained("never"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class FailsOnce(nn.Module):
+    """Its first backward raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input * 1
+        if output.requires_grad:
+            output.register_hook(self.fail)
+        return output
+
+    def fail(self, grad: Tensor) -> None:
+        if self.fails:
+            self.fails = False
+            raise KeyboardInterrupt
+
+
+def test_a_backward_pass_that_failed_can_be_tried_again(pipe: Pipe, checkpoint: str) -> None:
+    """The graph is there as long as autograd has not come to its end, and so is what to draw again."""
+
+    def grads(fails: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = FailsOnce()
+        layer.fails = fails
+        first = [nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()]
+        module = nn.Sequential(*first, nn.Linear(4, 4), nn.Dropout(0.5), layer).double()
+        # One micro-batch, because what the others have added to gradients by then stays there.
+        model = pipe(module, [3, 3], chunks=1, checkpoint=checkpoint)
+        loss = model(torch.ones(6, 4, dtype=torch.float64)).sum()
+        if fails:
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            torch.rand(100)
+        loss.backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    torch.testing.assert_close(grads(fails=True), grads(fails=False), rtol=0, atol=0)
+
+
+def test_what_is_forgotten_is_not_drawn_anew() -> None:
+    """Here the pass fails after the cell, before autograd has let go of it."""
+    model = GPipe(nn.Sequential(nn.Dropout(0.5)), [1], devices=["cpu"], checkpoint="always")
+    output = model(torch.ones(6, 4, requires_grad=True))
+    fails = [True]
+
+    def fail(*_: Any) -> None:
+        if fails.pop():
+            raise KeyboardInterrupt
+
+    output.grad_fn.register_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match="call the pipeline again"):
+        output.sum().backward()
+
+
 @pytest.mark.xfail(strict=True, reason="what draws and puts the generator back seems to have drawn nothing")
 @pytest.mark.parametrize("checkpoint", CHECKPOINTED)
 def test_a_layer_that_puts_the_generator_back(pipe: Pipe, checkpoint: str) -> None:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ __all__ = ["Accumulation", "Edge", "Source", "Sums", "explore"]
 
 #: Where a gradient goes: a node of autograd, and which of its outputs the gradient is of.
 Edge = tuple[Any, int]
-#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter; what runs before it.
+#: What computes a gradient of a large parameter: a node, which of its gradients, which parameter. And its layer's node:
+#: what computes the gradient may only have to transpose or to cast it.
 Source = tuple[Any, int, int, Any]
 
 #: The smallest parameters of a place are small as long as they have no more bytes together than this, or no more than
@@ -59,7 +60,7 @@ class Accumulation:
         device: where they are
     """
 
-    __slots__ = ("_passes", "edges", "large", "phony", "small")
+    __slots__ = ("__weakref__", "_hooks", "_passes", "edges", "large", "phony", "small")
 
     #: An input of all that adds to the sums, if there is any to add.
     phony: Tensor | None
@@ -71,6 +72,7 @@ class Accumulation:
     edges: dict[Edge, int | None]
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+        self._hooks: list[Any] = []
         self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
         phony: Tensor = Accumulate.apply(self._passes, device, *parameters)
         self.large = _large(parameters)
@@ -97,9 +99,9 @@ class Accumulation:
         return None if sums.delivered else sums
 
     def heavy(self, sources: Sequence[Source]) -> set[int]:
-        """The parameters whose gradients take much memory beside the activations of their layer."""
+        """The parameters whose gradients take much memory beside the activations of their layer, or come elsewhere."""
         large, edges = self.large, self.edges
-        light = [k for node, _, k, parent in sources if _bytes(large[k]) <= LIGHT * _activations(node, parent, edges)]
+        light = [k for _, _, k, layer in sources if _bytes(large[k]) <= LIGHT * _activations(layer, edges)]
         return large.keys() - set(light)
 
     def take_from(self, outputs: Leaves, before: Iterable[Any]) -> None:
@@ -107,8 +109,14 @@ class Accumulation:
         if not self.large:
             return
         sources, _ = explore(outputs, self.edges, before)
-        for node, slot, k, _ in sources:
-            node.register_hook(partial(_take_if_wanted, self, slot, k))
+        # A layer may have kept one of the nodes, which then outlives all this.
+        this = ref(self)
+        self._hooks += [node.register_hook(partial(_take_if_wanted, this, slot, k)) for node, slot, k, _ in sources]
+
+    def __del__(self) -> None:
+        # Values do not need the hooks, so a graph that lives on can do without.
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Sums:
@@ -152,15 +160,18 @@ class Sums:
             else:
                 sums[k] = sums[k] + grad
 
-    def take_from(self, sources: Sequence[Source]) -> None:
-        """Lets nodes add to the sums when they run, as far as that saves memory."""
+    def take_from(self, sources: Sequence[Source]) -> list[Any]:
+        """Lets nodes add to the sums when they run, as far as that saves memory, which the first cell tells for all.
+
+        Returns:
+            hooks, to be removed: a layer may have kept one of the nodes, which then runs in other passes as well
+        """
         if self._at_once is None:
             heavy = self._accumulation.heavy(sources)
             # One alone can wait as well, unless it is to join what is there.
             self._at_once = {*self._present, *(heavy if len(heavy) > 1 else ())}
-        for node, slot, k, _ in sources:
-            if k in self._at_once:
-                node.register_hook(partial(_take, self, slot, k))
+        wanted = self._at_once
+        return [node.register_hook(partial(_take, self, slot, k)) for node, slot, k, _ in sources if k in wanted]
 
     def deliver(self) -> list[Tensor | None]:
         """The sums, zeros where they are in ``.grad`` already. From now on, nothing can be added."""
@@ -188,36 +199,39 @@ def explore(
     ends: list[Any] = []
     before = {None, *before}
     pending: list[Any] = list({output.grad_fn for output in outputs if output is not None} - before)
-    # The nodes that were found, and from which one.
+    # The nodes that were found, and which one with several gradients they were found from.
     seen = dict.fromkeys([*before, *pending])
     for node in pending:  # It grows meanwhile.
         edges = node.next_functions
         if not edges:
             ends.append(node)
+        layer = node if len(edges) > 1 else seen[node] or node
         for slot, edge in enumerate(edges):
             following = edge[0]
             if following in seen:
                 continue
             if edge not in parameters:
-                seen[following] = node
+                seen[following] = layer
                 pending.append(following)
             elif (k := parameters[edge]) is not None:
-                sources.append((node, slot, k, seen[node]))
+                sources.append((node, slot, k, layer))
     return sources, ends
 
 
 def _take(sums: Sums, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
     """The hook of a node: takes one of the gradients that it has computed."""
     grad = grads[slot]
-    if grad is None:
+    # PyTorch compares the sizes of all that a hook returns, and those of nested tensors cannot be.
+    if grad is None or any([one is not None and one.is_nested for one in grads]):
         return None
     sums.add(k, grad)
     return (*grads[:slot], None, *grads[slot + 1 :])
 
 
-def _take_if_wanted(accumulation: Accumulation, slot: int, k: int, grads: Leaves, _: Leaves) -> Leaves | None:
-    sums = accumulation.sums()
-    return None if sums is None else _take(sums, slot, k, grads, _)
+def _take_if_wanted(reference: ref[Accumulation], slot: int, k: int, grads: Leaves, inputs: Leaves) -> Leaves | None:
+    accumulation = reference()
+    sums = None if accumulation is None else accumulation.sums()
+    return None if sums is None else _take(sums, slot, k, grads, inputs)
 
 
 def _large(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -235,16 +249,14 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _activations(node: Any, parent: Any, edges: dict[Edge, int | None]) -> int:
+def _activations(layer: Any, edges: dict[Edge, int | None]) -> int:
     """The memory of what a layer reads or writes, whichever is more.
 
     Args:
-        node, parent: what computes the gradient of its parameter, and what runs before that
+        layer: its node
         edges: those of all parameters
     """
-    # A node with one input has only transposed or cast the parameter, or looked it up.
-    layer = parent if len(node.next_functions) == 1 and parent is not None else node
-    reads = [edge for edge in layer.next_functions if edge[0] not in (None, node) and edge not in edges]
+    reads = [edge for edge in layer.next_functions if edge[0] is not None and edge not in edges]
     tensors = [*layer._input_metadata, *[following._input_metadata[slot] for following, slot in reads]]
     return max([math.prod(one.shape) * one.dtype.itemsize for one in tensors if not one.is_nested_tensor], default=0)
 

@@ -96,7 +96,7 @@ class Stage(Site):
             (module, name)
             for module in modules
             if module._buffers
-            for name in module._buffers
+            for name, _ in module._buffers.items()
             if not (isinstance(module, Norm) and name in STATISTICS)
         ]
         has_skips = any(is_skippable(module) for module in modules)
@@ -150,8 +150,9 @@ class Stage(Site):
         for module, training, own in self._layers:
             if module.training != training:
                 return f"it was in {'training' if training else 'evaluation'} mode"
+            now = dict(module._parameters.items())
             for name, parameter in own:
-                if module._parameters.get(name) is not parameter:
+                if now.get(name) is not parameter:
                     return f"'{name}' of a {type(module).__name__} was another parameter"
         self._unchanged_in = current_pass()
         return None
@@ -171,7 +172,7 @@ class Stage(Site):
                 )
 
     def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = [module._buffers.get(name) for module, name in self._buffers]
+        buffers = [dict(module._buffers.items()).get(name) for module, name in self._buffers]
         # With the buffers themselves: of one that is gone, another may have the id.
         return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in buffers]
 

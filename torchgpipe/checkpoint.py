@@ -86,7 +86,7 @@ class Recomputation:
     __slots__ = ("_drawn", "_graph", "_versions", "site")
 
     site: Site
-    _drawn: Drawn
+    _drawn: Drawn | None
     _graph: tuple[Leaves, Leaves, list[Source]] | None
     _versions: list[int]
 
@@ -135,12 +135,15 @@ class Recomputation:
             raise
 
     def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves, list[Source]]:
+        if self._drawn is None:
+            raise RuntimeError(
+                f"{self.site.where} draws random numbers that are forgotten: a backward pass was through with it and "
+                "failed afterwards; call the pipeline again before the next backward()"
+            )
         leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
         _forget_parametrizations()
         with self.site.again(), replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
-        if not keeps_graph():
-            self._drawn = ()  # With what the engine lets go of. A generator's state takes kilobytes.
         self._forget_casts()
         _forget_parametrizations()
         return leaves, outputs, self._sources(leaves, outputs)
@@ -167,16 +170,22 @@ class Recomputation:
             if accumulation is None or sums is None:
                 result = self._gradients(outputs, grads, wanted)
             else:
-                sums.take_from(sources)
                 trained = [k for k, parameter in accumulation.large.items() if parameter.requires_grad]
                 wanted += [accumulation.large[k] for k in trained]
-                result = self._gradients(outputs, grads, wanted)
+                hooks = sums.take_from(sources)
+                try:
+                    result = self._gradients(outputs, grads, wanted)
+                finally:
+                    for hook in hooks:
+                        hook.remove()
                 for k, grad in zip(trained, result[width:]):
                     if grad is not None:  # No hook has taken it.
                         sums.add(k, grad)
         except BaseException as error:
             self.failed(error, "backward")
             raise
+        if self._drawn and not keeps_graph():
+            self._drawn = None  # It goes with what the engine lets go of: a generator's state takes kilobytes.
         rest = iter(result)
         return [next(rest) if one is not None and one.requires_grad else None for one in inputs]
 

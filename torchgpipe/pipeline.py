@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from torchgpipe.ambient import Ambient
 from torchgpipe.cell import Cell, Lane, Stage, tie
@@ -83,8 +84,12 @@ class Pipeline:
         modules = [list(partition.modules()) for partition in partitions]
         skips = inspect_skip_layout(modules)
         portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
+        there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
+        for device, own in zip(devices, modules):
+            there[device] += own
         random = {
-            device: RandomStates(device, beside=not self._take_turns, between=not self._inline) for device in devices
+            device: RandomStates(device, own, beside=not self._take_turns, between=not self._inline)
+            for device, own in there.items()
         }
         self._stages = [
             Stage(
@@ -122,7 +127,7 @@ class Pipeline:
         for cells in clock_cycles(self._m, len(self._stages)):
             for i, j in cells:
                 batches[i], _ = self._cell(i, j, i < checkpoint_stop).run(batches[i], None)
-        self._stages[0].random.forget()
+        self._stages[0].random.forget()  # The last state takes kilobytes.
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
         lanes: list[Lane] = [None] * len(self._stages)

@@ -1,8 +1,8 @@
 """Replaying random numbers: the second run of a layer must draw what the first run drew.
 
-A layer draws from the generator of the CPU or of its own device. The states of both are noted before and after
-the first run of a checkpointed cell. Those that differ are kept, for the second run to start from, so a cell that
-drew nothing restores nothing, and what is drawn between the two runs does not matter.
+A layer draws from the generator of the CPU or of its own device, or from one that it has as an attribute. The states
+of all are noted before and after the first run of a checkpointed cell. Those that differ are kept, for the second run
+to start from, so a cell that drew nothing restores nothing, and what is drawn between the two runs does not matter.
 
 The CPU has one generator for all threads. Two cells that draw from it at the same time would each see half
 of the other's numbers, and no state that could be noted would bring back what they drew. So where cells run
@@ -13,13 +13,13 @@ other cells, its recomputation is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchgpipe.device import device_module
@@ -57,12 +57,13 @@ class RandomStates:
 
     Args:
         device: the device of the cells
+        modules: all modules there, some of which may have generators
         beside: whether others may draw from the CPU's generator while a cell runs
         between: whether others may draw from it between two cells
     """
 
-    def __init__(self, device: torch.device, *, beside: bool, between: bool) -> None:
-        self._generators = _generators(device)
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module], *, beside: bool, between: bool) -> None:
+        self._generators = _generators(device) + _generators_of(modules)
         self._beside = beside
         self._between = between
         self._last: _Note | None = None  # where the last run has ended, so that the next need not look again
@@ -184,3 +185,8 @@ def _generators(device: torch.device) -> tuple[_Generator, ...]:
     if own:  # without the checks of the functions below
         return cpu, _Generator(own[device.index].get_state, own[device.index].set_state, device)
     return cpu, _Generator(module.get_rng_state, module.set_rng_state, device)
+
+
+def _generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
+    return tuple([_Generator(one.get_state, one.set_state, one.device) for one in dict.fromkeys(found)])

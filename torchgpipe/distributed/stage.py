@@ -73,17 +73,18 @@ class StageModule(nn.Module):
     def begin(self, call: Call, layout: SkipLayout) -> None:
         """Prepares for the micro-batches of ``call``."""
         self._call = call
+        modules = list(self.partition.modules())
         self._stage = Stage(
             self._j,
             self.partition,
-            list(self.partition.modules()),
+            modules,
             Streams().current(self._device),
             arriving=None,
             leaving=None,
             sending=[Portal(key, None) for key, _, _ in layout.leaving[self._j]],
             receiving=[Portal(key, None) for key, _, _ in layout.arriving[self._j]],
             ambient=Ambient(),
-            random=RandomStates(self._device, beside=False, between=True),
+            random=RandomStates(self._device, modules, beside=False, between=True),
             ordered=False,
         )
 
