@@ -419,7 +419,7 @@ MUTATIONS = [
     Mutation(
         "... and the last one after forward",
         "pipeline.py",
-        "self._stages[0].random.forget()",
+        "self._stages[0].random.forget()  # The last state takes kilobytes.",
         "pass",
         "leaks",
     ),
@@ -539,8 +539,8 @@ MUTATIONS = [
     Mutation(
         "a large gradient joins its sum as soon as it is computed",
         "checkpoint.py",
-        "sums.take_from(sources)",
-        "pass",
+        "hooks = sums.take_from(sources)",
+        "hooks = []",
         "accumulation",
     ),
     Mutation(
