@@ -44,7 +44,7 @@ class _Note(NamedTuple):
 class _Draw(NamedTuple):
     generator: _Generator
     before: Tensor
-    after: bytes
+    after: int  # a hash of the state, which itself takes kilobytes
     unsafe: bool  # whether others may have used the same generator meanwhile
 
 
@@ -86,7 +86,7 @@ class RandomStates:
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, state, new, unsafe=disturbed or (self._beside and generator.device.type == "cpu"))
+            _Draw(generator, state, hash(new), unsafe=disturbed or (self._beside and generator.device.type == "cpu"))
             for generator, state, old, new in zip(self._generators, before.states, before.contents, after.contents)
             if old != new or disturbed
         )
@@ -162,7 +162,7 @@ def _verify(draw: _Draw, disturbed: bool) -> None:
             "recomputation cannot draw the same ones again; draw them on the layer's own device "
             "(device=input.device), let one thread at a time train, or use checkpoint='never'"
         )
-    if disturbed or now != draw.after:
+    if disturbed or hash(now) != draw.after:
         raise RuntimeError(
             "recomputation drew other random numbers than the first run; either the layer does not draw the same "
             "both times, or another thread drew from the same generator meanwhile: let one thread at a time use "
