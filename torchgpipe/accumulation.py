@@ -44,7 +44,7 @@ Source = tuple[Any, int, int, Any]
 
 #: The smallest parameters of a place are small as long as they have no more bytes together than this, or no more than
 #: this share of all, and so is one with no more than the last number: the memory of its gradient is not worth a hook.
-SMALL = 2**13
+SMALL = 5 * 2**10
 SMALL_SHARE = 1 / 1024
 TINY = 2**10
 
