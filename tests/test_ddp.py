@@ -592,7 +592,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ddp")
     context = mp.spawn(run_all, (str(folder),), nprocs=WORLD, join=False)
     try:
-        for _ in range(24):  # If one waits for the other for ever, its report is missing below.
+        for _ in range(60):  # If one waits for the other for ever, its report is missing below.
             if context.join(timeout=10):
                 break
     finally:
