@@ -61,9 +61,6 @@ PARTITIONS = {"small": (1, 2), "paper": (1, 2, 4, 8)}
 #: the original, in general and where the host is the limit.
 AIMS = {"limit": 0.9, "split": 0.9, "checkpoint_sequential": 1.0, "original": 1.0, "host": 1.3}
 
-#: Up to this ratio memory counts as equal.
-EQUAL = 1.01
-
 #: Samples per second of torchgpipe 0.0.3 on Tesla P40, as its documentation has them: by model and experiment.
 PUBLISHED = {
     "resnet101": {
@@ -282,7 +279,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
         other = next((row["checkpoint_sequential"] for row in own if "checkpoint_sequential" in row), {})
         if "peak" in other:
-            frugal = [row for row in ours if row["ours"].get("peak", float("inf")) <= EQUAL * other["peak"]]
+            frugal = [row for row in ours if row["ours"].get("peak", float("inf")) <= other["peak"]]
             found = [(row, ratios(row["ours"]["seconds"], other["seconds"])) for row in frugal]
             if found:
                 row, best = max(found, key=lambda one: one[1]["median"])

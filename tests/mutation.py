@@ -412,8 +412,8 @@ MUTATIONS = [
     Mutation(
         "a layer's own generator is noted",
         "random.py",
-        "self._generators = _generators(device) + _generators_of(modules)",
-        "self._generators = _generators(device)",
+        "return _generators(self._device) + _generators_of(self._modules)",
+        "return _generators(self._device)",
         "random",
     ),
     Mutation(

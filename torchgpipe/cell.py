@@ -150,9 +150,8 @@ class Stage(Site):
         for module, training, own in self._layers:
             if module.training != training:
                 return f"it was in {'training' if training else 'evaluation'} mode"
-            now = dict(module._parameters.items())
             for name, parameter in own:
-                if now.get(name) is not parameter:
+                if _registered(module._parameters, name) is not parameter:
                     return f"'{name}' of a {type(module).__name__} was another parameter"
         self._unchanged_in = current_pass()
         return None
@@ -172,9 +171,17 @@ class Stage(Site):
                 )
 
     def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = [dict(module._buffers.items()).get(name) for module, name in self._buffers]
+        buffers = [_registered(module._buffers, name) for module, name in self._buffers]
         # With the buffers themselves: of one that is gone, another may have the id.
         return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in buffers]
+
+
+def _registered(tensors: Any, name: str) -> Tensor | None:
+    """A parameter or buffer of a module, if it is there. What modules of TorchScript keep theirs in has no ``get``."""
+    if name not in tensors:
+        return None
+    found: Tensor | None = tensors[name]
+    return found
 
 
 def _call(partition: Partition, source: str, batch: Batch) -> Batch:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +63,16 @@ class RandomStates:
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module], *, beside: bool, between: bool) -> None:
-        self._generators = _generators(device) + _generators_of(modules)
+        self._device = device
+        self._modules = modules
         self._beside = beside
         self._between = between
         self._last: _Note | None = None  # where the last run has ended, so that the next need not look again
+
+    @cached_property
+    def _generators(self) -> tuple[_Generator, ...]:
+        # Looked for when a cell begins: where none is checkpointed, nobody asks.
+        return _generators(self._device) + _generators_of(self._modules)
 
     def begin(self) -> _Note:
         """Notes the states before a run."""
