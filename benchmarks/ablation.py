@@ -13,8 +13,8 @@ timeline of one step, as `torchgpipe.record` has seen it; the pictures stand one
     python -m benchmarks.ablation --draw          # only draws what was measured: results/ablation.svg
 
 The CPU is no place to see what streams give: its work is done when the call returns, so there is nothing to overlap.
-Its devices are numbered, `cpu:0`, `cpu:1` and so on, have a thread each in forward, and are made to copy as GPUs do;
-backward runs in one thread, in the order that the engine takes.
+Its devices are numbered, `cpu:0`, `cpu:1` and so on, have a thread each in forward, which take turns, and are made to
+copy as GPUs do; backward runs in one thread, in the order that the engine takes.
 """
 
 from __future__ import annotations
@@ -200,6 +200,11 @@ def experiments(peers: list[str]) -> Iterator[tuple[str, bool, Ways]]:
         yield from ((str(ways), False, ways) for ways in WAYS)
 
 
+def places(devices: list[str], n: int) -> list[str]:
+    """The device of each partition. CPUs are numbered, and so are devices of their own."""
+    return [f"cpu:{j}" for j in range(n)] if devices == ["cpu"] else placed(devices, n)
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     task = TASKS[args.size]
     planned = list(experiments(args.peers))
@@ -208,7 +213,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     def request(kind: str, plain: bool, ways: Ways) -> Request:
         n = 1 if plain else task.partitions
         about = {"kind": kind, "task": task, "plain": plain, "ways": ways, "balance": balance}
-        return {**about, "devices": placed("ours", args.devices, n), "warm_up": 1, "steps": args.steps}
+        return {**about, "devices": places(args.devices, n), "warm_up": 1, "steps": args.steps}
 
     seconds: list[list[float]] = [[] for _ in planned]
     rows: list[dict[str, Any]] = []

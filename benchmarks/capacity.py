@@ -96,12 +96,6 @@ PUBLISHED = {
 }
 
 
-def places(devices: list[str], n: int) -> list[str]:
-    """The device of each partition. On the CPU all are on one, and so cells run one at a time, whoever runs them:
-    devices that compute side by side in one memory would show a sum that no device has."""
-    return placed("original", devices, n)
-
-
 def fits(answer: Answer, limit: float | None, n: int) -> bool:
     """Whether a model could be trained, and within the limit, in bytes a partition, where that is arithmetic."""
     return "peak" in answer and (limit is None or sum(answer["peak"]) <= limit * n)
@@ -135,7 +129,7 @@ def climb(
     ladder = LADDERS[args.size][model]
     for size in ladder.sizes[start:]:
         request = request_for(model, ladder, size)
-        asked = {**request, "devices": places(args.devices, n), "limit": None if on_cpu else args.limit}
+        asked = {**request, "devices": placed(args.devices, n), "limit": None if on_cpu else args.limit}
         if peer.name != "plain":
             asked["balance"] = balances.of(request, n)
         answer = peer.ask(asked)
@@ -198,7 +192,7 @@ def growth(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
                         "m": m,
                         "mode": mode,
                         "balance": [layers * (j + 1) // n - layers * j // n for j in range(n)],
-                        "devices": places(args.devices, 1 if name == "plain" else n),
+                        "devices": placed(args.devices, 1 if name == "plain" else n),
                     }
                 )
             rows.append(row)

@@ -22,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 __all__ = ["PEERS", "Answer", "Peer", "Request", "install", "serve"]
@@ -55,12 +56,17 @@ def install(name: str) -> Path:
 
 
 class Peer:
-    """A child process that runs one of the measuring scripts and answers requests."""
+    """A child process that runs one of the measuring scripts and answers requests.
 
-    def __init__(self, name: str, script: str) -> None:
+    Args:
+        environment: variables that it is given beside the usual ones
+    """
+
+    def __init__(self, name: str, script: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.name = name
         environment = {
             **os.environ,
+            **environment,
             "BENCHMARK_PEER": name,
             "PYTHONPATH": os.pathsep.join([str(install(name)), str(CHECKOUT)]),
             "PYTHONSAFEPATH": "1",  # or the working directory, which may be the checkout, would come first

@@ -113,7 +113,7 @@ def speed() -> str:
         if row["experiment"] == "naive-1":
             continue
         ways = [f"{name} {_speed_up(row[name])}" for name in SCHEDULES if name in row]
-        other = row.get("checkpoint_sequential")
+        other = row.get("checkpoint_sequential", row.get("plain"))
         lines.append(
             [
                 *(row[key] for key in ("model", "experiment", "mode")),

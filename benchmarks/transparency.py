@@ -119,7 +119,7 @@ def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[
     """The model, and the devices of its input and of its output."""
     if peer == "plain":
         return module.to(devices[0]), devices[0], devices[0]
-    places = placed("ours", devices, training.partitions)
+    places = placed(devices, training.partitions)
     model = GPipe(
         module,
         balance_by_parameters(module, partitions=training.partitions),

@@ -29,10 +29,9 @@ def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
 
 
 def test_neighbours_share_a_device_where_there_are_too_few() -> None:
-    assert placed("ours", ["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
-    assert placed("original", ["cuda:0", "cuda:1"], 1) == ["cuda:0"]
-    assert placed("ours", ["cpu"], 2) == ["cpu:0", "cpu:1"]
-    assert placed("original", ["cpu"], 2) == ["cpu", "cpu"]
+    assert placed(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert placed(["cuda:0", "cuda:1"], 1) == ["cuda:0"]
+    assert placed(["cpu"], 2) == ["cpu", "cpu"]
 
 
 def test_all_is_measured_that_was_asked_for() -> None:
