@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ MODELS = ("ablation", "capacity", "speed", "transparency")
 class Here:
     """Answers as a peer does, but in this process."""
 
-    def __init__(self, name: str, script: str) -> None:
+    def __init__(self, name: str, script: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
         self._module: Any = importlib.import_module(f"benchmarks.{Path(script).stem}")
 
