@@ -417,6 +417,27 @@ MUTATIONS = [
         "random",
     ),
     Mutation(
+        "what is drawn from one that was not noted is refused",
+        "random.py",
+        "if _note(unknown).contents != untouched.contents:",
+        "if False:",
+        "random",
+    ),
+    Mutation(
+        "... and taken back",
+        "random.py",
+        "for generator, state in zip(unknown, untouched.states):",
+        "for generator, state in ():",
+        "random",
+    ),
+    Mutation(
+        "... and such a generator is looked for in every pass",
+        "random.py",
+        "if self._unknown_in != this_pass:",
+        "if self._unknown_in is None:",
+        "random",
+    ),
+    Mutation(
         "... and the last one after forward",
         "pipeline.py",
         "self._stages[0].random.forget()  # The last state takes kilobytes.",

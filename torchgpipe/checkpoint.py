@@ -34,7 +34,7 @@ from torchgpipe.function import Function, gradients
 from torchgpipe.hooks import without_hooks
 from torchgpipe.phase import checkpointing, recomputing
 from torchgpipe.phony import get_phony
-from torchgpipe.random import Drawn, RandomStates, replay
+from torchgpipe.random import Drawn, RandomStates
 from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Checkpoint", "Recomputation", "Recompute", "Site"]
@@ -142,7 +142,7 @@ class Recomputation:
             )
         leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
         _forget_parametrizations()
-        with self.site.again(), replay(self._drawn):
+        with self.site.again(), self.site.random.replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
         self._forget_casts()
         _forget_parametrizations()

@@ -8,6 +8,9 @@ The CPU has one generator for all threads. Two cells that draw from it at the sa
 of the other's numbers, and no state that could be noted would bring back what they drew. So where cells run
 on the CPU they take turns (`share_generator`), and where an accelerator's layer draws from the CPU beside
 other cells, its recomputation is refused.
+
+A layer may have another generator at backward than at the call. Nobody has noted what was drawn from that one, so a
+second run that draws from it is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchgpipe.backward_pass import current_pass
 from torchgpipe.device import device_module
 
-__all__ = ["Drawn", "RandomStates", "replay", "share_generator"]
+__all__ = ["Drawn", "RandomStates", "share_generator"]
 
 
 class _Generator(NamedTuple):
@@ -68,6 +72,8 @@ class RandomStates:
         self._beside = beside
         self._between = between
         self._last: _Note | None = None  # where the last run has ended, so that the next need not look again
+        self._unknown: list[_Generator] = []
+        self._unknown_in: int | None = None
 
     @cached_property
     def _generators(self) -> tuple[_Generator, ...]:
@@ -101,6 +107,18 @@ class RandomStates:
         """Tells that numbers may be drawn that nobody notes. The last state is let go."""
         self._last = None
 
+    def replay(self, drawn: Drawn) -> AbstractContextManager[None]:
+        """Lets a run draw again what was drawn; afterwards the generators are as if it had drawn nothing.
+
+        Raises:
+            RuntimeError: the run has drawn something else, or may have.
+        """
+        this_pass = current_pass()
+        if self._unknown_in != this_pass:
+            self._unknown = [one for one in _generators_of(self._modules) if one not in self._generators]
+            self._unknown_in = this_pass
+        return _replay(drawn, self._unknown) if drawn or self._unknown else nullcontext()
+
 
 def _note(generators: Sequence[_Generator]) -> _Note:
     if torch._C._len_torch_dispatch_stack():  # The user's modes have no business with states.
@@ -132,19 +150,11 @@ def _count_replay() -> None:
         _own.replays += 1
 
 
-def replay(drawn: Drawn) -> AbstractContextManager[None]:
-    """Lets a run draw again what was drawn; afterwards the generators are as if it had drawn nothing.
-
-    Raises:
-        RuntimeError: the run has drawn something else, or may have.
-    """
-    return _replay(drawn) if drawn else nullcontext()
-
-
 @contextmanager
-def _replay(drawn: Drawn) -> Iterator[None]:
+def _replay(drawn: Drawn, unknown: Sequence[_Generator]) -> Iterator[None]:
     _count_replay()
     current = [draw.generator.get() for draw in drawn]
+    untouched = _note(unknown)
     for draw in drawn:
         draw.generator.set(draw.before)
     replays = _replays_elsewhere()
@@ -152,9 +162,17 @@ def _replay(drawn: Drawn) -> Iterator[None]:
         yield
         for draw in drawn:
             _verify(draw, disturbed=_replays_elsewhere() != replays)
+        if _note(unknown).contents != untouched.contents:
+            raise RuntimeError(
+                "recomputation drew random numbers from a generator that its layer did not have when the pipeline was "
+                "called; make it with the layer, leave it as it is until backward() is through, or use "
+                "checkpoint='never'"
+            )
     finally:
         for draw, state in zip(drawn, current):
             draw.generator.set(state)
+        for generator, state in zip(unknown, untouched.states):
+            generator.set(state)
         _count_replay()
 
 
