@@ -315,6 +315,13 @@ MUTATIONS = [
         "dependency",
     ),
     Mutation(
+        "... at all of its outputs",
+        "cell.py",
+        "graph = {k: leaf for k, leaf in enumerate(batch.leaves) if leaf is not None and leaf.requires_grad}",
+        "graph = {k: leaf for k, leaf in enumerate(batch.leaves[:1]) if leaf is not None and leaf.requires_grad}",
+        "dependency",
+    ),
+    Mutation(
         "a checkpointed cell ends the lane of the one before it",
         "cell.py",
         "leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)",

@@ -258,6 +258,33 @@ def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> N
         assert i not in {its_i for its_i, _ in waits_for}
 
 
+@pytest.mark.parametrize("swaps", [0, 1])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_outputs_beside_the_first_keep_the_order(swaps: int, requires_grad: bool) -> None:
+    """Where only one output waited, the micro-batches of the other came in the order 2, 0, 1."""
+    log: list[Any] = []
+
+    class Detached(nn.Linear):
+        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+            return input.detach(), super().forward(input)
+
+    class First(nn.Linear):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            i = int(pair[0][0, 0])
+            return Log.apply(log, ("first", i), super().forward(pair[0])), Log.apply(log, ("second", i), pair[1])
+
+    class Swap(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair[1], pair[0]
+
+    layers = nn.Sequential(Detached(2, 2), First(2, 2), *[Swap() for _ in range(swaps)], Swap())
+    model = GPipe(layers, [2 + swaps, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint="never")
+    x = torch.tensor([[float(i), 0.5] for i in range(4)], requires_grad=requires_grad)
+    sum(output.sum() for output in model(x)).backward()
+    assert [i for name, i in log if name == "first"] == [3, 2, 1, 0]
+    assert [i for name, i in log if name == "second"] == [3, 2, 1, 0]
+
+
 def test_one_device_needs_no_ties(checkpoint: str) -> None:
     """The engine takes nodes of one thread in reverse order of creation; see `test_checkpoint.py`."""
     layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])

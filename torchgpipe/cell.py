@@ -351,9 +351,10 @@ def tie(batch: Batch, lanes: Sequence[Tensor]) -> bool:
 
 
 def _branch(batch: Batch) -> tuple[Batch, Lane]:
-    """Begins a lane at a batch; None if nothing in it requires grad."""
-    for k, leaf in enumerate(batch.leaves):
-        if leaf is not None and leaf.requires_grad:
-            leaf, lane = fork(leaf)
-            return batch.replace(_replace_leaf(batch.leaves, k, leaf)), lane
-    return batch, None
+    """Begins a lane at all of a batch, or a part might be differentiated early; None if nothing requires grad."""
+    graph = {k: leaf for k, leaf in enumerate(batch.leaves) if leaf is not None and leaf.requires_grad}
+    if not graph:
+        return batch, None
+    *forked, lane = fork(*graph.values())
+    there = dict(zip(graph, forked))
+    return batch.replace(tuple([there.get(k, leaf) for k, leaf in enumerate(batch.leaves)])), lane

@@ -1,8 +1,8 @@
 """Arbitrary dependencies between tensors in the autograd graph.
 
 The engine is free to run the backward of independent micro-batches in any order. A pipeline needs one order on
-each device, the reverse of forward, or else many recomputed micro-batches live at once. `Fork` branches a phony off one
-tensor and `Join` ties it to another:
+each device, the reverse of forward, or else many recomputed micro-batches live at once. `Fork` branches a phony off
+some tensors, all outputs of a cell, and `Join` ties it to another:
 
     x ──── Fork ──── x'              backward: the gradient leaves y before it
              └─phony─┐               enters x, though y is not computed from x
@@ -23,9 +23,9 @@ from torchgpipe.phony import get_phony
 __all__ = ["Fork", "Join", "fork", "join"]
 
 
-def fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Branches a phony off ``x``, which requires grad: ``x`` and the phony."""
-    result: tuple[Tensor, Tensor] = Fork.apply(x)
+def fork(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Branches a phony off tensors of one device that require grad: the tensors and the phony."""
+    result: tuple[Tensor, ...] = Fork.apply(*xs)
     return result
 
 
@@ -37,13 +37,13 @@ def join(x: Tensor, *phonies: Tensor) -> Tensor:
 
 class Fork(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return x.detach(), get_phony(x.device)
+        return *[x.detach() for x in xs], get_phony(xs[0].device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _phony: Tensor | None) -> Tensor | None:
-        return grad
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads[:-1]
 
 
 class Join(Function):
