@@ -348,8 +348,8 @@ MUTATIONS = [
     Mutation(
         "Fork gives a phony of its input",
         "dependency.py",
-        "return x.detach(), get_phony(x.device)",
-        "ctx.mark_non_differentiable(phony := get_phony(x.device))\nreturn x.detach(), phony",
+        "return *[x.detach() for x in xs], get_phony(xs[0].device)",
+        "ctx.mark_non_differentiable(phony := get_phony(xs[0].device))\nreturn *[x.detach() for x in xs], phony",
         "dependency",
     ),
     Mutation(
