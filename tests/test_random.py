@@ -5,6 +5,8 @@ The reference is the pipeline itself with `checkpoint='never'`: there, every lay
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -524,3 +526,28 @@ def test_a_layer_that_puts_the_generator_back(pipe: Pipe, checkpoint: str) -> No
     output.sum().backward()
     assert len(layer.again) == {"always": 2, "except_last": 1}[checkpoint]
     assert all(any(torch.equal(again, first) for first in layer.first) for again in layer.again)
+
+
+COLLECTING = """
+import gc, os, sys, threading, time, torch
+from torchgpipe.random import RandomStates
+
+def note():
+    states = RandomStates(torch.device("cpu"), [], beside=True, between=True)
+    for _ in range(1000):
+        states.end(states.begin())
+
+sys.setswitchinterval(1e-5)
+gc.set_threshold(1)
+gc.callbacks.append(lambda phase, info: time.sleep(0))
+threads = [threading.Thread(target=note, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_the_garbage_collector_in_the_midst_of_a_state() -> None:
+    """One thread had the generator and waited for the interpreter, the other one the other way round."""
+    subprocess.run([sys.executable, "-c", COLLECTING], check=True, timeout=120)

@@ -120,11 +120,18 @@ class RandomStates:
         return _replay(drawn, self._unknown) if drawn or self._unknown else nullcontext()
 
 
+#: PyTorch copies a state under a lock of the generator, and makes an object of Python there. Before Python 3.12 that
+#: can start the garbage collector, and let another thread go on, which must not wait for the generator with the
+#: interpreter in its hands: whoever waits for a lock of Python lets go of it.
+_copying = threading.Lock()
+
+
 def _note(generators: Sequence[_Generator]) -> _Note:
     if torch._C._len_torch_dispatch_stack():  # The user's modes have no business with states.
         with _disable_current_modes():
             return _note(generators)
-    states = [generator.get() for generator in generators]
+    with _copying:
+        states = [generator.get() for generator in generators]
     return _Note(states, [state.numpy().tobytes() for state in states], _replays_elsewhere())
 
 
@@ -153,10 +160,11 @@ def _count_replay() -> None:
 @contextmanager
 def _replay(drawn: Drawn, unknown: Sequence[_Generator]) -> Iterator[None]:
     _count_replay()
-    current = [draw.generator.get() for draw in drawn]
     untouched = _note(unknown)
-    for draw in drawn:
-        draw.generator.set(draw.before)
+    with _copying:
+        current = [draw.generator.get() for draw in drawn]
+        for draw in drawn:
+            draw.generator.set(draw.before)
     replays = _replays_elsewhere()
     try:
         yield
@@ -169,10 +177,11 @@ def _replay(drawn: Drawn, unknown: Sequence[_Generator]) -> Iterator[None]:
                 "checkpoint='never'"
             )
     finally:
-        for draw, state in zip(drawn, current):
-            draw.generator.set(state)
-        for generator, state in zip(unknown, untouched.states):
-            generator.set(state)
+        with _copying:
+            for draw, state in zip(drawn, current):
+                draw.generator.set(state)
+            for generator, state in zip(unknown, untouched.states):
+                generator.set(state)
         _count_replay()
 
 
