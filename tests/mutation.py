@@ -445,6 +445,13 @@ MUTATIONS = [
         "random",
     ),
     Mutation(
+        "one thread at a time copies a generator's state",
+        "random.py",
+        "_copying = threading.Lock()",
+        "_copying = nullcontext()",
+        "random",
+    ),
+    Mutation(
         "... and the last one after forward",
         "pipeline.py",
         "self._stages[0].random.forget()  # The last state takes kilobytes.",

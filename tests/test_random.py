@@ -529,7 +529,7 @@ def test_a_layer_that_puts_the_generator_back(pipe: Pipe, checkpoint: str) -> No
 
 
 COLLECTING = """
-import gc, os, sys, threading, time, torch
+import gc, sys, threading, time, torch
 from torchgpipe.random import RandomStates
 
 def note():

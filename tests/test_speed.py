@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.ablation import places
 from benchmarks.models import gpt, resnet, unet
 from benchmarks.peers import Request
 from benchmarks.records import spread
@@ -32,6 +33,12 @@ def test_neighbours_share_a_device_where_there_are_too_few() -> None:
     assert placed(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert placed(["cuda:0", "cuda:1"], 1) == ["cuda:0"]
     assert placed(["cpu"], 2) == ["cpu", "cpu"]
+
+
+def test_the_ablation_numbers_the_cpu() -> None:
+    """Each partition has a worker, and a device to copy to."""
+    assert places(["cpu"], 2) == ["cpu:0", "cpu:1"]
+    assert places(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
 
 def test_all_is_measured_that_was_asked_for() -> None:
