@@ -1,8 +1,8 @@
 """Running the cells: in the caller's thread where there is one device, in a worker for each where there are several.
 
-Each clock of the schedule is a step: all its cells start, then all of them finish. What keeps the devices busy at
-the same time is that a cell finishes, for the host, when its kernels are launched. Backward needs no schedule of
-its own: the nodes that the cells leave in the autograd graph make the engine take them in the reverse order.
+A cell is finished, for the host, when its kernels are launched: that keeps the devices busy at the same time. Backward
+needs no schedule of its own: the nodes that the cells leave in the autograd graph make the engine take the cells in the
+reverse order.
 
 Where one thread creates all nodes, their sequence numbers alone give that order. Where several do, the numbers
 of different threads say nothing about each other, and each partition's cells are tied together by a lane of
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from torchgpipe.copy import Route
 from torchgpipe.function import refuse_transforms
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
-from torchgpipe.random import RandomStates, share_generator
+from torchgpipe.random import RandomStates, sharing_generator
 from torchgpipe.recorded import RecordedCell
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -70,7 +71,7 @@ class Pipeline:
         self._m = m
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
-        self._take_turns = self._inline or share_generator(devices)
+        self._in_turn = sharing_generator(devices)
         streams = mechanisms.streams
         computing = [streams.current(device) for device in devices]
         self._step = _begin_step(m, partitions, computing, mechanisms.recorder)
@@ -88,7 +89,7 @@ class Pipeline:
         for device, own in zip(devices, modules):
             there[device] += own
         random = {
-            device: RandomStates(device, own, beside=not self._take_turns, between=not self._inline)
+            device: RandomStates(device, own, beside=device not in self._in_turn, between=not self._inline)
             for device, own in there.items()
         }
         self._stages = [
@@ -135,11 +136,8 @@ class Pipeline:
         def run(i: int, j: int) -> None:
             batches[i], lanes[j] = self._cell(i, j, i < checkpoint_stop).run(batches[i], lanes[j])
 
-        steps = clock_cycles(self._m, len(self._stages))
-        if self._take_turns:
-            # Cells that draw from one generator run one by one, in the order of the schedule.
-            steps = ([cell] for cells in steps for cell in cells)
-        run_in_workers(steps, run, [stage.stream for stage in self._stages], self._ambient)
+        cells = chain.from_iterable(clock_cycles(self._m, len(self._stages)))
+        run_in_workers(cells, run, [stage.stream for stage in self._stages], self._ambient, self._in_turn)
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:

@@ -5,9 +5,9 @@ of all are noted before and after the first run of a checkpointed cell. Those th
 to start from, so a cell that drew nothing restores nothing, and what is drawn between the two runs does not matter.
 
 The CPU has one generator for all threads. Two cells that draw from it at the same time would each see half
-of the other's numbers, and no state that could be noted would bring back what they drew. So where cells run
-on the CPU they take turns (`share_generator`), and where an accelerator's layer draws from the CPU beside
-other cells, its recomputation is refused.
+of the other's numbers, and no state that could be noted would bring back what they drew. So cells on the CPU run in
+turn (`sharing_generator`). Cells of accelerators run beside them, and are to draw from their own devices: a
+recomputation there leaves the CPU's generator to the cells of the CPU, only watches it, and is refused if it draws.
 
 A layer may have another generator at backward than at the call. Nobody has noted what was drawn from that one, so a
 second run that draws from it is refused.
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchgpipe.backward_pass import current_pass
 from torchgpipe.device import device_module
 
-__all__ = ["Drawn", "RandomStates", "share_generator"]
+__all__ = ["Drawn", "RandomStates", "sharing_generator"]
 
 
 class _Generator(NamedTuple):
@@ -49,7 +49,8 @@ class _Draw(NamedTuple):
     generator: _Generator
     before: Tensor
     after: int  # a hash of the state, which itself takes kilobytes
-    unsafe: bool  # whether others may have used the same generator meanwhile
+    disturbed: bool  # whether other threads have replayed meanwhile
+    foreign: bool  # whether cells of other devices draw from the same generator, and others have drawn, maybe
 
 
 #: What was drawn during a run, by generator.
@@ -62,7 +63,7 @@ class RandomStates:
     Args:
         device: the device of the cells
         modules: all modules there, some of which may have generators
-        beside: whether others may draw from the CPU's generator while a cell runs
+        beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether others may draw from it between two cells
     """
 
@@ -98,7 +99,7 @@ class RandomStates:
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, state, hash(new), unsafe=disturbed or (self._beside and generator.device.type == "cpu"))
+            _Draw(generator, state, hash(new), disturbed, foreign=self._beside and generator.device.type == "cpu")
             for generator, state, old, new in zip(self._generators, before.states, before.contents, after.contents)
             if old != new or disturbed
         )
@@ -159,42 +160,49 @@ def _count_replay() -> None:
 
 @contextmanager
 def _replay(drawn: Drawn, unknown: Sequence[_Generator]) -> Iterator[None]:
-    _count_replay()
-    untouched = _note(unknown)
+    own = [draw for draw in drawn if not draw.foreign]
+    foreign = [draw.generator for draw in drawn if draw.foreign]
+    if own:
+        _count_replay()
+    watched, untouched = _note(foreign), _note(unknown)
     with _copying:
-        current = [draw.generator.get() for draw in drawn]
-        for draw in drawn:
+        current = [draw.generator.get() for draw in own]
+        for draw in own:
             draw.generator.set(draw.before)
     replays = _replays_elsewhere()
     try:
         yield
-        for draw in drawn:
-            _verify(draw, disturbed=_replays_elsewhere() != replays)
+        disturbed = _replays_elsewhere() != replays
+        for draw in own:
+            _verify(draw, disturbed)
+        # A cell of the CPU that draws again meanwhile is the one who has drawn.
+        if not disturbed and _note(foreign).contents != watched.contents:
+            with _copying:
+                for generator, state in zip(foreign, watched.states):
+                    generator.set(state)
+            raise _unsafe()
         if _note(unknown).contents != untouched.contents:
             raise RuntimeError(
                 "recomputation drew random numbers from a generator that its layer did not have when the pipeline was "
-                "called; make it with the layer, leave it as it is until backward() is through, or use "
+                "called; make it with the layer, leave it as it is until backward() has finished, or use "
                 "checkpoint='never'"
             )
     finally:
         with _copying:
-            for draw, state in zip(drawn, current):
+            for draw, state in zip(own, current):
                 draw.generator.set(state)
             for generator, state in zip(unknown, untouched.states):
                 generator.set(state)
-        _count_replay()
+        if own:
+            _count_replay()
 
 
 def _verify(draw: _Draw, disturbed: bool) -> None:
     (now,) = _note([draw.generator]).contents
     if now == draw.before.numpy().tobytes() and not disturbed:
-        return  # The run draws nothing. Somebody else has.
-    if draw.unsafe:
-        raise RuntimeError(
-            "a layer drew random numbers from the CPU's generator while other devices or threads used it as well, so "
-            "recomputation cannot draw the same ones again; draw them on the layer's own device "
-            "(device=input.device), let one thread at a time train, or use checkpoint='never'"
-        )
+        return  # The run draws nothing: another thread has drawn.
+    if draw.disturbed:
+        raise _unsafe()
     if disturbed or hash(now) != draw.after:
         raise RuntimeError(
             "recomputation drew other random numbers than the first run; either the layer does not draw the same "
@@ -203,9 +211,20 @@ def _verify(draw: _Draw, disturbed: bool) -> None:
         )
 
 
-def share_generator(devices: Sequence[torch.device]) -> bool:
-    """Whether cells on these devices draw from one generator as a matter of course."""
-    return any(device.type == "cpu" for device in devices)
+def _unsafe() -> RuntimeError:
+    return RuntimeError(
+        "a layer drew random numbers from the CPU's generator while other devices or threads used it as well, so "
+        "recomputation cannot draw the same ones again; draw them on the layer's own device "
+        "(device=input.device), let one thread at a time train, or use checkpoint='never'"
+    )
+
+
+def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
+    """Return the devices whose own generator is one and the same: those of the CPU; all if there is one device only.
+
+    Their cells run in turn.
+    """
+    return {device for device in devices if device.type == "cpu" or len(set(devices)) == 1}
 
 
 @cache

@@ -1,17 +1,23 @@
 """A thread for each device, so that the devices are fed side by side.
 
-The threads live as long as one call of the pipeline. Idle ones would be in the way of a data loader that forks
-processes, and starting them is cheap beside a mini-batch.
+A worker runs the cells of its device in the order of the schedule, and starts a cell as soon as everything that the
+cell needs is finished:
 
-They drive the schedule among themselves: who is the last to finish a step hands out the next one, while the caller
-sleeps until the end. Every change of threads is time in which the host does nothing for any device.
+    worker 0   (0,0)──┐(1,0)──┐(2,0)──┐           (i,j) needs (i,j-1), whose output it takes,
+    worker 1          └►(0,1)─└►(1,1)─└►(2,1)     and follows the cell before it on its own device
+
+Which cell follows which on a device never depends on which device is faster. Cells that share a random number generator
+run in turn: each of them also needs the one before it in the order of the schedule, whichever device that one is on.
+
+A worker sends the number of a finished cell to the workers that wait for the cell. Threads live as long as one call of
+the pipeline: idle threads would disturb a data loader that forks processes, and starting threads is cheap beside a
+mini-batch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -25,20 +31,26 @@ Cell = tuple[int, int]
 
 
 def run_in_workers(
-    steps: Iterable[Sequence[Cell]], run: Callable[[int, int], None], streams: Sequence[Stream], ambient: Ambient
+    cells: Iterable[Cell],
+    run: Callable[[int, int], None],
+    streams: Sequence[Stream],
+    ambient: Ambient,
+    in_turn: Collection[torch.device] = (),
 ) -> None:
-    """Runs the cells of each step side by side, and one step after the other.
+    """Run every cell in the worker of its device.
 
     Args:
-        steps: cells (i, j), in the order of the schedule
+        cells: cells (i, j), in the order of the schedule
         run: runs the cell (i, j)
-        streams: the stream of each partition j; the threads are those of their devices
-        ambient: what the threads run in, each on its stream
+        streams: the stream of each partition j; there is a worker for each device among them
+        ambient: what the workers run in, each on its stream
+        in_turn: the devices whose cells run one at a time
 
     Raises:
-        BaseException: what the first cell that failed has raised. Cells of later steps have not started.
+        BaseException: what the first cell that failed, in the order of the schedule, has raised. All cells before it
+            have run.
     """
-    error = _Crew(steps, run, streams).work(ambient)
+    error = _Crew(list(cells), run, streams, in_turn).work(ambient)
     if error is not None:
         try:
             raise error
@@ -47,78 +59,130 @@ def run_in_workers(
 
 
 class _Worker:
-    """The end of a thread at which its cells arrive."""
+    """The cells of a device, and the messages to its thread.
+
+    Attributes:
+        stream: where the cells compute
+        cells: the number of each cell, with the numbers of the cells on other devices that it needs
+        inbox: receives the numbers of finished cells
+    """
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        # A queue of the standard library in C: half the time of a future for each hand-over.
-        self.cells: SimpleQueue[Cell | None] = SimpleQueue()
-        self.failed = False
+        self.cells: list[tuple[int, list[int]]] = []
+        # A queue of the standard library in C: half the time of a future for each message.
+        self.inbox: SimpleQueue[int] = SimpleQueue()
 
 
 class _Crew:
-    """The workers of one call."""
+    """The workers of one call. Cells are told by their numbers, which count them in the order of the schedule."""
 
     def __init__(
-        self, steps: Iterable[Sequence[Cell]], run: Callable[[int, int], None], streams: Sequence[Stream]
+        self,
+        cells: list[Cell],
+        run: Callable[[int, int], None],
+        streams: Sequence[Stream],
+        in_turn: Collection[torch.device],
     ) -> None:
-        self._steps = iter(steps)
+        self._cells = cells
         self._run = run
+        #: The first cell that must not run: the first one that failed, once one has.
+        self._end = len(cells)
+        self._errors: dict[int, BaseException] = {}
+        self._errors_lock = threading.Lock()
         self._workers: dict[torch.device, _Worker] = {}
         for stream in streams:
             self._workers.setdefault(stream.device, _Worker(stream))
-        self._by_partition = [self._workers[stream.device] for stream in streams]
-        self._step: Sequence[Cell] = ()
-        self._pending = 0
-        self._pending_lock = threading.Lock()
-        self._errors: dict[Cell, BaseException] = {}
-        self._outcome: SimpleQueue[BaseException | None] = SimpleQueue()
+        #: By cell, the workers that wait for it.
+        self._waiting: list[list[_Worker]] = [[] for _ in cells]
+        self._divide([self._workers[stream.device] for stream in streams], in_turn)
+
+    def _divide(self, worker_of: Sequence[_Worker], in_turn: Collection[torch.device]) -> None:
+        """Give each worker its cells, and note who waits for whom."""
+        numbers: dict[Cell, int] = {}
+        turn: int | None = None  # the last cell that ran in turn
+        for number, (i, j) in enumerate(self._cells):
+            numbers[i, j] = number
+            worker = worker_of[j]
+            needs = set() if j == 0 else {numbers[i, j - 1]}
+            if worker.stream.device in in_turn:
+                needs |= set() if turn is None else {turn}
+                turn = number
+            foreign = [need for need in needs if worker_of[self._cells[need][1]] is not worker]
+            for need in foreign:
+                self._waiting[need].append(worker)
+            worker.cells.append((number, foreign))
 
     def work(self, ambient: Ambient) -> BaseException | None:
-        """Runs all steps, or those up to the first with an error, which is returned. All threads are gone then."""
-        with ThreadPoolExecutor(len(self._workers), thread_name_prefix="torchgpipe") as pool:
-            try:
-                for worker in self._workers.values():
-                    pool.submit(self._serve, worker, ambient)
-                self._hand_out()
-                return self._outcome.get()
-            finally:
-                for worker in self._workers.values():
-                    worker.cells.put(None)
-
-    def _serve(self, worker: _Worker, ambient: Ambient) -> None:
-        """A thread's life."""
+        """Run all cells, or those up to the first that fails, whose error is returned. No thread is left."""
+        threads = torch.get_num_threads()
+        share = self._share_of_cores(threads)
+        crew = [
+            threading.Thread(
+                target=self._serve, args=(worker, ambient, share), name=f"torchgpipe {worker.stream.device}"
+            )
+            for worker in self._workers.values()
+        ]
         try:
-            ambient.run(self._serve_all, worker)
-        except BaseException as error:  # What was to be entered could not be. Somebody waits for an outcome.
-            self._outcome.put(error)
+            for thread in crew:
+                thread.start()
+            for thread in crew:
+                thread.join()
+        except BaseException:  # The caller was interrupted.
+            self._stop(0)
+            for thread in crew:
+                if thread.ident is not None:
+                    thread.join()
+            raise
+        finally:
+            if share is not None:
+                # Threads that start later would get the number that the workers have set.
+                torch.set_num_threads(threads)
+        errors, self._errors = self._errors, {}  # Errors know the frames that they come from, and so this object.
+        return errors[min(errors)] if errors else None
 
-    def _serve_all(self, worker: _Worker) -> None:
+    def _share_of_cores(self, threads: int) -> int | None:
+        """Return how many threads a layer may use in a worker of the CPU; None if all workers may use all.
+
+        Workers that all use every core wait for each other's threads, which spin on the cores meanwhile.
+        """
+        sharing = sum(device.type == "cpu" for device in self._workers)
+        return max(1, threads // sharing) if sharing > 1 and threads > 1 else None
+
+    def _serve(self, worker: _Worker, ambient: Ambient, share: int | None) -> None:
+        """Be the thread of a worker."""
+        try:
+            if share is not None and worker.stream.device.type == "cpu":
+                torch.set_num_threads(share)
+            ambient.run(self._serve_cells, worker)
+        except BaseException as error:  # The thread could not get to its cells; others wait for them.
+            self._fail(-1, error)
+
+    def _serve_cells(self, worker: _Worker) -> None:
         with worker.stream.use():
-            while (cell := worker.cells.get()) is not None:
-                self._serve_one(worker, *cell)
+            finished: set[int] = set()
+            for number, needs in worker.cells:
+                for need in needs:
+                    while need not in finished and number < self._end:
+                        finished.add(worker.inbox.get())
+                if number >= self._end:
+                    return
+                try:
+                    self._run(*self._cells[number])
+                except BaseException as error:
+                    self._fail(number, error)
+                    return
+                for other in self._waiting[number]:
+                    other.inbox.put(number)
 
-    def _serve_one(self, worker: _Worker, i: int, j: int) -> None:
-        if not worker.failed:
-            try:
-                self._run(i, j)
-            except BaseException as error:
-                worker.failed = True
-                self._errors[i, j] = error
-        with self._pending_lock:
-            self._pending -= 1
-            is_last = self._pending == 0
-        if is_last:
-            self._hand_out()
+    def _fail(self, number: int, error: BaseException) -> None:
+        with self._errors_lock:
+            self._errors[number] = error
+        self._stop(number)
 
-    def _hand_out(self) -> None:
-        """Goes on to the next step, if there is one and the last one went well."""
-        errors = [self._errors[cell] for cell in self._step if cell in self._errors]
-        self._errors.clear()  # They know the frames they come from, and so this object.
-        step = next(self._steps, None)
-        if errors or step is None:
-            self._outcome.put(errors[0] if errors else None)
-            return
-        self._step, self._pending = step, len(step)
-        for cell in step:
-            self._by_partition[cell[1]].cells.put(cell)
+    def _stop(self, end: int) -> None:
+        """Let no cell start from number ``end`` on, and wake the workers, which may wait for such cells."""
+        with self._errors_lock:
+            self._end = min(self._end, end)
+        for worker in self._workers.values():
+            worker.inbox.put(end)
