@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
@@ -95,6 +96,8 @@ class _Crew:
             self._workers.setdefault(stream.device, _Worker(stream))
         #: By cell, the workers that wait for it.
         self._waiting: list[list[_Worker]] = [[] for _ in cells]
+        #: Autocast has one cache for all threads, which the first worker to leave would clear: they leave together.
+        self._leaving = threading.Barrier(len(self._workers))
         self._divide([self._workers[stream.device] for stream in streams], in_turn)
 
     def _divide(self, worker_of: Sequence[_Worker], in_turn: Collection[torch.device]) -> None:
@@ -128,8 +131,9 @@ class _Crew:
                 thread.start()
             for thread in crew:
                 thread.join()
-        except BaseException:  # The caller was interrupted.
+        except BaseException:  # The caller was interrupted, or a thread could not start.
             self._stop(0)
+            self._leaving.abort()
             for thread in crew:
                 if thread.ident is not None:
                     thread.join()
@@ -157,23 +161,29 @@ class _Crew:
             ambient.run(self._serve_cells, worker)
         except BaseException as error:  # The thread could not get to its cells; others wait for them.
             self._fail(-1, error)
+            self._leaving.abort()
 
     def _serve_cells(self, worker: _Worker) -> None:
         with worker.stream.use():
-            finished: set[int] = set()
-            for number, needs in worker.cells:
-                for need in needs:
-                    while need not in finished and number < self._end:
-                        finished.add(worker.inbox.get())
-                if number >= self._end:
-                    return
-                try:
-                    self._run(*self._cells[number])
-                except BaseException as error:
-                    self._fail(number, error)
-                    return
-                for other in self._waiting[number]:
-                    other.inbox.put(number)
+            self._run_cells(worker)
+            with suppress(threading.BrokenBarrierError):
+                self._leaving.wait()
+
+    def _run_cells(self, worker: _Worker) -> None:
+        finished: set[int] = set()
+        for number, needs in worker.cells:
+            for need in needs:
+                while need not in finished and number < self._end:
+                    finished.add(worker.inbox.get())
+            if number >= self._end:
+                return
+            try:
+                self._run(*self._cells[number])
+            except BaseException as error:
+                self._fail(number, error)
+                return
+            for other in self._waiting[number]:
+                other.inbox.put(number)
 
     def _fail(self, number: int, error: BaseException) -> None:
         with self._errors_lock:
