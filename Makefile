@@ -23,8 +23,6 @@ $(READY): pyproject.toml setup.py constraints.txt
 	$(RUN) -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# A thread that waits for another sleeps: one that spins slows all down tenfold where the cores are shared.
-demo test coverage: export OMP_WAIT_POLICY = passive
 
 demo: $(READY)
 	$(RUN) examples/language_model.py $(ARGS)
