@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
+import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +111,40 @@ def test_figures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch
     for path in drawn:
         committed = (ROOT / "docs" / "images" / path.name).read_text()
         assert path.read_text() == committed, f"{path.name} is older than docs/figures.py"
+
+
+@pytest.fixture
+def conf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings of Sphinx."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(ROOT / "docs" / "conf.py"))
+
+
+def test_what_is_copied_of_a_session_is_its_input(conf: dict[str, Any]) -> None:
+    """Of the lines of an error, the copy button took all but those that are marked as output."""
+    prompt = re.compile(conf["copybutton_prompt_text"])
+    assert conf["copybutton_prompt_is_regexp"] and not conf["copybutton_copy_empty_lines"]
+    sessions = [snippet.code for page in RST for snippet in snippets.in_rst(page.read_text()) if ">>>" in snippet.code]
+    assert sessions
+    for session in sessions:
+        copied = [line[match.end() :] for line in session.splitlines() if (match := prompt.match(line))]
+        examples = doctest.DocTestParser().get_examples(session)
+        assert "\n".join(copied) + "\n" == "".join(example.source for example in examples)
+
+
+def test_code_on_dark_pages_is_not_underlined(conf: dict[str, Any]) -> None:
+    """`torch` of an import looked like a link."""
+    styles = pytest.importorskip("pygments.styles")
+    tokens = pytest.importorskip("pygments.token")
+    style = styles.get_style_by_name(conf["pygments_dark_style"])
+    assert not style.style_for_token(tokens.Name.Namespace)["underline"]
+
+
+def test_letters_of_a_drawing_are_at_least_eleven_pixels_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a phone they were of seven."""
+    pytest.importorskip("sphinx")
+    pytest.importorskip("matplotlib")  # for the tables
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    house = importlib.import_module("house")
+    small = '<svg viewBox="0 0 600 100"><text font-size="14">a</text><text font-size="12.5">b</text></svg>'
+    assert house.least_width(small) == 528
