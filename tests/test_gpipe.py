@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from fractions import Fraction
@@ -311,6 +313,56 @@ def test_a_model_on_the_meta_device_comes_into_being_as_if_made_there(layer: Cal
         if (expected == expected.flatten()[0]).all():
             assert torch.equal(tensor, expected), name
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def test_an_optimizer_made_on_the_meta_device_trains_what_comes_into_being(pipe: Pipe, checkpoint: str) -> None:
+    """Its parameters were others, and it trained nothing, silently."""
+
+    class Weight(nn.Parameter):
+        pass
+
+    with torch.device("meta"):
+        module = make_model(2)
+    module[0].weight = weight = Weight(module[0].weight.detach())
+    weight.kind, seen = "mine", []
+    handle = weight.register_hook(lambda grad: grad * 2)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter is weight))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.5)
+
+    model, x = pipe(module, [1, 1], chunks=2, checkpoint=checkpoint), make_input()
+    assert model[0].weight is weight
+    assert (type(weight), weight.kind, weight.device.type) == (Weight, "mine", "cpu")
+    plain = nn.Sequential(*make_model(2))
+    plain.load_state_dict(model.state_dict())
+    for part in x.chunk(2):
+        plain(part).sum().backward()
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, 2 * plain[0].weight.grad)
+    assert seen == [True]
+    optimizer.step()
+    for name, parameter in plain.named_parameters():
+        assert not torch.equal(parameter, model.get_parameter(name)), f"{name} is not trained"
+
+    handle.remove()
+    model.zero_grad()
+    model.load_state_dict(plain.state_dict())
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, plain[0].weight.grad)
+
+
+def test_a_parameter_that_cannot_come_into_being_as_itself_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
+    reference = weakref.ref(module[1].bias)
+    with pytest.raises(ValueError, match=r"parameter '1\.bias' is on the meta device .*weak reference.*optimizer"):
+        GPipe(module, [1, 1], devices=["cpu"] * 2)
+    assert reference() is module[1].bias
+    assert all(parameter.is_meta for parameter in module.parameters()), "nothing has changed"
+
+    del reference
+    view = module[1].bias.view(2)
+    with pytest.raises(ValueError, match=r"parameter '1\.bias' is on the meta device .*holding references"):
+        GPipe(module, [1, 1], devices=["cpu"] * 2)
+    assert view.is_meta
 
 
 def test_a_frozen_parameter_on_the_meta_device_stays_frozen() -> None:

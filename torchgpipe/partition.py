@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
-from torchgpipe.device import same_memory
+from torchgpipe.device import default_devices, same_memory
 
 __all__ = [
     "Partition",
@@ -222,7 +224,11 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
 
 
 def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
-    """The modules that hold tensors on the meta device, each with what initialises it."""
+    """The modules that hold tensors on the meta device, each with what initialises it.
+
+    Raises:
+        ValueError: one has nothing to initialise itself with, or a parameter that cannot come into being.
+    """
     known: set[torch.Tensor] = set()
     result = {}
     for partition in partitions:
@@ -238,21 +244,53 @@ def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[]
                     f"'{name}' ({type(module).__name__}) is on the meta device and {reason}; materialise the "
                     "module and load its weights before wrapping it"
                 )
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and weakref.getweakrefs(parameter):
+                    raise _cannot_come_into_being(f"{name}.{attribute}", "there is a weak reference to it")
             known.update(on_meta)
             result[module] = initialise
     return result
 
 
 def _materialise(partition: Partition, device: torch.device) -> None:
-    """Gives memory to what is on the meta device, and to nothing else."""
-    for module in partition.modules():
-        for name, parameter in module._parameters.items():
+    """Gives memory to what is on the meta device, and to nothing else.
+
+    A parameter stays the same object: an optimizer that was made before has it, and trains it.
+    """
+    for name, module in partition.named_modules():
+        for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = torch.empty_like(parameter, device=device)
-                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
+                try:
+                    _bring_into_being(parameter, device)
+                except RuntimeError as error:
+                    raise _cannot_come_into_being(f"{name}.{attribute}", str(error)) from error
+        for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[attribute] = torch.empty_like(buffer, device=device)
+
+
+def _bring_into_being(parameter: nn.Parameter, device: torch.device) -> None:
+    """Gives a parameter memory on ``device``; its class, attributes and hooks stay.
+
+    Raises:
+        RuntimeError: something else holds its memory, or a weak reference to it.
+    """
+    real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    # All that is exchanged has to be on both sides, or it would stay behind with the memory that is dropped.
+    real.__class__ = type(parameter)
+    vars(real).update(vars(parameter))
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    # The hooks are called by the memory, and known by the parameter: assigning them tells the new memory of them.
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
+
+
+def _cannot_come_into_being(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' is on the meta device and cannot be given memory as the same object: {reason}; wrap the "
+        "module before what refers to its parameters is made (an optimizer may be made before), or materialise the "
+        "module and load its weights before wrapping it"
+    )
 
 
 def _tensors(partition: Partition) -> Iterator[torch.Tensor]:
