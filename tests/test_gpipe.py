@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import pickle
@@ -16,11 +17,13 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import replicate
 
-from tests.conftest import Devices, Pipe
+from tests.conftest import Devices, Pipe, with_accelerators
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, NoChunk
+from torchgpipe.pipe import Pipe as RemovedPipe
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -60,6 +63,23 @@ class Recorder(nn.Module):
 def test_module_must_be_sequential(module: Any) -> None:
     with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned"):
         GPipe(module, [1])
+
+
+def test_the_layers_of_another_module_are_shown_as_a_sequential() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(2, 2), nn.Linear(2, 2)
+            self.blocks = nn.ModuleList([nn.Linear(2, 2)])
+
+    for module, code in [
+        (Model(), "nn.Sequential(model.embed, model.head, *model.blocks)"),
+        (nn.ModuleList([nn.Linear(1, 1)]), "nn.Sequential(*model)"),
+        (nn.Linear(1, 1), "nn.Sequential(first, second, ...)"),
+    ]:
+        with pytest.raises(TypeError, match=re.escape(f"got {type(module).__name__}; write it")) as caught:
+            GPipe(module, [1])
+        assert code in str(caught.value)
 
 
 def test_a_subclass_of_sequential_is_one() -> None:
@@ -207,6 +227,28 @@ def test_balance_takes_integers_only(balance: Any) -> None:
     _assert_points_to_balancing(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("balance", "accelerators", "partitions"),
+    [
+        ([4, 4], 0, 2),
+        ([1, 1, 1], 0, 3),
+        ([0, 3], 0, 2),
+        ([1] * 12, 0, 5),
+        ([], 0, 2),
+        (None, 0, 2),
+        (None, 4, 4),
+        (None, 8, 5),
+    ],
+)
+def test_as_many_partitions_are_recommended_as_were_given(
+    monkeypatch: pytest.MonkeyPatch, balance: Any, accelerators: int, partitions: int
+) -> None:
+    """It was 4, always."""
+    with_accelerators(monkeypatch, accelerators)
+    with pytest.raises(ValueError, match=f"partitions={partitions}\\)"):
+        GPipe(make_model(5), balance)
+
+
 def _assert_points_to_balancing(error: Exception) -> None:
     assert "torchgpipe.balance" in str(error)
     assert "torchgpipe_balancing" in str(error)
@@ -255,8 +297,22 @@ def test_more_devices_than_partitions_are_left_alone() -> None:
 def test_too_few_devices() -> None:
     with pytest.raises(IndexError, match="too few devices to hold given partitions") as caught:
         GPipe(make_model(3), [1, 1, 1], devices=["cpu:0", "cpu:1"])
-    assert "2" in str(caught.value)
-    assert "3" in str(caught.value)
+    assert "(devices: 2, partitions: 3)" in str(caught.value)
+    assert "devices=['cpu:0', 'cpu:0', 'cpu:1']" in str(caught.value)
+
+
+@pytest.mark.parametrize(("accelerators", "shared"), [(1, [0, 0, 0, 0, 0]), (2, [0, 0, 0, 1, 1]), (4, [0, 0, 1, 2, 3])])
+def test_too_few_accelerators_and_the_list_that_shares_them(
+    monkeypatch: pytest.MonkeyPatch, accelerators: int, shared: list[int]
+) -> None:
+    with_accelerators(monkeypatch, accelerators)
+    with pytest.raises(IndexError, match="too few devices to hold given partitions") as caught:
+        GPipe(make_model(5), [1] * 5)
+    found = re.search(r"devices=(\[.*?\])", str(caught.value))
+    assert found is not None
+    devices = ast.literal_eval(found[1])
+    assert devices == [f"cpu:{index}" for index in shared]
+    assert GPipe(make_model(5), [1] * 5, devices=devices)(make_input()).shape == (6, 2)
 
 
 def test_nothing_runs_on_the_meta_device() -> None:
@@ -849,6 +905,18 @@ def test_moving_is_denied(pipe: Pipe, move: Callable[[GPipe], Any]) -> None:
         move(model)
     assert "devices" in str(caught.value)
     assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu", "xpu", "to"])
+def test_what_moves_other_modules_is_documented_as_it_is_here(name: str) -> None:
+    assert "TypeError" in (vars(GPipe)[name].__doc__ or "")
+
+
+def test_data_parallel_around_it_is_refused() -> None:
+    """It ran copies of the pipeline in threads. Without parameters it can be tried here."""
+    for model in [GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"]), RemovedPipe(nn.Sequential(nn.Tanh()))]:
+        with pytest.raises(RuntimeError, match=rf"around a {type(model).__name__}: .*DistributedDataParallel"):
+            replicate(nn.Sequential(model), [0, 1])
 
 
 def test_the_denial_is_a_new_exception_each_time(pipe: Pipe) -> None:

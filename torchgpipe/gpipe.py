@@ -228,6 +228,14 @@ class GPipe(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def _replicate_for_data_parallel(self) -> GPipe:
+        # DataParallel calls it of all modules in it, in the caller's thread, before it runs anything.
+        raise RuntimeError(
+            f"nn.DataParallel cannot be around a {type(self).__name__}: it would run a copy of all layers on each GPU, "
+            "where the pipeline already uses several; leave nn.DataParallel out, or for copies of the whole pipeline "
+            "use nn.parallel.DistributedDataParallel with a process for each"
+        )
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes the keys of the original as well, ``partitions.<j>.<name>``, whatever balance they were saved under."""
         start = prefix + "partitions."
@@ -249,9 +257,11 @@ def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devi
         raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
     known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
     if len(known) < n:
+        there = known or default_devices(n)
+        shared = [str(there[j * len(there) // n]) for j in range(n)]
         raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); give one for "
-            "each partition, where several may be the same, or a balance with fewer partitions"
+            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
+            f"one: devices={shared}, or take a balance with fewer partitions"
         )
     on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
     if on_meta:

@@ -78,7 +78,11 @@ def verify_module(module: nn.Module) -> None:
         ValueError: a layer occurs twice.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}")
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write it as its layers "
+            f"in the order of forward, for instance {_as_sequential(module)}, where what forward does between them is "
+            'a layer as well (see "A model that is not sequential" in docs/recipes.rst)'
+        )
     names: dict[int, str] = {}
     for name, layer in module._modules.items():
         first = names.setdefault(id(layer), name)
@@ -87,6 +91,18 @@ def verify_module(module: nn.Module) -> None:
                 f"module with duplicate children is not supported, but '{first}' and '{name}' are the same "
                 "layer; make a copy of it, or put both uses into one layer"
             )
+
+
+def _as_sequential(module: object) -> str:
+    """The layers of ``module`` as one would write them in a Sequential."""
+    if isinstance(module, nn.ModuleList):
+        return "nn.Sequential(*model)"
+    children = list(module.named_children()) if isinstance(module, nn.Module) else []
+    stars = ["*" if isinstance(child, nn.Sequential | nn.ModuleList) else "" for _, child in children]
+    layers = [f"{star}model.{name}" for star, (name, _) in zip(stars, children)]
+    if len(layers) > 4:
+        layers[2:-1] = ["..."]
+    return f"nn.Sequential({', '.join(layers) or 'first, second, ...'})"
 
 
 def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
@@ -116,36 +132,51 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
         ValueError: it is missing, has another sum than ``layers``, or leaves a partition empty.
     """
     if balance is None:
-        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)"))
+        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)", layers))
     try:
         counts = [operator.index(count) for count in balance]
     except TypeError:
         raise TypeError(
             _recommend_balancing(
                 f"balance takes a list of integers, the number of layers in each partition, but got {balance!r} "
-                f"(module: {layers} layers)"
+                f"(module: {layers} layers)",
+                layers,
             )
         ) from None
     if any(count <= 0 for count in counts):
         raise ValueError(
-            _recommend_balancing(f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})")
+            _recommend_balancing(
+                f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})",
+                layers,
+                len(counts),
+            )
         )
     if sum(counts) != layers:
         raise ValueError(
             _recommend_balancing(
-                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})"
+                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})",
+                layers,
+                len(counts),
             )
         )
     return counts
 
 
-def _recommend_balancing(message: str) -> str:
+def _recommend_balancing(message: str, layers: int, wanted: int = 0) -> str:
+    """Return ``message`` and how to get a balance.
+
+    Args:
+        message: what is wrong with the one that was given
+        layers: the number of layers of the module
+        wanted: the number of partitions that the caller has in mind; 0 for one on each accelerator
+    """
+    partitions = max(1, min(layers, wanted or max(2, len(default_devices(2)))))
     return f"""{message}
 
-Let the balance be measured, here for 4 partitions:
+Let the balance be measured, here for {partitions} partition{"s" * (partitions > 1)}:
 
     from torchgpipe_balancing import balance_by_time
-    balance = balance_by_time(module, sample, partitions=4)
+    balance = balance_by_time(module, sample, partitions={partitions})
 
 (or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
 
