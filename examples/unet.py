@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from language_model import devices_for
@@ -245,7 +245,12 @@ def train(options: argparse.Namespace, pipeline: bool, held_out: Tensor) -> Run:
 
 
 def counted_step(
-    layers: nn.Sequential, input: Any, balance: Sequence[int], devices: Sequence[str], chunks: int, checkpoint: str
+    layers: nn.Sequential,
+    input: Any,
+    balance: Sequence[int],
+    devices: Sequence[str],
+    chunks: int,
+    checkpoint: Literal["always", "except_last", "never"],
 ) -> tuple[Tensor, Counter[tuple[int, int]]]:
     """A step through a pipeline: the scores, and the bytes that were copied from each partition to each other."""
     pipeline = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)

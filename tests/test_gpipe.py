@@ -464,21 +464,71 @@ def test_real_tensors_beside_those_on_the_meta_device_keep_their_values() -> Non
 # The other options
 
 
-@pytest.mark.parametrize(
-    ("chunks", "number"),
-    [(1, 1), (4, 4), ("4", 4), (2.9, 2), (True, 1), (Fraction(7, 2), 3), (numpy.int64(3), 3), (torch.tensor(3), 3)],
-)
-def test_chunks_is_anything_that_int_takes(chunks: Any, number: int) -> None:
+@pytest.mark.parametrize(("chunks", "number"), [(1, 1), (4, 4), (True, 1), (numpy.int64(3), 3), (torch.tensor(3), 3)])
+def test_chunks_is_any_integer(chunks: Any, number: int) -> None:
     model = GPipe(make_model(1), [1], devices=["cpu"], chunks=chunks)
     assert model.chunks == number
     assert type(model.chunks) is int
 
 
-@pytest.mark.parametrize("chunks", [0, -1, 0.5, None, "many", "", [2], float("nan"), float("inf")])
-def test_chunks_must_be_positive(chunks: Any) -> None:
-    with pytest.raises(ValueError, match="number of chunks must be positive integer") as caught:
+@pytest.mark.parametrize("chunks", [2.9, 4.0, Fraction(4), None, "4", [2], float("nan")], ids=repr)
+def test_chunks_is_nothing_else(chunks: Any) -> None:
+    with pytest.raises(TypeError, match="number of chunks must be positive integer") as caught:
         GPipe(make_model(1), [1], devices=["cpu"], chunks=chunks)
     assert repr(chunks) in str(caught.value)
+
+
+def test_settings_between_two_calls(pipe: Pipe) -> None:
+    """What could be set and was not looked at, or not before the call, was an error of PyTorch's or nothing at all."""
+    recorder = Recorder()
+    model = pipe(nn.Sequential(*make_model(1), recorder), [1, 1], chunks=2, checkpoint="always")
+    model.chunks, model.checkpoint = numpy.int64(3), "never"
+    model(make_input())
+    assert [len(batch) for batch in recorder.seen] == [2, 2, 2]
+    assert (model.chunks, type(model.chunks), model.checkpoint) == (3, int, "never")
+    with pytest.raises(ValueError, match="number of chunks must be positive integer, but got 0"):
+        model.chunks = 0
+    with pytest.raises(TypeError, match=r"but got 4\.0"):
+        model.chunks = 4.0
+    with pytest.raises(ValueError, match=r"checkpoint is not one of .*, but 'nevr'"):
+        model.checkpoint = "nevr"
+    assert (model.chunks, model.checkpoint) == (3, "never")
+
+
+def test_deferred_batch_norms_follow_chunks(pipe: Pipe) -> None:
+    module, x = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).double(), make_input()
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=2, deferred_batch_norm=True)
+    model.chunks = 3
+    assert model[0].chunks == 3
+    model(x)
+    module(x)
+    torch.testing.assert_close(model[0].running_var, module[0].running_var)
+
+
+@pytest.mark.parametrize("name", ["balance", "devices"])
+def test_where_layers_are_cannot_be_set(pipe: Pipe, name: str) -> None:
+    model = pipe(make_model(2), [1, 1])
+    before = getattr(model, name)
+    with pytest.raises(
+        AttributeError, match=rf"{name} of a GPipe cannot be set, .*: GPipe\(model\.unwrap\(\), \.\.\.\)"
+    ):
+        setattr(model, name, [2, 0])
+    getattr(model, name).append("changes a list of the caller's own")
+    assert getattr(model, name) == before
+
+
+def test_a_lazy_layer_cannot_be_checkpointed_later_on() -> None:
+    model = GPipe(nn.Sequential(nn.LazyLinear(3)), [1], devices=["cpu"], checkpoint="never")
+    with pytest.raises(ValueError, match="parameters without a shape cannot be checkpointed"):
+        model.checkpoint = "always"
+
+
+def test_its_representation_shows_how_it_is_divided() -> None:
+    model = GPipe(make_model(3), [1, 2], devices=["cpu:0", "cpu:1"], chunks=4)
+    lines = repr(model).splitlines()
+    assert lines[0] == "GPipe("
+    assert lines[1] == "  balance=[1, 2], devices=['cpu:0', 'cpu:1'], chunks=4, checkpoint='except_last'"
+    assert lines[2].startswith("  (0): Linear(")
 
 
 @pytest.mark.parametrize("mode", ["sometimes", "ALWAYS", "", None, 1])
@@ -498,13 +548,6 @@ def test_lazy_layers_get_their_shape_in_the_pipeline_or_are_refused(pipe: Pipe, 
     model = pipe(module, [1, 2], chunks=2, checkpoint=checkpoint)
     model(make_input()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_checkpoint_mode_that_is_set_later_is_checked_at_the_call() -> None:
-    model = GPipe(make_model(1), [1], devices=["cpu"])
-    model.checkpoint = "nevr"
-    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never', but 'nevr'"):
-        model(make_input())
 
 
 def test_defaults() -> None:
