@@ -49,7 +49,7 @@ format: $(READY)
 	$(RUN) -m ruff format
 
 types: $(READY)
-	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models
+	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models tests/typed.py
 
 bench: $(READY)
 	$(RUN) -m benchmarks.overhead $(ARGS)

@@ -83,6 +83,13 @@ def checkpoint(request: pytest.FixtureRequest) -> str:
     return mode
 
 
+def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Makes the machine one with ``n`` accelerators, ``'cpu:0'``, ``'cpu:1'``, ..., or with none."""
+    monkeypatch.setattr("torchgpipe.device._accelerator", lambda: torch.device("cpu") if n else None)
+    for module in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(module, "device_count", lambda: n)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Makes every test independent of those before it."""

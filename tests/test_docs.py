@@ -17,6 +17,7 @@ import torch
 import torchgpipe
 import torchgpipe_balancing
 from tests import snippets
+from tests.conftest import with_accelerators
 from tests.test_public import PUBLIC, named
 
 ROOT = Path(torchgpipe.__file__).parent.parent
@@ -27,9 +28,8 @@ RST.remove(ROOT / "docs" / "scaling.rst")  # runs in several processes: tests/di
 
 @pytest.fixture(autouse=True)
 def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples may write files, take for granted as many GPUs as they need, and measure longer than we need."""
+    """Examples may write files, and measure longer than we need."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchgpipe.gpipe.default_devices", lambda n: [torch.device("cpu")] * n)
     for measure in (torchgpipe_balancing.balance_by_time, torchgpipe_balancing.profile):
         monkeypatch.setitem(measure.__kwdefaults__, "timeout", 0.0)
     later = importlib.import_module("torchgpipe.balance").balance_by_time
@@ -45,17 +45,46 @@ def test_there_is_code_to_run() -> None:
     assert len(snippets.in_docstring(torchgpipe.GPipe.__doc__)) == 1
 
 
+def first_example(page: Path) -> str:
+    """What a reader pastes first: the page up to where a pipeline is made, and with what follows it in the block."""
+    text = page.read_text()
+    blocks = [snippet.code for snippet in (snippets.in_markdown if page.suffix == ".md" else snippets.in_rst)(text)]
+    first = next((k for k, code in enumerate(blocks) if re.search(r"\b(GPipe|Pipe)\(", code)), -1)
+    return "\n".join(blocks[: 1 if page.suffix == ".md" else first + 1])
+
+
+FIRST = [page for page in [*MARKDOWN, *RST] if first_example(page)]
+
+
+@pytest.mark.parametrize("accelerators", [0, 1, 2, 8])
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+def test_the_first_example_of_a_page_runs_on_any_machine(
+    page: Path, accelerators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the README it was an IndexError on one GPU and on two."""
+    with_accelerators(monkeypatch, accelerators)
+    snippets.run(snippets.Snippet(1, first_example(page).replace("cuda:", "cpu:")), page, {"__name__": "page"})
+
+
+def test_the_first_examples_are_found() -> None:
+    assert {"README.md", "index.rst", "getting-started.rst", "guide.rst", "recipes.rst"} <= {
+        page.name for page in FIRST
+    }
+
+
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
-def test_code_of_a_page_in_markdown(page: Path) -> None:
-    """Each block by itself."""
+def test_code_of_a_page_in_markdown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block by itself, on a machine with one GPU, the one on which an example may lack devices."""
+    with_accelerators(monkeypatch, 1)
     for snippet in snippets.in_markdown(page.read_text()):
         snippets.run(snippet, page, {"__name__": "page"})
 
 
 @pytest.mark.parametrize("page", RST, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-def test_code_of_a_page_of_the_documentation(page: Path) -> None:
-    """Each block after the others."""
+def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block after the others, on a machine with one GPU."""
+    with_accelerators(monkeypatch, 1)
     text = page.read_text()
     if "timeline.plot(" in text:
         pytest.importorskip("matplotlib")
@@ -78,8 +107,9 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_code_of_a_docstring(name: str) -> None:
-    """Each block by itself."""
+def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block by itself; it takes for granted as many GPUs as it needs."""
+    monkeypatch.setattr("torchgpipe.gpipe.default_devices", lambda n: [torch.device("cpu")] * n)
     if any(".plot(" in snippet.code for snippet in EXAMPLES[name]):
         pytest.importorskip("matplotlib")
     module = max((module for module in PUBLIC if name.startswith(module)), key=len)

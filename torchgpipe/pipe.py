@@ -22,6 +22,7 @@ from torchgpipe.device import canonical_device
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import NoChunk
 from torchgpipe.partition import Partition, verify_module
+from torchgpipe.settings import CheckpointMode
 from torchgpipe.twin import twin
 from torchgpipe.typing import Device
 
@@ -148,7 +149,7 @@ class Pipe(GPipe):
         self,
         module: nn.Sequential,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         verify_module(module)

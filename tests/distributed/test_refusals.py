@@ -19,7 +19,7 @@ from torchgpipe.distributed import DistributedGPipe
 
 
 def error_of(function: Callable[[], Any]) -> str:
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as info:
+    with pytest.raises((AttributeError, ValueError, TypeError, RuntimeError)) as info:
         function()
     return f"{type(info.value).__name__}: {info.value}"
 
@@ -67,6 +67,37 @@ def steps() -> dict[str, str]:
     model.train()
     assert torch.equal(model.step(input, target), expected)
     return said
+
+
+def settings() -> dict[str, str]:
+    model, (input, target) = make(), data(8)
+    said = {
+        "repr": repr(model).splitlines()[1],
+        "balance": error_of(lambda: setattr(model, "balance", [6])),
+        "chunks": error_of(lambda: setattr(model, "chunks", 0)),
+        "few": error_of(lambda: setattr(model, "chunks", 1)),
+        "checkpoint": error_of(lambda: setattr(model, "checkpoint", "nevr")),
+    }
+    assert (model.balance, model.chunks, model.checkpoint) == ([3, 3], 4, "except_last")
+    model.step(input, target)
+    if dist.get_rank() == 0:
+        model.checkpoint = "never"
+    said["one"] = error_of(lambda: model.step(input, target))
+    model.checkpoint, model.chunks = "never", 2
+    assert torch.equal(model.step(input, target), make(chunks=2, checkpoint="never").step(input, target))
+    return said
+
+
+def test_settings_that_are_made_later_are_those_of_a_new_model_or_refused() -> None:
+    for rank, said in enumerate(launch(2, settings)):
+        assert said["repr"] == (
+            f"  balance=[3, 3], stages=[{rank}], device='cpu', chunks=4, schedule='1F1B', checkpoint='except_last'"
+        )
+        assert said["balance"].startswith("AttributeError: balance of a DistributedGPipe cannot be set")
+        assert "chunks must be positive integer, but got 0" in said["chunks"]
+        assert "microbatches (1) must be greater" in said["few"]
+        assert "'nevr'" in said["checkpoint"]
+        assert f"rank {1 - rank} prepares another one" in said["one"]
 
 
 def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:

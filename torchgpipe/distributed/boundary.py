@@ -165,8 +165,10 @@ class Shapes:
         self.partitions = split(self._module, balance)
 
     def _fake(self, tensor: Tensor) -> Tensor:
+        # Of what it is shown the mode keeps a weak reference, with which no parameter could come into being.
+        shown = tensor.detach()
         with self._mode:
-            fake = torch.empty_like(tensor, device=self._device)
+            fake = torch.empty_like(shown, device=self._device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def follow(self, owner: nn.Module) -> None:
