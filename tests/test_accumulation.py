@@ -6,30 +6,68 @@ Those of large parameters are, one at a time. The small ones are left to the eng
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.conftest import Pipe
+from tests.conftest import VARIANTS, Pipe
 from tests.plain import assert_same, loss_of, outcome, plain_outcome
 from torchgpipe import GPipe, accumulation, cell
-from torchgpipe.accumulation import Accumulation, Source, Sums, explore
+from torchgpipe.accumulation import Accumulation, Source, Sums
 
 CHUNKS = 3
 WIDTH = 4
 
 
-@pytest.fixture(params=[0, 10**9], ids=["large", "small"], autouse=True)
-def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """All parameters are large, or none."""
-    monkeypatch.setattr(accumulation, "SMALL", request.param)
-    monkeypatch.setattr(accumulation, "TINY", request.param)
-    is_large: bool = request.param == 0
-    return is_large
+class Way(NamedTuple):
+    """How a test runs: on which devices, in which mode, and whether all parameters are large, or none."""
+
+    variant: str
+    checkpoint: str
+    large: bool
+
+
+#: All pairs of the three.
+WAYS = [
+    Way("inline", "always", True),
+    Way("inline", "except_last", False),
+    Way("inline", "never", True),
+    Way("workers", "always", False),
+    Way("workers", "except_last", True),
+    Way("workers", "never", False),
+]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: f"{way.variant}-{way.checkpoint}-{'large' if way.large else 'small'}")
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    found: Way = request.param
+    monkeypatch.setattr(accumulation, "SMALL", 0 if found.large else 10**9)
+    monkeypatch.setattr(accumulation, "TINY", 0 if found.large else 10**9)
+    return found
+
+
+@pytest.fixture
+def pipe(way: Way) -> Pipe:
+    def wrap(module: nn.Sequential, balance: Iterable[int], **options: Any) -> GPipe:
+        balance = list(balance)
+        options.setdefault("devices", [VARIANTS[way.variant](j) for j in range(len(balance))])
+        return GPipe(module, balance, **options)
+
+    return wrap
+
+
+@pytest.fixture
+def checkpoint(way: Way) -> str:
+    return way.checkpoint
+
+
+@pytest.fixture
+def large(way: Way) -> bool:
+    return way.large
 
 
 def batch() -> Tensor:
@@ -130,27 +168,21 @@ class Attention(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("rows", [1, 800], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(
-    "layer, shape, weights",
+    "layer, shape, weights, rows, casts",
     [
-        (lambda: nn.Linear(32, 32), (32,), 2),
-        (lambda: nn.Linear(32, 32), (5, 32), 2),
-        (lambda: nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 32)), (32,), 4),
-        (lambda: nn.Conv1d(32, 32, 3, padding=1), (32, 5), 2),
-        (lambda: nn.ConvTranspose1d(32, 32, 3, padding=1), (32, 5), 2),
-        (lambda: Attention(32), (5, 32), 4),
+        (lambda: nn.Linear(32, 32), (5, 32), 2, 1, True),
+        (lambda: nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 32)), (32,), 4, 800, False),
+        (lambda: nn.ConvTranspose1d(32, 32, 3, padding=1), (32, 5), 2, 800, True),
+        (lambda: Attention(32), (5, 32), 4, 1, False),
     ],
-    ids=["linear", "linear of sequences", "linear, wide inside", "convolution", "transposed", "attention"],
+    ids=["linear", "linear, wide inside", "transposed", "attention"],
 )
 def test_what_is_heavy_depends_on_the_activations(
-    pipe: Pipe,
-    checkpoint: str,
-    rows: int,
     layer: Callable[[], nn.Module],
     shape: tuple[int, ...],
     weights: int,
+    rows: int,
     casts: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -166,32 +198,12 @@ def test_what_is_heavy_depends_on_the_activations(
     monkeypatch.setattr(accumulation, "SMALL", 2**10)
     monkeypatch.setattr(accumulation, "TINY", 2**10)
     monkeypatch.setattr(cell, "Accumulation", Noted)
-    model = pipe(nn.Sequential(*[layer() for _ in range(4)]), [2, 2], chunks=CHUNKS, checkpoint=checkpoint)
+    layers = nn.Sequential(*[layer() for _ in range(4)])
+    model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="always")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
         output = model(torch.rand(rows * CHUNKS, *shape))
     output.float().sum().backward()
-    assert found == ([] if checkpoint == "never" else [weights if rows == 1 else 0] * 2)
-
-
-@pytest.mark.parametrize(
-    "sizes, large",
-    [
-        ([4, 8], set()),
-        ([2048, 1024, 1024], {0}),  # 8 KiB of 16 are small.
-        ([512, 1024, 1025], {2}),  # 6 KiB of 10 are.
-        ([200] * 100, set()),  # Each is too small for a hook.
-        ([2**22, 2**11, 2**11], {0}),  # So is a thousandth of much.
-    ],
-)
-def test_what_is_large_depends_on_the_others(
-    sizes: list[int], large: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accumulation, "SMALL", 2**13)
-    monkeypatch.setattr(accumulation, "TINY", 2**10)
-    parameters = [torch.empty(size, requires_grad=True) for size in sizes]
-    found = Accumulation(parameters, torch.device("cpu"))
-    assert set(found.large) == large
-    assert len(found.small) == len(sizes) - len(large)
+    assert found == [weights if rows == 1 else 0] * 2
 
 
 # ------------------------------------------------------------------------------------------------- exactness
@@ -287,7 +299,7 @@ def test_the_sum_is_that_of_the_plain_model(
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [TwoBiases, Table, SparseAndDense])
 def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], large: bool) -> None:
     module, model = model_of(pipe, checkpoint, layer())
     x = batch()
@@ -351,16 +363,6 @@ def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
     assert [grad.data_ptr() for grad in sums._sums[3:]] == memory
     assert kept.tolist() == [1, 1]
     assert base.tolist() == [[1, 1]] * 3
-
-
-def test_what_comes_before_a_cell_is_not_its_business() -> None:
-    """Nor is it where a layer returns its input."""
-    weight = torch.ones(2, requires_grad=True)
-    x = weight * 2
-    edges: dict[Any, int | None] = {(torch.autograd.graph.get_gradient_edge(weight).node, 0): 0}
-    assert explore((x,), edges)[0] == [(x.grad_fn, 0, 0, x.grad_fn)]
-    y = x.sin()
-    assert explore((x, y, y), edges, [x.grad_fn]) == ([], [])
 
 
 # ------------------------------------------------------------------------------------- passes of all kinds
@@ -690,26 +692,24 @@ class _Norm(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("present", [False, True], ids=["absent", "present"])
 @pytest.mark.parametrize("layer", [Adjoint, HooksItsInput, NeedsItsInputsGrad, Norm, GivesNone])
-def test_what_layers_do_with_gradients(
-    pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], present: bool
-) -> None:
+def test_what_layers_do_with_gradients(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
     """A hook that takes a gradient must not hear, change or confuse what is not its own."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), layer()).double()
     model = pipe(module, [1, 2], chunks=CHUNKS, checkpoint=checkpoint)
     x = batch()
     expected = plain_outcome(module, x, chunks=CHUNKS)
     actual = outcome(model, x)
-    if present:
-        loss_of(model(x)).backward()  # type: ignore[union-attr]
-    for name, parameter in module.named_parameters():
-        grad = expected.param_grads[name]
-        if grad is None:
-            assert parameter.grad is None or not parameter.grad.any()
-        else:
-            torch.testing.assert_close(parameter.grad, (1 + present) * grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(actual.input_grads, expected.input_grads, rtol=1e-12, atol=1e-12)
+    for passes in (1, 2):
+        for name, parameter in module.named_parameters():
+            grad = expected.param_grads[name]
+            if grad is None:
+                assert parameter.grad is None or not parameter.grad.any()
+            else:
+                torch.testing.assert_close(parameter.grad, passes * grad, rtol=1e-12, atol=1e-12)
+        if passes == 1:
+            loss_of(model(x)).backward()  # type: ignore[union-attr]
 
 
 class Remembers(nn.Module):

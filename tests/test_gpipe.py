@@ -687,10 +687,12 @@ def test_backward_hooks_on_layers_and_partitions_fire_for_each_micro_batch(pipe:
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_partitions(pipe: Pipe, checkpoint: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["workers"], indirect=True)
+def test_compiled_partitions(pipe: Pipe) -> None:
     module, x = make_model(3), make_input()
     expected = plain_outcome(module, x, chunks=2)
-    model = pipe(copy.deepcopy(module), [1, 2], chunks=2, checkpoint=checkpoint)
+    model = pipe(copy.deepcopy(module), [1, 2], chunks=2)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:

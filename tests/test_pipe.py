@@ -252,9 +252,11 @@ def test_a_timeline_is_recorded(devices: Devices) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
-def test_partitions_are_compiled_each_by_itself(devices: Devices, checkpoint: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["workers"], indirect=True)
+def test_partitions_are_compiled_each_by_itself(devices: Devices) -> None:
     plain = layers()
-    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2, checkpoint)
+    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2)
     model.compile(backend="eager")
     x = torch.rand(4, 3, requires_grad=True)
     assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))

@@ -17,6 +17,8 @@ from tests.distributed.launch import launch
 from tests.distributed.models import data, mlp
 from torchgpipe.distributed import DistributedGPipe
 
+pytestmark = pytest.mark.slow
+
 
 def error_of(function: Callable[[], Any]) -> str:
     with pytest.raises((AttributeError, ValueError, TypeError, RuntimeError)) as info:

@@ -25,13 +25,15 @@ from tests.distributed.models import (
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.distributed import DistributedGPipe
 
+pytestmark = pytest.mark.slow
+
 
 def steps(schedule: str, balance: list[int], checkpoint: str = "never") -> None:
     plain = mlp(sum(balance))
     model = DistributedGPipe(
         copy.deepcopy(plain), balance, chunks=4, schedule=schedule, loss_fn=F.mse_loss, checkpoint=checkpoint
     )
-    for size in [8, 8, 10, 5, 1, 8]:
+    for size in [8, 8, 5, 1]:
         input, target = data(size)
         for module in (plain, model):
             module.zero_grad()
@@ -47,14 +49,12 @@ def steps(schedule: str, balance: list[int], checkpoint: str = "never") -> None:
 
 
 def single() -> None:
-    n = dist.get_world_size()
     for schedule in ["GPipe", "1f1b"]:
-        steps(schedule, {2: [3, 3], 4: [1, 2, 2, 1]}[n])
+        steps(schedule, [1, 2, 2, 1])
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_step_equals_that_of_the_plain_model(n: int) -> None:
-    launch(n, single)
+def test_a_step_equals_that_of_the_plain_model() -> None:
+    launch(4, single)
 
 
 def smaller(size: int) -> list[str]:
@@ -139,7 +139,6 @@ def everything_steps(schedule: str, deferred: bool) -> None:
             torch.testing.assert_close(model.eval_step(input, gather=True), plain(input))
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("n, schedule", [(2, "1F1B"), (4, "1F1B"), (4, "GPipe")])
+@pytest.mark.parametrize("n, schedule, deferred", [(2, "1F1B", True), (4, "1F1B", False), (2, "GPipe", False)])
 def test_skips_batch_norm_checkpoints_frozen_and_integer_tensors(n: int, schedule: str, deferred: bool) -> None:
     launch(n, everything_steps, schedule, deferred)
