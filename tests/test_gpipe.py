@@ -630,7 +630,7 @@ def test_convert_sync_batchnorm(pipe: Pipe) -> None:
 def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
     """It would run, but not be among the model's parameters."""
     model = pipe(make_model(2), [1, 1])
-    with pytest.raises(TypeError, match="setattr"):
+    with pytest.raises(TypeError, match=r"model.set_submodule\('0', layer\)"):
         model.partitions[0][0] = nn.Identity()
 
 
@@ -851,6 +851,27 @@ def test_keys_that_fit_no_layer_are_still_reported(pipe: Pipe) -> None:
     result = model.load_state_dict(state, strict=False)
     assert result.missing_keys == ["1.weight"]
     assert len(result.unexpected_keys) == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_two_old_keys_never_become_one(pipe: Pipe, strict: bool) -> None:
+    """PyTorch's Pipe counted the layers of each partition from 0: the one that was read last was loaded for both."""
+    old = {"partitions.0.0.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}
+    for state in [old, {"0.weight": torch.ones(2, 2), "partitions.0.0.weight": torch.zeros(2, 2)}]:
+        model = nn.ModuleDict({"body": pipe(make_model(2), [1, 1])})
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match=r"'body.partitions.0.0.weight'.*'body.(partitions.1.)?0.weight'"):
+            model.load_state_dict({f"body.{key}": value for key, value in state.items()}, strict=strict)
+        if state is old:
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_old_keys_whose_layers_are_in_another_order_are_refused(pipe: Pipe) -> None:
+    """Those of PyTorch's Pipe for a layer without parameters and two with, which would have been loaded crosswise."""
+    with pytest.raises(RuntimeError, match=r"'partitions.1.0.weight' .* earlier layer than 'partitions.0.1.weight'"):
+        pipe(make_model(2), [1, 1]).load_state_dict(
+            {"partitions.0.1.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}, strict=False
+        )
 
 
 OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions", "follow"]
@@ -1116,6 +1137,41 @@ def test_several_positional_inputs_are_the_arguments_of_the_first_layer(pipe: Pi
     assert_transparent(pipe, nn.Sequential(Add(), *make_model(2)), [2, 1], *inputs, chunks=chunks)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_keyword_inputs_are_those_of_the_first_layer(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    """Split like the others, but for None and NoChunk, and differentiated through checkpoints too."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None, table: Any = None, extra: Any = 0) -> Tensor:
+            assert extra is None
+            assert mask is not None
+            assert len(x) == len(mask)
+            return (x * mask) @ table["w"]
+
+    module = nn.Sequential(Masked(), *make_model(2))
+    weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    inputs = make_input(), make_input(), {"w": NoChunk(weight)}, None
+    expected = plain_outcome(copy.deepcopy(module), *inputs, chunks=chunks)
+    model = pipe(module, [1, 2], chunks=chunks, checkpoint=checkpoint)
+    for run in [
+        lambda x, mask, table, extra: model(x, table=table, extra=extra, mask=mask),
+        lambda x, mask, table, extra: model(mask=mask, x=x, extra=extra, table=table),
+    ]:
+        assert_same(outcome(model, *inputs, run=run), expected)
+
+
+def test_a_keyword_input_that_does_not_fit_is_named(pipe: Pipe) -> None:
+    x, model = make_input(), pipe(nn.Sequential(Apply(lambda x, mask: x)), [1], chunks=2)
+    with pytest.raises(ValueError, match=r"\[0\] is \(6, 2\), \['mask'\]\[1\] is \(5, 2\)"):
+        model(x, mask=[None, make_input(5)])
+    with pytest.raises(TypeError, match=r"input must consist of .* but \['mask'\] is str"):
+        model(x, mask="causal")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'musk'"):
+        model(x, musk=x)
+    with pytest.raises(TypeError, match=r"no layer .* keyword inputs \['mask'\]"):
+        pipe(nn.Sequential(), [])(x, mask=x)
+
+
 def test_later_layers_get_one_value(pipe: Pipe) -> None:
     """A tuple that the first layer returns is one argument of the next, in the same partition or not."""
     for balance in [[1, 1], [2]]:
@@ -1257,7 +1313,7 @@ def test_no_chunk_beyond_the_first_partition(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "text", [torch.zeros(1)]])
 def test_no_chunk_takes_a_tensor(value: Any) -> None:
-    with pytest.raises(TypeError, match=type(value).__name__):
+    with pytest.raises(TypeError, match=r"^NoChunk only supported for tensors, found: .*" + type(value).__name__):
         NoChunk(value)
 
 
