@@ -31,7 +31,7 @@ class Way(NamedTuple):
     large: bool
 
 
-#: All pairs of the three.
+#: All pairs of the three; and the one way in which gradients come to a cell after its sums were delivered.
 WAYS = [
     Way("inline", "always", True),
     Way("inline", "except_last", False),
@@ -39,6 +39,7 @@ WAYS = [
     Way("workers", "always", False),
     Way("workers", "except_last", True),
     Way("workers", "never", False),
+    Way("inline", "except_last", True),
 ]
 
 
