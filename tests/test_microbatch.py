@@ -158,13 +158,22 @@ def test_gather_concatenates_leaf_by_leaf() -> None:
     assert output["y"][1] is None
 
 
-def test_gather_of_one_copies_nothing() -> None:
-    x = numbers(2)
-    assert gather([Batch.of(x, "x")]) is x
+@pytest.mark.parametrize("m", [1, 2])
+def test_what_is_gathered_has_memory_of_its_own_however_many_there_are(m: int) -> None:
+    """One micro-batch came out as it was: as the caller's input, say, or transposed, which cannot be viewed."""
+    x, images = torch.rand(3, 2), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    for piece in (x, x.T, images):
+        output = gather([Batch.of(piece, "piece")] * m)
+        assert torch.equal(output, torch.cat([piece] * m))
+        assert output.stride() == torch.cat([piece] * 2).stride()
+        assert output.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr()
 
 
 def test_a_single_micro_batch_may_have_no_dimensions() -> None:
-    assert gather([Batch.of(torch.tensor(3), "x")]) == 3
+    x = torch.tensor(3)
+    output = gather([Batch.of(x, "x")])
+    assert output == 3
+    assert output is not x
 
 
 @pytest.mark.parametrize(

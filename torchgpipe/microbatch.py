@@ -178,12 +178,14 @@ def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
 def gather(batches: list[Batch]) -> Any:
     """Concatenates the outputs of the micro-batches along dimension 0, leaf by leaf.
 
+    The result has memory of its own, contiguous as that of :func:`torch.cat`, also where there is one micro-batch: how
+    large the mini-batch is must not decide whether the caller's input can be changed through it, or be viewed.
+
     Raises:
-        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0.
+        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0, of which there
+            may be one only where there is one micro-batch.
     """
     first = batches[0]
-    if len(batches) == 1:
-        return first.value
     for i, batch in enumerate(batches):
         if batch.spec != first.spec or [x is None for x in batch.leaves] != [x is None for x in first.leaves]:
             raise ValueError(
@@ -194,9 +196,12 @@ def gather(batches: list[Batch]) -> Any:
 
 
 def _concatenate(column: tuple[Any, ...]) -> Leaf:
-    if column[0] is None:
+    first: Leaf = column[0]
+    if first is None:
         return None
-    if column[0].dim() == 0:
+    if first.dim() == 0:
+        if len(column) == 1:
+            return first.clone()
         raise ValueError(
             "the last layer returned a tensor without dimensions, which cannot be joined along dimension 0, the "
             "batch; keep the batch dimension and reduce outside the pipeline, or return a tensor of shape (1,)"
