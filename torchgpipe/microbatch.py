@@ -43,7 +43,10 @@ class NoChunk:
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"NoChunk takes a tensor, but got {type(tensor).__name__}")
+            raise TypeError(
+                f"NoChunk only supported for tensors, found: {tensor!r} ({type(tensor).__name__}); make it a tensor, "
+                "or keep it as an attribute of the layer that needs it"
+            )
         self.tensor = tensor
 
     def __repr__(self) -> str:
