@@ -951,6 +951,41 @@ def test_several_positional_inputs_are_the_arguments_of_the_first_layer(pipe: Pi
     assert_transparent(pipe, nn.Sequential(Add(), *make_model(2)), [2, 1], *inputs, chunks=chunks)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_keyword_inputs_are_those_of_the_first_layer(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    """Split like the others, but for None and NoChunk, and differentiated through checkpoints too."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None, table: Any = None, extra: Any = 0) -> Tensor:
+            assert extra is None
+            assert mask is not None
+            assert len(x) == len(mask)
+            return (x * mask) @ table["w"]
+
+    module = nn.Sequential(Masked(), *make_model(2))
+    weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    inputs = make_input(), make_input(), {"w": NoChunk(weight)}, None
+    expected = plain_outcome(copy.deepcopy(module), *inputs, chunks=chunks)
+    model = pipe(module, [1, 2], chunks=chunks, checkpoint=checkpoint)
+    for run in [
+        lambda x, mask, table, extra: model(x, table=table, extra=extra, mask=mask),
+        lambda x, mask, table, extra: model(mask=mask, x=x, extra=extra, table=table),
+    ]:
+        assert_same(outcome(model, *inputs, run=run), expected)
+
+
+def test_a_keyword_input_that_does_not_fit_is_named(pipe: Pipe) -> None:
+    x, model = make_input(), pipe(nn.Sequential(Apply(lambda x, mask: x)), [1], chunks=2)
+    with pytest.raises(ValueError, match=r"\[0\] is \(6, 2\), \['mask'\]\[1\] is \(5, 2\)"):
+        model(x, mask=[None, make_input(5)])
+    with pytest.raises(TypeError, match=r"input must consist of .* but \['mask'\] is str"):
+        model(x, mask="causal")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'musk'"):
+        model(x, musk=x)
+    with pytest.raises(TypeError, match=r"no layer .* keyword inputs \['mask'\]"):
+        pipe(nn.Sequential(), [])(x, mask=x)
+
+
 def test_later_layers_get_one_value(pipe: Pipe) -> None:
     """A tuple that the first layer returns is one argument of the next, in the same partition or not."""
     for balance in [[1, 1], [2]]:

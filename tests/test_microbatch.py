@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.layers import Apply
 from tests.plain import tensors
 from torchgpipe import NoChunk
 from torchgpipe.microbatch import Batch, gather, scatter
@@ -117,11 +118,13 @@ def test_scatter_copies_nothing() -> None:
     assert [value.data_ptr() for value in values(scatter((x,), 2, CPU))] == [x.data_ptr(), x[2:].data_ptr()]
 
 
-def test_several_inputs_are_positional_and_one_is_not() -> None:
-    x = numbers(2)
-    assert [batch.positional for batch in scatter((x, x), 1, CPU)] == [True]
-    assert [batch.positional for batch in scatter(((x, x),), 1, CPU)] == [False]
-    assert [batch.positional for batch in scatter((x,), 1, CPU)] == [False]
+def test_inputs_are_passed_to_a_module_as_they_were_given() -> None:
+    calls = Apply(lambda *inputs, **keywords: (inputs, keywords))
+    x, y = numbers(2), numbers(2)
+    for inputs, keywords in [((x, y), {}), (((x, y),), {}), ((), {"x": x}), ((x,), {"y": y, "z": [None]})]:
+        (batch,) = scatter(inputs, 1, CPU, keywords)
+        taken = batch.pass_to(calls)
+        assert_equal(taken, (inputs, keywords))
 
 
 def test_no_chunk_is_the_same_tensor_in_every_micro_batch() -> None:

@@ -65,9 +65,9 @@ def placed(layers: Sequence[nn.Module], devices: Sequence[str | None]) -> nn.Seq
     )
 
 
-def value_of(model: nn.Module, *inputs: Any) -> Any:
+def value_of(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
     """What is in the reference that a pipeline returns."""
-    return model(*inputs).local_value()
+    return model(*inputs, **keywords).local_value()
 
 
 def pipe_outcome(model: Pipe, *inputs: Any) -> Outcome:
@@ -472,9 +472,22 @@ def test_no_chunk_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: 
     assert_same(pipe_outcome(model, x, NoChunk(table)), plain_outcome(plain, x, NoChunk(table), chunks=2))
 
 
-def test_no_chunk_is_for_tensors() -> None:
-    with pytest.raises(TypeError, match="NoChunk"):
-        NoChunk(5)  # type: ignore[arg-type]
+def test_keyword_inputs_are_those_of_the_first_layer(devices: Devices, checkpoint: str) -> None:
+    settings = object()
+
+    def first(x: Tensor, *, mask: Tensor, power: int, other: object, nothing: None) -> Any:
+        assert len(x) == len(mask) == 2
+        assert (other, nothing) == (settings, None)
+        return x * mask, power
+
+    model = Pipe(placed([Apply(first), Apply(lambda x, power: x**power)], devices(2)), 2, checkpoint)
+    x, mask = torch.rand(4, 2, requires_grad=True), torch.rand(4, 2)
+    output = value_of(model, x, mask=mask, power=2, other=settings, nothing=None)
+    assert torch.equal(output, (x * mask) ** 2)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x * mask**2)
+    with pytest.raises(ValueError, match=r"\['mask'\] is \(3, 2\)"):
+        model(x, mask=mask[:3])
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,14 @@ class GPipe(nn.Module):
             partition.follow(self)
         return self._partitions
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
         Args:
             *inputs: a tensor of shape (batch, ...), or tuples, lists and dicts of such tensors, None, and
                 :class:`NoChunk`; several inputs are the arguments of the first layer. Inputs on another device
                 are copied to ``devices[0]``.
+            **keywords: keyword arguments of the first layer, of the same kinds, as in ``model(x, mask=mask)``
 
         Returns:
             what the last layer returns, gathered along dimension 0, on ``devices[-1]``
@@ -134,16 +135,18 @@ class GPipe(nn.Module):
             # It would trace the engine. Layers and partitions that are compiled by themselves stay so.
             from torchgpipe.uncompiled import uncompiled
 
-            return uncompiled(self.forward, *inputs)
+            return uncompiled(self.forward, *inputs, **keywords)
         if self._unwrapped:
             raise RuntimeError(
                 f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
                 "the module that unwrap() has returned, or wrap that again"
             )
         if not self._partitions:
+            if keywords:
+                raise TypeError(f"there is no layer that could take the keyword inputs {[*keywords]}")
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         verify_layers(self.modules(), self.devices)
-        batches = self._scatter(inputs, self.chunks, self.devices[0])
+        batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         with mini_batch(len(batches), self):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))

@@ -31,10 +31,10 @@ class Partition(nn.Sequential):
     under the names of the wrapped model, and are replaced there.
     """
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
         # Only the first layer can have several arguments: a layer returns one value.
-        value = next(layers)(*inputs)
+        value = next(layers)(*inputs, **keywords)
         for layer in layers:
             value = layer(value)
         return value

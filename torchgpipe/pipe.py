@@ -61,9 +61,12 @@ class PipeSequential(nn.Sequential):
     nested deeper.
     """
 
-    def forward(self, *inputs: Any) -> Any:
-        value: Any = inputs
-        for layer in self:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if not len(self):
+            return inputs
+        layers = iter(self)
+        value = next(layers)(*inputs, **keywords)
+        for layer in layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)
         return value
 
@@ -163,13 +166,14 @@ class Pipe(GPipe):
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
         Args:
             *inputs: the arguments of the first layer. Tensors of shape (batch, ...) are split into micro-batches. All
                 else goes whole to each of them: what is in :class:`NoChunk`, what is not a tensor, and what is in it.
                 Tensors on another device are copied to ``devices[0]``.
+            **keywords: keyword arguments of the first layer, likewise
 
         Returns:
             a reference to what the last layer returns: a :class:`torch.distributed.rpc.RRef` if the RPC framework is
@@ -183,7 +187,7 @@ class Pipe(GPipe):
             RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
-        return _reference(super().forward(*inputs))
+        return _reference(super().forward(*inputs, **keywords))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then.
