@@ -21,7 +21,7 @@ ROOT = Path(torchgpipe.__file__).parent.parent
 
 FLOORS: list[list[str]] = [
     ["typing", "settings", "moments", "schedule", "phase", "skip.namespace", "backward_pass", "twin", "uncompiled"],
-    ["device", "timeline.record"],
+    ["device", "old_keys", "timeline.record"],
     ["timeline.label", "function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
     ["ambient", "arguments", "phony", "copy", "random", "statistics", "partition", "batchnorm"],
     ["worker", "dependency", "accumulation", "skip.portal"],

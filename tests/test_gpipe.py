@@ -479,7 +479,7 @@ def test_convert_sync_batchnorm(pipe: Pipe) -> None:
 def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
     """It would run, but not be among the model's parameters."""
     model = pipe(make_model(2), [1, 1])
-    with pytest.raises(TypeError, match="setattr"):
+    with pytest.raises(TypeError, match=r"model.set_submodule\('0', layer\)"):
         model.partitions[0][0] = nn.Identity()
 
 
@@ -698,6 +698,27 @@ def test_keys_that_fit_no_layer_are_still_reported(pipe: Pipe) -> None:
     result = model.load_state_dict(state, strict=False)
     assert result.missing_keys == ["1.weight"]
     assert len(result.unexpected_keys) == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_two_old_keys_never_become_one(pipe: Pipe, strict: bool) -> None:
+    """PyTorch's Pipe counted the layers of each partition from 0: the one that was read last was loaded for both."""
+    old = {"partitions.0.0.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}
+    for state in [old, {"0.weight": torch.ones(2, 2), "partitions.0.0.weight": torch.zeros(2, 2)}]:
+        model = nn.ModuleDict({"body": pipe(make_model(2), [1, 1])})
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match=r"'body.partitions.0.0.weight'.*'body.(partitions.1.)?0.weight'"):
+            model.load_state_dict({f"body.{key}": value for key, value in state.items()}, strict=strict)
+        if state is old:
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_old_keys_whose_layers_are_in_another_order_are_refused(pipe: Pipe) -> None:
+    """Those of PyTorch's Pipe for a layer without parameters and two with, which would have been loaded crosswise."""
+    with pytest.raises(RuntimeError, match=r"'partitions.1.0.weight' .* earlier layer than 'partitions.0.1.weight'"):
+        pipe(make_model(2), [1, 1]).load_state_dict(
+            {"partitions.0.1.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}, strict=False
+        )
 
 
 OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions", "follow"]

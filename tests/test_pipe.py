@@ -153,9 +153,11 @@ def test_a_pipeline_computes_the_same_wherever_its_layers_are(
     model = Pipe(placed(copy.deepcopy(plain), places), chunks, mode)
     inputs = [torch.rand(size, 3, dtype=torch.float64, requires_grad=True) for _ in range(width)]
     assert_same(pipe_outcome(model, *inputs), plain_outcome(plain, *inputs, chunks=chunks))
-    assert [str(device) for j, device in enumerate(model.devices) for _ in range(model.balance[j])] == expected_places(
-        plain, places
-    )
+    assert [str(device) for j, device in enumerate(model.devices) for _ in range(model.balance[j])] == [
+        place
+        for layer, place in zip(plain, expected_places(plain, places))
+        for _ in (layer if type(layer) is nn.Sequential else [layer])
+    ]
 
 
 def expected_places(plain: list[nn.Module], places: list[str | None]) -> list[str]:
@@ -409,17 +411,24 @@ def test_a_list_is_one_argument_wherever_the_layers_are(devices: Devices) -> Non
         assert torch.equal(value_of(model, x), 2 * x)
 
 
-def test_layers_of_a_nested_sequential_have_arguments_too() -> None:
-    """Those that were nested to bring them to a device together, as `partition_model` did it."""
-    calls = []
-    nested = nn.Sequential(Fork(), Join())
-    nested.register_forward_hook(lambda *_: calls.append("hook"))
-    model = Pipe(nn.Sequential(nested, WithDevice(nn.Sequential(Fork(), Join()), "cpu:1")), chunks=2)
-    x = torch.rand(4, 3)
-    expected = run_plain(nn.Sequential(PipeSequential(*nested, *model[1])), x, chunks=2)
-    assert torch.equal(value_of(model, x), expected)
-    assert calls == ["hook"] * 2
-    assert type(nested) is nn.Sequential
+def test_layers_of_a_nested_sequential_are_layers_of_the_pipeline(checkpoint: str) -> None:
+    """Those that were nested to bring them to a device together, as PyTorch's tutorial and `partition_model` do."""
+    plain = [nn.Sequential(nn.Linear(3, 3), Fork()), nn.Sequential(), nn.Sequential(Join(), nn.Sequential(nn.Tanh()))]
+    module = copy.deepcopy(plain)
+    model = Pipe(placed(module, [None, None, "cpu:1"]), 2, checkpoint)
+    layers = [*module[0], *module[2]]
+    assert [list(partition) for partition in model.partitions] == [layers[:2], layers[2:]]
+    assert (model.balance, model.devices) == ([2, 2], [torch.device("cpu"), torch.device("cpu:1")])
+    assert (len(model), list(model), list(model[1:3])) == (4, layers, layers[1:3])
+    assert [model[0], model[-1]] == [layers[0], layers[-1]]
+    assert [*model.state_dict()] == [*nn.Sequential(*plain).state_dict()]
+    assert type(module[0]) is nn.Sequential
+    x = torch.rand(4, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
+    model.set_submodule("2.0", nn.Linear(2, 2))
+    with pytest.raises(TypeError) as caught:
+        model(x)
+    assert "partition 1 (layers '2.0'..'2.1') on cpu:1, during forward" in caught.value.__notes__[0]
 
 
 def test_a_subclass_of_sequential_runs_as_it_says() -> None:
@@ -683,11 +692,25 @@ def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
     assert all([bool((tensor == 1).all()) for tensor in model.state_dict().values()])
 
 
-def test_a_state_dict_with_other_layers_is_refused() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("theirs", [["0.0"], ["0.0", "1.0", "1.1"], ["0.1", "1.0", "1.1"]])
+def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], strict: bool) -> None:
+    """Of three layers, two were loaded as if they had been named, and the keys were said to match."""
     model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    before = copy.deepcopy(model.state_dict())
     tensors = nn.Linear(3, 3).state_dict()
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*1.weight"):
-        model.load_state_dict({f"partitions.0.0.{name}": tensor for name, tensor in tensors.items()})
+    old = {f"partitions.{place}.{name}": tensor + 9 for place in theirs for name, tensor in tensors.items()}
+    message = rf"{len(theirs)} layers .*{theirs[-1]}.* but there are 2 here, \['0', '1'\]"
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(old, strict=strict)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_layers_are_taken_by_their_order_where_names_would_exchange_them() -> None:
+    """A layer without parameters has gone since, and the names that are left are those of both layers, exchanged."""
+    model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)))
+    model.load_state_dict({"partitions.0.1.weight": torch.zeros(1, 1), "partitions.1.0.weight": torch.ones(1, 1)})
+    assert [layer.weight.item() for layer in model] == [0, 1]
 
 
 def test_a_state_dict_fits_gpipe_and_the_plain_model() -> None:
@@ -720,7 +743,7 @@ def test_unwrapping_gives_layers_that_run_alone_and_can_be_wrapped_again() -> No
 
 def test_a_replaced_layer_is_the_one_that_runs() -> None:
     model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Tanh())), chunks=2)
-    model[1][0] = nn.Sigmoid()
+    model.set_submodule("1.0", nn.Sigmoid())
     model.get_submodule("1")[1] = nn.ReLU()
     x = torch.rand(4, 3)
     assert torch.equal(value_of(model, x), model[0](x).sigmoid().relu())

@@ -13,7 +13,17 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.partition import Partition, place, split, verify_balance, verify_divided, verify_module, verify_names
+from torchgpipe.old_keys import OldKey, by_name, take_old_keys
+from torchgpipe.partition import (
+    Partition,
+    layers_of,
+    place,
+    split,
+    verify_balance,
+    verify_divided,
+    verify_module,
+    verify_names,
+)
 from torchgpipe.pipeline import Mechanisms, Pipeline
 from torchgpipe.replicas import verify_layers
 from torchgpipe.settings import checkpoint_stop, verify_checkpoint, verify_chunks
@@ -66,8 +76,9 @@ class GPipe(nn.Module):
         IndexError: there are fewer devices than partitions.
     """
 
-    # A front with other customs has others: of how values become micro-batches and micro-batches an output, and how
-    # layers follow each other, in a partition and on their own.
+    # A front with other customs has others: of what the layers are, how values become micro-batches and micro-batches
+    # an output, and how layers follow each other, in a partition and on their own.
+    _layers_of = staticmethod(layers_of)
     _scatter = staticmethod(scatter)
     _gather = staticmethod(gather)
     _partition_type: type[Partition] = Partition
@@ -86,7 +97,7 @@ class GPipe(nn.Module):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self.balance = verify_balance(balance, len(module))
+        self.balance = verify_balance(balance, len(self._layers_of(module)))
         self.chunks = verify_chunks(chunks)
         self.checkpoint = verify_checkpoint(checkpoint)
         self.devices = _verify_devices(devices, len(self.balance))
@@ -100,7 +111,7 @@ class GPipe(nn.Module):
         verify_layers(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        self._partitions = split(module, self.balance, self._partition_type)
+        self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
@@ -108,9 +119,10 @@ class GPipe(nn.Module):
     @property
     def partitions(self) -> list[Partition]:
         """Views on the layers of each partition, up to date with those that are registered now."""
-        verify_divided(self._modules, self._partitions)
+        layers = self._layers_of(self)
+        verify_divided(layers, self._partitions)
         for partition in self._partitions:
-            partition.follow(self)
+            partition.follow(layers, self.training)
         return self._partitions
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -190,14 +202,18 @@ class GPipe(nn.Module):
         return checkpoint_stop(self.checkpoint, m) if self.training else 0
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._layers_of(self))
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        layers = list(self.named_children())
-        return self._sequential_type(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
+        layers = list(self._layers_of(self).items())
+        if not isinstance(index, slice):
+            return layers[index][1]
+        part = self._sequential_type()
+        part._modules.update(layers[index])
+        return part
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return self.children()
+        return iter(self._layers_of(self).values())
 
     # The pipeline manages the place of parameters and buffers; only their dtype may change.
 
@@ -231,13 +247,14 @@ class GPipe(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the keys of the original as well, ``partitions.<j>.<name>``, whatever balance they were saved under."""
-        start = prefix + "partitions."
-        for key in [key for key in state_dict if key.startswith(start)]:
-            _, _, name = key[len(start) :].partition(".")
-            state_dict[prefix + name] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        error_msgs: list[str] = args[-1]
+        take_old_keys(state_dict, prefix, self._read_old_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
+        return by_name(keys, [*self._layers_of(self)])
 
 
 def _moving_denied(pipeline: GPipe) -> TypeError:

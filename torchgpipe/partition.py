@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchgpipe.device import same_memory
 
 __all__ = [
     "Partition",
+    "layers_of",
     "place",
     "split",
     "verify_balance",
@@ -43,14 +45,13 @@ class Partition(nn.Sequential):
         """Compiles these layers, as on any module; the other partitions are compiled by themselves or not at all."""
         # The compiler counts its recompilations by code, and gives up after some. So each partition has its own: all
         # of them together would run out of tries, and be left half compiled.
-        code = type(self).forward.__code__.replace(co_name=f"forward_of_{'_'.join(self._modules)}")
+        code = type(self).forward.__code__.replace(co_name=f"forward_of_{'_'.join(self._modules).replace('.', '_')}")
         vars(self)["forward"] = MethodType(FunctionType(code, globals(), "forward"), self)
         super().compile(*args, **kwargs)
 
-    def follow(self, owner: nn.Module) -> None:
+    def follow(self, layers: Mapping[str, nn.Module], training: bool) -> None:
         """Takes over the layers that the owner has by now under the same names, and its mode."""
-        self.training = owner.training
-        layers: dict[str, Any] = owner._modules
+        self.training = training
         for name in self._modules:
             self._modules[name] = layers[name]
 
@@ -58,7 +59,7 @@ class Partition(nn.Sequential):
         if name in self._modules:
             raise TypeError(
                 f"a partition is a view on the layers of its pipeline; to replace layer '{name}', set it on the "
-                f"pipeline: setattr(model, '{name}', layer)"
+                f"pipeline: model.set_submodule('{name}', layer)"
             )
         super().add_module(name, module)
 
@@ -170,14 +171,22 @@ def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> No
         )
 
 
-def split(module: nn.Sequential, balance: Sequence[int], kind: type[Partition] = Partition) -> list[Partition]:
-    """Views on the consecutive layers of ``module``, ``balance[j]`` of them in partition j."""
-    layers = iter(module._modules.items())
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a Sequential, or of the pipeline around one, by name."""
+    layers: dict[str, Any] = module._modules
+    return layers
+
+
+def split(
+    layers: Mapping[str, nn.Module], balance: Sequence[int], kind: type[Partition] = Partition
+) -> list[Partition]:
+    """Views on consecutive layers, ``balance[j]`` of them in partition j."""
+    rest = iter(layers.items())
     partitions = []
     for count in balance:
         partition = kind()
-        for _ in range(count):
-            partition.add_module(*next(layers))
+        # Not by `add_module`, which takes no name of a layer inside of another module, such as '0.1'.
+        partition._modules.update(islice(rest, count))
         partitions.append(partition)
     return partitions
 

@@ -31,6 +31,7 @@ def make(**options: Any) -> DistributedGPipe:
 
 def arguments() -> dict[str, str]:
     shared = nn.Linear(4, 4)
+    twice = {"partitions.0.0.weight": torch.zeros(4, 4), "partitions.1.0.weight": torch.ones(4, 4)}
     return {
         "schedule": error_of(lambda: make(schedule="2F2B")),
         "partitions": error_of(lambda: make(balance=[2, 2, 2])),
@@ -43,6 +44,7 @@ def arguments() -> dict[str, str]:
         "name": error_of(lambda: make(model=named(), balance=[1, 1])),
         "mesh": error_of(lambda: make(mesh=init_device_mesh("cpu", (1, 1, 2)))),
         "loss": error_of(lambda: make(loss_fn=None).step(*data(8))),
+        "keys": error_of(lambda: make().load_state_dict(twice, strict=False)),
     }
 
 
@@ -84,6 +86,7 @@ def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:
         assert "names of attributes" in said["name"] and "['step']" in said["name"]
         assert "(stages,) or (replicas, stages)" in said["mesh"]
         assert "loss_fn=..." in said["loss"]
+        assert "'partitions.0.0.weight' and 'partitions.1.0.weight' would both be of layer '0'" in said["keys"]
 
 
 def test_steps_that_do_not_fit_are_refused_by_all_and_the_next_one_works() -> None:

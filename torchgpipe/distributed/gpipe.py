@@ -30,7 +30,17 @@ from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
 from torchgpipe.distributed.stage import Call
 from torchgpipe.microbatch import Batch
-from torchgpipe.partition import Partition, place, split, verify_balance, verify_module, verify_names, verify_sharing
+from torchgpipe.old_keys import by_name, take_old_keys
+from torchgpipe.partition import (
+    Partition,
+    layers_of,
+    place,
+    split,
+    verify_balance,
+    verify_module,
+    verify_names,
+    verify_sharing,
+)
 from torchgpipe.settings import checkpoint_stop, verify_chunks
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import verify_skippables
@@ -123,7 +133,7 @@ class DistributedGPipe(nn.Module):
         self._shapes = Shapes(module, self.balance, self.device)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        partitions = split(module, self.balance)
+        partitions = split(layers_of(module), self.balance)
         verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
         self._partitions = [partitions[j] for j in self.stages]
         place(self._partitions, [self.device] * len(self.stages))
@@ -252,6 +262,12 @@ class DistributedGPipe(nn.Module):
         """How many calls were made."""
         return self._processes.step
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the keys of the original as well, as :class:`~torchgpipe.GPipe` does."""
+        error_msgs: list[str] = args[-1]
+        take_old_keys(state_dict, prefix, lambda keys: by_name(keys, [*self._modules]), error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # ---- The steps above.
 
     @property
@@ -327,7 +343,7 @@ class DistributedGPipe(nn.Module):
         call = Call(plan.batches, stop, finish)
         layout = inspect_skip_layout([list(partition.modules()) for partition in self._shapes.partitions])
         for partition, module in zip(self._partitions, plan.modules):
-            partition.follow(self)
+            partition.follow(layers_of(self), self.training)
             module.begin(call, layout)
         numbers, through = torch.arange(m), False
         try:
