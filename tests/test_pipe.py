@@ -582,6 +582,21 @@ def test_without_rpc_a_local_object_refers_to_the_output() -> None:
     assert reference.local_value().grad_fn is not None
 
 
+def test_backward_runs_from_the_reference() -> None:
+    model, x = Pipe(nn.Sequential(nn.Linear(3, 1))), torch.rand(1, 3)
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(model[0].weight.grad, 2 * x)
+    for output, context, message in [
+        (model(x.expand(2, 3)), -1, "scalar outputs"),
+        (LocalRRef((torch.ones(1),)), -1, "should be a tensor .* but is tuple"),
+        (loss, 7, "no context of distributed autograd .* 7"),
+    ]:
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            output.backward(context)
+
+
 @pytest.fixture
 def with_rpc(tmp_path: Path) -> Iterator[None]:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")

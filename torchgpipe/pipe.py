@@ -118,6 +118,29 @@ class LocalRRef:
         """True."""
         return True
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run backward from the output, which has one element, such as a loss that the last layer returns.
+
+        Args:
+            dist_autograd_ctx_id: -1, for the local autograd: without RPC there is no other
+            retain_graph: whether backward can be run once more
+
+        Raises:
+            RuntimeError: the output is not a tensor, or has more elements than one.
+            ValueError: another context is asked for.
+        """
+        if dist_autograd_ctx_id != -1:
+            raise ValueError(
+                f"there is no context of distributed autograd without RPC, but {dist_autograd_ctx_id} is asked for; "
+                "call backward() without it"
+            )
+        if not isinstance(self.value, Tensor):
+            raise RuntimeError(
+                f"the output should be a tensor for .backward(), but is {type(self.value).__name__}; call backward() "
+                "on a tensor in local_value()"
+            )
+        torch.autograd.backward(self.value, retain_graph=retain_graph)
+
 
 # DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass
 # it does, except for a static graph, where it knows containers only.
