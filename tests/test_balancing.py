@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchgpipe.balance
+import torchgpipe.balance.balance
 import torchgpipe_balancing
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -91,11 +91,29 @@ def test_by_size_is_activations_by_chunks_and_scaled_parameters(monkeypatch: pyt
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 50))
     sample = torch.rand(16, 3)
     seen: list[list[float]] = []
-    monkeypatch.setattr(torchgpipe.balance, "partition", lambda costs, partitions: seen.append(costs))
+    monkeypatch.setattr(torchgpipe.balance.balance, "partition", lambda costs, partitions: seen.append(costs))
 
     torchgpipe.balance.balance_by_size(2, module, sample, chunks=4, param_scale=3.0, device="cpu")
     sizes = profile_sizes(module, sample, device="cpu")
     assert seen == [[size.activations / 4 + 3.0 * size.parameters for size in sizes]]
+
+
+def test_what_the_signatures_are_made_of_is_where_it_was() -> None:
+    """Programs for 0.0.5 to 0.0.7 profile by themselves, add what they know, and split."""
+    from torchgpipe.balance import blockpartition
+    from torchgpipe.balance.profile import profile_sizes, profile_times
+
+    module, sample = nn.Sequential(nn.Linear(20, 20), Work(20), nn.Linear(100, 500, bias=False)), torch.rand(100, 20)
+    module.insert(1, nn.Linear(20, 100, bias=False))
+    times = profile_times(module, sample, 0.0, torch.device("cpu"))
+    assert [type(time) for time in times] == [int] * 4
+    assert max(times) == times[2] > 0
+    sizes = profile_sizes(module, sample, 4, 3.0, torch.device("cuda"))
+    assert sizes[1] == 100 * 20 * 4 // 4 + 20 * 100 * 4 * 3
+    assert blockpartition.solve([1, 2, 3, 4, 5, 6], partitions=2) == [[1, 2, 3, 4], [5, 6]]
+    assert torchgpipe.balance.blockpartition.solve([7]) == [[7]]
+    with pytest.raises(ValueError, match="partitions"):
+        blockpartition.solve([1], 2)
 
 
 def test_by_parameters() -> None:
