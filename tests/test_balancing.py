@@ -103,7 +103,7 @@ def test_what_the_signatures_are_made_of_is_where_it_was() -> None:
     from torchgpipe.balance import blockpartition
     from torchgpipe.balance.profile import profile_sizes, profile_times
 
-    module, sample = nn.Sequential(nn.Linear(20, 20), Work(20), nn.Linear(100, 500, bias=False)), torch.rand(100, 20)
+    module, sample = nn.Sequential(nn.Linear(20, 20), Work(400), nn.Linear(100, 500, bias=False)), torch.rand(100, 20)
     module.insert(1, nn.Linear(20, 100, bias=False))
     times = profile_times(module, sample, 0.0, torch.device("cpu"))
     assert [type(time) for time in times] == [int] * 4

@@ -24,7 +24,8 @@ def balance_by_time(
     Args:
         partitions: how many partitions
         module: the model, not yet wrapped; it may be on any device, and is not changed
-        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
+            several arguments of the first layer, see :func:`torchgpipe_balancing.profile`
 
     Keyword Args:
         timeout: seconds after which no further round of measurements is started
@@ -83,7 +84,8 @@ def balance_by_size(
     Args:
         partitions: how many partitions
         module: the model, not yet wrapped; it may be on any device, and is not changed
-        input: a mini-batch: a tensor, or a nested container of tensors
+        input: a mini-batch: a tensor, or a nested container of tensors; a tuple may be several arguments, as in
+            :func:`balance_by_time`
 
     Keyword Args:
         chunks: into how many micro-batches the mini-batch will be split
