@@ -1,11 +1,11 @@
-# Every target sets up .venv first, once: again only when a file that says what to install has changed.
+# Every target but gpu sets up .venv first, once: again only when a file that says what to install has changed.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test quick coverage lint format types bench docs clean
+.PHONY: help demo test quick coverage lint format types bench gpu docs clean
 
 help:
 	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint      check the style; make format mends it"
 	@echo "make types     check the types"
 	@echo "make bench     measure the time that the pipeline itself takes"
+	@echo "make gpu       run all that needs a GPU, with the interpreter that is there (DRY=1: tiny, on the CPU)"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     remove .venv and everything else that was made here"
 
@@ -59,6 +60,10 @@ types: $(READY)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.overhead $(ARGS)
+
+# On a machine that is lent for an hour there is no time for .venv, and perhaps no network.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
 
 docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
