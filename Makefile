@@ -5,12 +5,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test quick coverage lint format types bench gpu docs clean
+.PHONY: help demo test quick rounding coverage lint format types bench gpu docs clean
 
 help:
 	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
 	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
 	@echo "make quick     run the quick ones, in less than a minute: on one device, without processes and compilers"
+	@echo "make rounding  run those that compare, with products that round differently with their number of rows"
 	@echo "make coverage  run the tests, and list the lines that they leave out, at most 5%"
 	@echo "make lint      check the style; make format mends it"
 	@echo "make types     check the types"
@@ -36,6 +37,14 @@ test: $(READY)
 
 quick: $(READY)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
+
+# A pipeline is compared with the plain model in these.
+COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py test_models.py test_checkpoint.py test_gpipe.py \
+	test_pipe.py test_docs.py test_balancing.py::test_balance_fits_gpipe practice/test_evaluation.py \
+	practice/test_sequences.py practice/test_taken_apart.py practice/test_compile.py::test_evaluation)
+
+rounding: $(READY)
+	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
 # In a process that was forked coverage itself warns, and these tests let no warning pass.
 FORKING = --deselect tests/test_threads.py::test_a_data_loader_that_forks \
