@@ -41,6 +41,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounding", action="store_true", help="let products round differently with their number of rows")
+    parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,10 +104,6 @@ def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     monkeypatch.setattr("torchgpipe.device._accelerator", lambda: torch.device("cpu") if n else None)
     for module in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(module, "device_count", lambda: n)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
