@@ -590,7 +590,7 @@ MUTATIONS = [
         "_Crew._divide",
         "set() if j == 0 else {numbers[i, j - 1]}",
         "set()",
-        "threads faults",
+        "transparency",
     ),
     Mutation(
         "workers leave together",
