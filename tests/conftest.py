@@ -16,13 +16,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
 
-from torchgpipe import GPipe, accumulation
+from torchgpipe import GPipe
 
 # Sums of floating point numbers depend on how many threads share the work.
 torch.set_num_threads(1)
 
-# The weights of most test models are large then, and the biases are not.
-accumulation.SMALL = accumulation.TINY = 64
 
 # `--hypothesis-profile=campaign`, or the variable, searches long and at random.
 _COMMON: dict[str, Any] = {

@@ -13,8 +13,11 @@ no more than one recomputed micro-batch is alive on a device. Where one thread r
 nodes in the reverse order of their creation anyway, and nothing is gained by starting early. There is no
 `Recompute` there, and `Checkpoint` runs the function again itself.
 
-The parameters are inputs of `Checkpoint`, but for the large ones, whose gradients are summed beside it (see
-`accumulation`).
+The parameters are no inputs of `Checkpoint`: their gradients go another way (see `gradients`).
+
+With 'except_last', the last micro-batch would be recomputed at once, so it keeps the graph of its only run instead
+(`Keep`). That is a graph of its own as well. If it were part of the caller's graph, the engine would hold its gradients
+until those of all other micro-batches are there.
 """
 
 from __future__ import annotations
@@ -25,19 +28,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
-from torchgpipe.accumulation import Accumulation, Source, explore
 from torchgpipe.ambient import Ambient
 from torchgpipe.backward_pass import keeps_graph
-from torchgpipe.function import Function, gradients
-from torchgpipe.hooks import without_hooks
+from torchgpipe.function import Edge, Function
+from torchgpipe.gradients import ParameterGradients
 from torchgpipe.phase import checkpointing, recomputing
 from torchgpipe.phony import get_phony
 from torchgpipe.random import Drawn, RandomStates
 from torchgpipe.typing import Leaf, Leaves
 
-__all__ = ["Checkpoint", "Recomputation", "Recompute", "Site"]
+__all__ = ["Checkpoint", "Keep", "Recomputation", "Recompute", "Site"]
 
 
 class Site:
@@ -49,7 +52,6 @@ class Site:
         ambient: what the caller has set
         random: notes what is drawn here
         phony: the device of the phonies that carry the order of the micro-batches, None if nothing has to
-        accumulation: sums the gradients of the parameters, None if there are none
     """
 
     where: str
@@ -57,14 +59,14 @@ class Site:
     ambient: Ambient
     random: RandomStates
     phony: torch.device | None
-    accumulation: Accumulation | None = None
+
+    @property
+    def gradients(self) -> ParameterGradients:
+        """Where the gradients of the parameters go."""
+        raise NotImplementedError
 
     def versions(self) -> list[int]:
         """The versions of all parameters, which count changes in place."""
-        raise NotImplementedError
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a parameter of the place, though it may not have required grad at the call."""
         raise NotImplementedError
 
     def changed(self) -> str | None:
@@ -83,16 +85,19 @@ class Recomputation:
         site: where it runs
     """
 
-    __slots__ = ("_drawn", "_graph", "_versions", "site")
+    __slots__ = ("_differentiating", "_drawn", "_graph", "_versions", "site")
 
     site: Site
     _drawn: Drawn | None
-    _graph: tuple[Leaves, Leaves, list[Source]] | None
+    #: The inputs, and where the gradients of the outputs enter; None for an output that needs none.
+    _graph: tuple[Leaves, list[Edge | None]] | None
     _versions: list[int]
+    _differentiating: bool
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self._graph = None
+        self._differentiating = False
 
     def compute(self, leaves: Leaves) -> Leaves:
         """The function."""
@@ -121,6 +126,24 @@ class Recomputation:
             )
         return outputs
 
+    def only_run(self, leaves: Leaves) -> Leaves:
+        """Runs the function with a graph that begins at its inputs, and keeps the graph."""
+        leaves = _aliases(leaves)
+        for leaf in leaves:
+            if leaf is not None and leaf.requires_grad:
+                leaf.register_hook(self._refuse_foreign)  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            outputs = self.compute(leaves)
+        self._graph = leaves, _roots(outputs)
+        return outputs
+
+    def _refuse_foreign(self, _: Tensor) -> None:
+        if not self._differentiating:
+            raise RuntimeError(
+                f"a tensor from the midst of {self.site.where} was differentiated by itself, so the layers before that "
+                "would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
+            )
+
     def second_run(self, checkpoint: Any) -> None:
         """Runs the function again, with a graph, on aliases of what the first run was given.
 
@@ -134,25 +157,24 @@ class Recomputation:
             self.failed(error, "recomputation")
             raise
 
-    def _recompute(self, saved: Leaves) -> tuple[Leaves, Leaves, list[Source]]:
+    def _recompute(self, saved: Leaves) -> tuple[Leaves, list[Edge | None]]:
         if self._drawn is None:
             raise RuntimeError(
                 f"{self.site.where} draws random numbers that are forgotten: a backward pass was through with it and "
                 "failed afterwards; call the pipeline again before the next backward()"
             )
-        leaves = tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in saved])
+        leaves = _aliases(saved)
         _forget_parametrizations()
         with self.site.again(), self.site.random.replay(self._drawn):
             outputs = recomputing(self.compute, leaves)
         self._forget_casts()
         _forget_parametrizations()
-        return leaves, outputs, self._sources(leaves, outputs)
+        return leaves, _roots(outputs)
 
     def differentiate(self, checkpoint: Any, grads: Leaves) -> list[Tensor | None]:
-        """The gradients of the leaves and the small parameters, in this order; empty if there are none.
+        """Returns the gradients of the leaves; an empty list if there are none.
 
-        Those of the large parameters are added to their sums. The graph of the last second run is used up. If there
-        is none, it is run on what ``checkpoint`` has saved.
+        The graph of the last second run is used up. If there is none, it is run on what ``checkpoint`` has saved.
         """
         if all([grad is None for grad in grads]):
             self._graph = None
@@ -160,50 +182,53 @@ class Recomputation:
         if self._graph is None:
             self.second_run(checkpoint)
             assert self._graph is not None
-        (leaves, outputs, sources), self._graph = self._graph, None
-        accumulation = self.site.accumulation
-        inputs = leaves if accumulation is None else (*leaves, *accumulation.small)
-        wanted = [one for one in inputs if one is not None and one.requires_grad]
-        width = len(wanted)
+        graph, self._graph = self._graph, None
+        result = self._differentiate(*graph, grads, keep_graph=False)
+        if self._drawn and not keeps_graph():
+            self._drawn = None  # It goes with what the engine lets go of: a generator's state takes kilobytes.
+        return result
+
+    def differentiate_kept(self, grads: Leaves) -> list[Tensor | None]:
+        """Returns the gradients of the leaves, likewise, by the graph of the only run."""
+        if self._graph is None:
+            raise RuntimeError(
+                f"the graph of {self.site.where} was freed by an earlier backward pass; to differentiate it again, let "
+                "that one keep the graph: backward(retain_graph=True)"
+            )
+        graph, keep_graph = self._graph, keeps_graph()
+        if not keep_graph:
+            self._graph = None
+        if all([grad is None for grad in grads]):
+            return []
+        return self._differentiate(*graph, grads, keep_graph=keep_graph)
+
+    def _differentiate(
+        self, leaves: Leaves, roots: list[Edge | None], grads: Leaves, *, keep_graph: bool
+    ) -> list[Tensor | None]:
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        self._differentiating = True
         try:
-            sums = None if accumulation is None else accumulation.sums()
-            if accumulation is None or sums is None:
-                result = self._gradients(outputs, grads, wanted)
-            else:
-                trained = [k for k, parameter in accumulation.large.items() if parameter.requires_grad]
-                wanted += [accumulation.large[k] for k in trained]
-                hooks = sums.take_from(sources)
-                try:
-                    result = self._gradients(outputs, grads, wanted)
-                finally:
-                    for hook in hooks:
-                        hook.remove()
-                for k, grad in zip(trained, result[width:]):
-                    if grad is not None:  # No hook has taken it.
-                        sums.add(k, grad)
+            result = iter(self._gradients(roots, grads, wanted, keep_graph))
         except BaseException as error:
             self.failed(error, "backward")
             raise
-        if self._drawn and not keeps_graph():
-            self._drawn = None  # It goes with what the engine lets go of: a generator's state takes kilobytes.
-        rest = iter(result)
-        return [next(rest) if one is not None and one.requires_grad else None for one in inputs]
+        finally:
+            self._differentiating = False
+        return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
-    def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
-        if len(outputs) != len(grads):
+    def _gradients(
+        self, roots: list[Edge | None], grads: Leaves, wanted: list[Tensor], keep_graph: bool
+    ) -> Sequence[Tensor | None]:
+        if len(roots) != len(grads):
             raise RuntimeError(
-                f"{self.site.where} returned {len(outputs)} values in recomputation but {len(grads)} before; it "
+                f"{self.site.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "
                 "must do the same both times, or run with checkpoint='never'"
             )
-        roots, root_grads = [], []
-        for output, grad in zip(outputs, grads):
-            if output is not None and grad is not None and output.requires_grad:
-                roots.append(output)
-                root_grads.append(grad)
-        if not roots or not wanted:
+        entered = [(root, grad) for root, grad in zip(roots, grads) if root is not None and grad is not None]
+        if not entered:
             return [None] * len(wanted)
-        with without_hooks(wanted):
-            return gradients(roots, root_grads, wanted)
+        gradients = self.site.gradients
+        return gradients.differentiate([r for r, _ in entered], [g for _, g in entered], wanted, keep_graph=keep_graph)
 
     def _forget_casts(self) -> None:
         # Autocast would hand the casted weights of a run without a graph to one that needs their gradient.
@@ -221,32 +246,14 @@ class Recomputation:
                 "gradients; call backward() before optimizer.step(), train() and eval(), or use checkpoint='never'"
             )
 
-    def _sources(self, leaves: Leaves, outputs: Leaves) -> list[Source]:
-        """Where the large gradients of parameters come from.
 
-        Raises:
-            RuntimeError: a gradient would get lost, one that belongs to neither the leaves nor the parameters
-        """
-        for output in outputs:
-            if output is not None and output.is_leaf and output.requires_grad and not self._knows(leaves, output):
-                raise self._captured(output)
-        accumulation = self.site.accumulation
-        sources, ends = explore(outputs, {} if accumulation is None else accumulation.edges)
-        for node in ends:
-            if type(node).__name__ == "AccumulateGrad" and not self._knows(leaves, node.variable):
-                raise self._captured(node.variable)
-        return sources
+def _aliases(leaves: Leaves) -> Leaves:
+    """Return the inputs as leaves of a graph of their own."""
+    return tuple([None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves])
 
-    def _knows(self, leaves: Leaves, tensor: Tensor) -> bool:
-        # A parameter that was frozen at the call, and is no more, gets no gradient from the plain model either.
-        return any([tensor is leaf for leaf in leaves]) or self.site.owns(tensor)
 
-    def _captured(self, tensor: Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"{self.site.where} uses a tensor of shape {tuple(tensor.shape)} that requires grad but is neither its "
-            "input nor a parameter of its layers, so recomputation would lose the gradient; register it as a "
-            "parameter of the layer, pass it as an input, or use checkpoint='never'"
-        )
+def _roots(outputs: Leaves) -> list[Edge | None]:
+    return [None if output is None or not output.requires_grad else get_gradient_edge(output) for output in outputs]
 
 
 def _forget_parametrizations() -> None:
@@ -263,22 +270,17 @@ class Checkpoint(Function):
     """Forward: the first run. Backward: differentiates the second run.
 
     Its arguments are the recomputation; the lane, a phony from the micro-batch before, or None; the phony of the
-    accumulation, or None; and then the leaves and the small parameters. Where the site has a phony, that comes before
-    the outputs.
+    gradients of parameters; and then the leaves. Where the site has a phony, that comes before the outputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, recomputation: Recomputation, _lane: Leaf, _sums: Leaf, *tensors: Leaf) -> Leaves:
+    def forward(ctx: Any, recomputation: Recomputation, _lane: Leaf, _gradients: Tensor, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
-        accumulation = recomputation.site.accumulation
-        leaves = tensors if accumulation is None else tensors[: len(tensors) - len(accumulation.small)]
         outputs = recomputation.first_run(leaves)
         ctx.save_for_backward(*leaves)
-        # Aliases, because an output that is an input, or a view of one, would bring that one's history.
-        aliases = tuple([None if output is None else output.detach() for output in outputs])
         phony = recomputation.site.phony
-        return aliases if phony is None else (get_phony(phony), *aliases)
+        return _detached(outputs) if phony is None else (get_phony(phony), *_detached(outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
@@ -286,9 +288,36 @@ class Checkpoint(Function):
         recomputation: Recomputation = ctx.recomputation
         phony = recomputation.site.phony
         result = recomputation.differentiate(ctx, grads if phony is None else grads[1:])
-        _, has_lane, _, *tensors = ctx.needs_input_grad
-        lane = get_phony(phony) if phony is not None and has_lane else None
-        return None, lane, None, *(result or [None] * len(tensors))
+        return None, _on_the_lane(ctx, phony), None, *(result or [None] * (len(ctx.needs_input_grad) - 3))
+
+
+class Keep(Function):
+    """Forward: the only run. Backward: differentiates it. Its arguments are those of `Checkpoint`."""
+
+    @staticmethod
+    def forward(ctx: Any, recomputation: Recomputation, _lane: Leaf, _gradients: Tensor, *leaves: Leaf) -> Leaves:
+        ctx.set_materialize_grads(False)
+        ctx.recomputation = recomputation
+        outputs = recomputation.only_run(leaves)
+        return _detached(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
+        _refuse_create_graph()
+        recomputation: Recomputation = ctx.recomputation
+        result = recomputation.differentiate_kept(grads)
+        lane = _on_the_lane(ctx, recomputation.site.phony)
+        return None, lane, None, *(result or [None] * (len(ctx.needs_input_grad) - 3))
+
+
+def _detached(outputs: Leaves) -> Leaves:
+    # Aliases, because an output that is an input, or a view of one, would bring that one's history.
+    return tuple([None if output is None else output.detach() for output in outputs])
+
+
+def _on_the_lane(ctx: Any, phony: torch.device | None) -> Leaf:
+    """Return a gradient for the lane, if there is one: on its device, where the engine then goes on."""
+    return get_phony(phony) if phony is not None and ctx.needs_input_grad[1] else None
 
 
 class Recompute(Function):

@@ -1,8 +1,8 @@
 """The two doors to the autograd engine that every cell goes through, without the wrappers in front of them.
 
-The public `torch.autograd.Function.apply` and `torch.autograd.grad` check their arguments for cases that cannot
-occur here (vmap, function transforms, several calling conventions), at 4 and 10 to 25 microseconds a call: as
-much as a small layer. Where the private entrance is not as expected, the public one is taken.
+The public `torch.autograd.Function.apply`, `backward` and `grad` check their arguments for cases that cannot occur here
+(vmap, function transforms, several calling conventions), at 4 and 10 to 25 microseconds a call: as much as a small
+layer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-__all__ = ["Function", "gradients", "refuse_transforms"]
+from torchgpipe.typing import Leaf
+
+__all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms"]
+
+#: Where a graph is entered: a node of autograd, and which of its outputs. It holds no tensor.
+Edge = GradientEdge
 
 
 class _Direct(torch.autograd.function.FunctionMeta):
@@ -45,20 +51,31 @@ def refuse_transforms() -> None:
         )
 
 
-_engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
 
-def gradients(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of ``inputs`` as `torch.autograd.grad` gives them, None for an input that was not used.
+def accumulate(roots: Sequence[Edge], grads: Sequence[Tensor], keep_graph: bool) -> None:
+    """Add the gradients of all leaves of a graph to their ``.grad``, as `torch.autograd.backward` does.
 
-    Nothing is accumulated into ``.grad`` and the graph is freed.
+    Args:
+        roots: where the graph is entered
+        grads: a gradient for each root
+        keep_graph: whether the graph will be differentiated again
     """
-    if _engine is None:
-        return torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
-    # Arguments: keep the graph, create a graph, ...
-    result: tuple[Tensor | None, ...] = _engine.run_backward(
-        tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    _run_backward(tuple(roots), tuple(grads), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients(roots: Sequence[Edge], grads: Sequence[Tensor], inputs: Sequence[Tensor], keep_graph: bool) -> list[Leaf]:
+    """Return the gradients of ``inputs`` as `torch.autograd.grad` does, None for an input that was not used.
+
+    Args:
+        roots: where the graph is entered
+        grads: a gradient for each root
+        inputs: the tensors that gradients are wanted of
+        keep_graph: whether the graph will be differentiated again
+    """
+    return list(
+        _run_backward(
+            tuple(roots), tuple(grads), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        )
     )
-    return result

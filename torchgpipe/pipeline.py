@@ -29,6 +29,7 @@ from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
 from torchgpipe.random import RandomStates, sharing_generator
 from torchgpipe.recorded import RecordedCell
+from torchgpipe.replicas import is_replicated
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.portal import Portal
@@ -105,6 +106,7 @@ class Pipeline:
                 ambient=self._ambient,
                 random=random[devices[j]],
                 ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
+                replicated=is_replicated(),
             )
             for j, partition in enumerate(partitions)
         ]
@@ -127,14 +129,14 @@ class Pipeline:
     def _run_inline(self, batches: list[Batch], checkpoint_stop: int) -> None:
         for cells in clock_cycles(self._m, len(self._stages)):
             for i, j in cells:
-                batches[i], _ = self._cell(i, j, i < checkpoint_stop).run(batches[i], None)
+                batches[i], _ = self._cell(i, j, checkpoint_stop).run(batches[i], None)
         self._stages[0].random.forget()  # The last state takes kilobytes.
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
         lanes: list[Lane] = [None] * len(self._stages)
 
         def run(i: int, j: int) -> None:
-            batches[i], lanes[j] = self._cell(i, j, i < checkpoint_stop).run(batches[i], lanes[j])
+            batches[i], lanes[j] = self._cell(i, j, checkpoint_stop).run(batches[i], lanes[j])
 
         cells = chain.from_iterable(clock_cycles(self._m, len(self._stages)))
         run_in_workers(cells, run, [stage.stream for stage in self._stages], self._ambient, self._in_turn)
@@ -143,10 +145,9 @@ class Pipeline:
         if open_lanes:
             tie(batches[-1], open_lanes)
 
-    def _cell(self, i: int, j: int, checkpoint: bool) -> Cell:
-        if self._step is not None:
-            return RecordedCell(self._stages[j], i, self._m, checkpoint, self._step)
-        return Cell(self._stages[j], i, self._m, checkpoint)
+    def _cell(self, i: int, j: int, checkpoint_stop: int) -> Cell:
+        place, how = (self._stages[j], i, self._m), (i < checkpoint_stop, checkpoint_stop > 0)
+        return Cell(*place, *how) if self._step is None else RecordedCell(*place, *how, self._step)
 
 
 def _begin_step(

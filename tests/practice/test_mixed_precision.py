@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from tests.conftest import Pipe
 from tests.plain import run_plain
 from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
-from torchgpipe import accumulation
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -73,7 +72,6 @@ def train(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine sums all gradients, in the order of the plain model also where there are some already."""
-    monkeypatch.setattr(accumulation, "SMALL", 10**9)
 
 
 @pytest.mark.usefixtures("small")

@@ -1,0 +1,166 @@
+"""Where the gradients of parameters go: straight into ``.grad``, or, where anything listens, there once and whole.
+
+A cell that is a graph of its own is differentiated by a backward pass inside the pass of the caller:
+
+    forward   parameters ──► Deliver ──phony──► cell (0,j), cell (1,j), ...
+    backward  each cell differentiates its own graph; Deliver runs after the last of them
+
+Mostly nothing listens. Then the inner pass adds each gradient to ``.grad`` as soon as the gradient is computed, and
+Deliver has nothing to do. A tensor that a layer has captured gets its gradient in the same way.
+
+But a hook of a parameter, and DistributedDataParallel, must see the gradient of the whole mini-batch, once; and
+`torch.autograd.grad` and `backward(inputs=...)` must leave every other ``.grad`` as it is. Then the gradients of the
+cells are summed beside ``.grad``, and Deliver returns the sums to the engine. That costs another set of gradients for
+the sums, and one more while a cell is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.backward_pass import current_pass, will_run
+from torchgpipe.function import Edge, Function, accumulate, gradients
+from torchgpipe.hooks import has_hooks, without_hooks
+from torchgpipe.phony import get_phony
+from torchgpipe.typing import Leaf
+
+__all__ = ["ParameterGradients"]
+
+
+class ParameterGradients:
+    """The gradients of the parameters of one place in the model during a call of the pipeline.
+
+    Args:
+        parameters: the tensors that gradients are wanted of; each requires grad
+        frozen: the other parameters
+        device: where they are
+        replicated: whether DistributedDataParallel is around the call, whose hooks cannot be seen
+
+    Attributes:
+        phony: an input of every cell that is differentiated here
+    """
+
+    __slots__ = ("_ends", "_frozen", "_leaf", "_parameters", "_passes", "_replicated", "phony")
+
+    def __init__(
+        self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device, *, replicated: bool
+    ) -> None:
+        self._parameters = parameters
+        self._frozen = frozen
+        self._replicated = replicated
+        #: By pass, the sum for each parameter that the pass asks for; None if the cells add to ``.grad``.
+        self._passes: dict[int, list[Leaf] | None] = {}
+        leaf = get_phony(device).requires_grad_()
+        self.phony: Tensor = Deliver.apply(self._passes, leaf, *parameters)
+        node: Any = self.phony.grad_fn
+        # Where the gradients of the leaf and of the parameters go.
+        self._leaf, *self._ends = [end for end, _ in node.next_functions[-len(parameters) - 1 :]]
+
+    def differentiate(
+        self, roots: Sequence[Edge], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, keep_graph: bool
+    ) -> list[Leaf]:
+        """Differentiate the graph of a cell, and take the gradients of parameters to where the current pass needs them.
+
+        Args:
+            roots: where the graph is entered
+            grads: a gradient for each root
+            leaves: the inputs of the cell that require grad
+            keep_graph: whether the graph will be differentiated again
+
+        Returns:
+            the gradients of the leaves; None for one that was not used
+
+        Raises:
+            RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters, and the pass
+                does not add to ``.grad``, so the gradient of that tensor would be lost.
+        """
+        sums = self._sums()
+        if sums is None:
+            accumulate(roots, grads, keep_graph)
+            result = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None  # A graph that is kept adds to it again.
+            return result
+        _refuse_captured(roots, [*leaves, *self._parameters, *self._frozen])
+        wanted = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad] if sums else []
+        inputs = [*leaves, *[self._parameters[k] for k in wanted]]
+        if not inputs:
+            return []
+        with without_hooks(inputs):
+            result = gradients(roots, grads, inputs, keep_graph)
+        for k, grad in zip(wanted, result[len(leaves) :]):
+            sums[k] = _sum(sums[k], grad)
+        return result[: len(leaves)]
+
+    def _sums(self) -> list[Leaf] | None:
+        """Return the sums of this pass, or None if its cells add to ``.grad``; the first cell decides for all."""
+        this_pass = current_pass()
+        if this_pass not in self._passes:
+            # The leaf is asked for by no pass that names its inputs.
+            adds = will_run(self._leaf)
+            if adds and not self._has_listeners():
+                self._passes[this_pass] = None
+            elif adds or will_run(self.phony.grad_fn):
+                self._passes[this_pass] = [None] * len(self._parameters)
+            else:
+                self._passes[this_pass] = []
+        return self._passes[this_pass]
+
+    def _has_listeners(self) -> bool:
+        """Whether anything must see gradients whole, or cells would add to the ``.grad`` of what must get none.
+
+        That is a parameter which was frozen at the call only, or which is no leaf.
+        """
+        return (
+            self._replicated
+            or any([one.requires_grad for one in self._frozen])
+            or any([not one.is_leaf or has_hooks(one, end) for one, end in zip(self._parameters, self._ends)])
+        )
+
+
+class Deliver(Function):
+    """Forward: a phony for all cells that are differentiated here. Backward: the sums, if the pass has any."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: dict[int, list[Leaf] | None], leaf: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.passes = passes
+        return get_phony(leaf.device)
+
+    @staticmethod
+    def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums = ctx.passes.pop(current_pass(), None)
+        return None, None, *(sums or [None] * (len(ctx.needs_input_grad) - 2))
+
+
+def _sum(total: Leaf, grad: Leaf) -> Leaf:
+    if total is None or grad is None:
+        return grad if total is None else total
+    # Sparse + dense is not defined, dense + sparse is.
+    return total + grad if total.layout is torch.strided else grad + total
+
+
+def _refuse_captured(roots: Iterable[Edge], known: Iterable[Tensor]) -> None:
+    """Raises if a graph ends in a leaf that is not known.
+
+    Raises:
+        RuntimeError: the same, with the shape of the leaf.
+    """
+    known_ids = set(map(id, known))
+    pending: list[Any] = [root.node for root in roots]
+    seen = {None, *pending}
+    for node in pending:  # It grows meanwhile.
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known_ids:
+            raise RuntimeError(
+                f"a layer uses a tensor of shape {tuple(node.variable.shape)} that requires grad but is neither its "
+                "input nor one of its parameters, so the gradient of the tensor would be lost where a parameter has a "
+                "hook, in DistributedDataParallel, and in torch.autograd.grad; register it as a parameter of the "
+                "layer, pass it as an input, or use checkpoint='never'"
+            )
+        following = [end for end, _ in node.next_functions if end not in seen]
+        seen.update(following)
+        pending += following
