@@ -5,11 +5,12 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test coverage lint format types bench docs clean
+.PHONY: help demo test quick coverage lint format types bench docs clean
 
 help:
 	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
 	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
+	@echo "make quick     run the quick ones, in less than a minute: on one device, without processes and compilers"
 	@echo "make coverage  run the tests, and list the lines that they leave out, at most 5%"
 	@echo "make lint      check the style; make format mends it"
 	@echo "make types     check the types"
@@ -23,12 +24,17 @@ $(READY): pyproject.toml setup.py constraints.txt
 	$(RUN) -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-
 demo: $(READY)
 	$(RUN) examples/language_model.py $(ARGS)
 
+# By the alphabet: the files of few, long tests come first, which xdist would take last, and let a core wait for them.
+PARALLEL = --numprocesses auto --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(RUN) -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(RUN) -m pytest $(PARALLEL) $(ARGS)
+
+quick: $(READY)
+	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
 
 # In a process that was forked coverage itself warns, and these tests let no warning pass.
 FORKING = --deselect tests/test_threads.py::test_a_data_loader_that_forks \
@@ -36,7 +42,7 @@ FORKING = --deselect tests/test_threads.py::test_a_data_loader_that_forks \
 
 coverage: $(READY)
 	$(RUN) -m coverage erase
-	$(RUN) -m coverage run -m pytest --numprocesses auto --dist loadfile $(FORKING) $(ARGS)
+	$(RUN) -m coverage run -m pytest $(PARALLEL) $(FORKING) $(ARGS)
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
@@ -49,7 +55,7 @@ format: $(READY)
 	$(RUN) -m ruff format
 
 types: $(READY)
-	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models
+	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models tests/typed.py
 
 bench: $(READY)
 	$(RUN) -m benchmarks.overhead $(ARGS)

@@ -29,7 +29,11 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_type_aliases = {"M": "torch.nn.Module"}  # a type variable says nothing to a reader
 napoleon_use_ivar = True
-copybutton_exclude = ".linenos, .gp, .go"  # prompts and output stay behind
+# A copied session is its input. Only prompts tell: parts of a traceback have the classes that code has.
+copybutton_exclude = ".linenos"
+copybutton_prompt_text = r">>> |\.\.\. ?|\$ "
+copybutton_prompt_is_regexp = True
+copybutton_copy_empty_lines = False
 
 # Names of PyTorch and Python, and where their pages are: read from files here, not from the network.
 intersphinx_mapping = {
@@ -38,9 +42,11 @@ intersphinx_mapping = {
 }
 
 html_theme = "furo"
+pygments_dark_style = "a11y-dark"  # the sister of the light style; Furo's own underlines the names of modules
 html_title = f"torchgpipe {release}"
 html_static_path = ["_static"]
 html_css_files = ["house.css"]
+html_js_files = ["house.js"]
 html_favicon = "_static/logo.svg"
 html_copy_source = False
 html_theme_options = {

@@ -1,4 +1,4 @@
-"""Draws the figures of the documentation that explain; those that show something measured come from `benchmarks/`.
+"""Draws the figures of the documentation that explain, and the chart of the speed that was measured.
 
     python docs/figures.py    # writes docs/images/*.svg
 
@@ -8,11 +8,12 @@ README shows it, falls back to a grey that can be read on both. Nothing but Pyth
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
-from math import log2
+from math import log, log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -77,11 +78,10 @@ class Picture:
             self.text(x + 20, y, label, size=13)
             x += 34 + 7.2 * len(label)
 
-    def save(self, name: str) -> None:
+    def save(self, name: str, scale: float = 1.0) -> None:
         width, height = self._size
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img"'
-        )
+        box = f'viewBox="0 0 {width:g} {height:g}" width="{scale * width:g}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img"'
         font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
         lines = [f"{head} {font}>", f"<title>{self._title}</title>", *self._pieces, "</svg>"]
         (IMAGES / f"{name}.svg").write_text("\n".join(lines) + "\n")
@@ -280,6 +280,70 @@ def portal() -> None:
     picture.save("portal")
 
 
+SPEED = ROOT / "benchmarks" / "results" / "speed.json"
+AIMS = {
+    "limit": "Share of what recomputation allows on one device",
+    "split": "The same, the plain model in micro-batches too",
+    "checkpoint_sequential": "Speed over checkpoint_sequential's, equal memory",
+    "original": "Speed over torchgpipe 0.0.7's",
+    "host": "The same where the host is the limit",
+}
+
+
+def speed() -> None:
+    """What training steps were to reach and what they reached: a line for an aim and a model, a mark for an experiment.
+
+    As narrow as a phone, so that its letters can be read there.
+    """
+    reached: list[dict[str, Any]] = json.loads(SPEED.read_text())["targets"]
+    lowest = min(one["reached"]["low"] for one in reached)
+    highest = max(one["reached"]["high"] for one in reached)
+    left, width, pitch, top, title = 84.0, 308.0, 19.0, 44.0, 34.0
+    lines = {(one["aim"], one["model"]): None for one in reached}
+    height = top + title * len({aim for aim, _ in lines}) + pitch * len(lines)
+    picture = Picture("What training steps were to reach, and what they reached, by aim and model", 400, height)
+
+    def place(value: float) -> float:
+        return left + width * log(value / lowest) / log(highest / lowest)
+
+    ticks = [tick for tick in (0.01, 0.03, 0.1, 0.3, 1, 3, 10) if lowest <= tick <= highest]
+    picture.box(left, 8, 8, 8, BACKWARD, round=4)
+    picture.text(left + 14, 12, "reached", size=12)
+    picture.box(left + 76, 8, 8, 8, FORWARD)
+    picture.text(left + 90, 12, "missed", size=12)
+    picture.line([(left + 150, 4), (left + 150, 20)], COPY, 2)
+    picture.text(left + 158, 12, "aimed at", size=12)
+    y = top
+    for aim, words in AIMS.items():
+        of_aim = [one for one in reached if one["aim"] == aim]
+        models = dict.fromkeys(one["model"] for one in of_aim)
+        if not models:
+            continue
+        picture.text(0, y - 6, words, size=13)
+        y += 16
+        above, below = y - 8, y + pitch * len(models) - 8
+        for tick in ticks:
+            picture.line([(place(tick), above), (place(tick), below)], FAINT, 0.5)
+        for model in models:
+            picture.text(left - 8, y, model, "end", size=12)
+            own = [one for one in of_aim if one["model"] == model]
+            first = place(min(one["reached"]["low"] for one in own))
+            last = place(max(one["reached"]["high"] for one in own))
+            picture.box(first, y - 1.5, last - first, 3, FAINT)
+            for one in own:
+                x = place(one["reached"]["median"]) - 4
+                if one["met"]:
+                    picture.box(x, y - 4, 8, 8, BACKWARD, round=4)
+                else:
+                    picture.box(x, y - 4, 8, 8, FORWARD)
+            y += pitch
+        picture.line([(place(of_aim[0]["at least"]), above), (place(of_aim[0]["at least"]), below)], COPY, 2)
+        y += title - 16
+    for tick in ticks:
+        picture.text(place(tick), y - 16, f"{tick:g}", "middle", size=12)
+    picture.save("speed", 1.2)
+
+
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     timetable("naive", "Four devices, one mini-batch: one device works at a time", one_by_one(4, 4))
@@ -295,6 +359,7 @@ def main() -> None:
     sums()
     streams()
     portal()
+    speed()
 
 
 if __name__ == "__main__":

@@ -2,22 +2,37 @@
 
 .. drawing:: pipeline          the SVG docs/images/pipeline.svg, within the page; the content is its caption
 
-.. results:: memory_by_mode    a table of benchmarks/tables.py, from the JSON that is committed now
+.. results:: memory_by_mode    a table of benchmarks/tables.py, from the JSON that is committed now; folded, with the
+   :fold: Peaks                line that opens it
 """
 
 from __future__ import annotations
 
 import re
+from html import escape
+from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
+from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from benchmarks import tables
 
 HERE = Path(__file__).resolve().parent
+
+
+LEAST_LETTERS = 11  # pixels: smaller ones cannot be read on a phone
+
+
+def least_width(svg: str) -> int:
+    """Return how many pixels wide a drawing is when its smallest letters are of `LEAST_LETTERS` pixels."""
+    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', svg)]
+    box = re.search(r'viewBox="0 0 ([\d.]+)', svg)
+    assert sizes and box, "a drawing has letters and a viewBox"
+    return ceil(float(box[1]) * LEAST_LETTERS / min(sizes))
 
 
 class Drawing(SphinxDirective):
@@ -29,11 +44,9 @@ class Drawing(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         path = HERE / "images" / f"{self.arguments[0]}.svg"
         self.env.note_dependency(str(path))
-        figure = nodes.figure(
-            "",
-            nodes.raw("", f'<div class="drawing-frame">{path.read_text()}</div>', format="html"),
-            classes=["drawing"],
-        )
+        svg = path.read_text()
+        frame = f'<div class="drawing-frame" style="--least: {least_width(svg)}px">{svg}</div>'
+        figure = nodes.figure("", nodes.raw("", frame, format="html"), classes=["drawing"])
         if self.content:
             text, messages = self.parse_inline(" ".join(self.content), lineno=self.content_offset + 1)
             figure += nodes.caption("", "", *text)
@@ -45,6 +58,7 @@ class Results(SphinxDirective):
     """A table that `benchmarks.tables` makes of a committed result."""
 
     required_arguments = 1
+    option_spec: ClassVar = {"fold": directives.unchanged_required}
     _literal: ClassVar = re.compile(r"`([^`]+)`")
 
     def run(self) -> list[nodes.Node]:
@@ -56,7 +70,11 @@ class Results(SphinxDirective):
         group += [nodes.colspec(colwidth=1) for _ in header]
         group += nodes.thead("", self._row(header, figures))
         group += nodes.tbody("", *(self._row(row, figures) for row in rows))
-        return [nodes.table("", group, classes=["results"])]
+        whole = nodes.table("", group, classes=["results"])
+        if "fold" not in self.options:
+            return [whole]
+        opening = f'<details class="results"><summary>{escape(self.options["fold"])}</summary>'
+        return [nodes.raw("", opening, format="html"), whole, nodes.raw("", "</details>", format="html")]
 
     def _row(self, cells: list[str], figures: list[bool]) -> nodes.row:
         row = nodes.row()

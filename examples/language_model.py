@@ -4,8 +4,10 @@ The model is an ordinary ``nn.Sequential`` and the training loop is an ordinary 
 is one line in ``build``. Both runs start from the same seed and see the same batches, and compute the same up to
 rounding: a pipeline adds up the gradients of its micro-batches. Training makes such a difference grow, so that
 in float32 the losses end some thousandths apart, and in float64 (``--dtype float64``) they agree to the digits shown.
+Then a few steps are timed: of the plain model, of the plain model in the pipeline's micro-batches, and of the pipeline
+without and with recomputation, which tells apart what each of them costs.
 
-    python examples/language_model.py                    # both, in about two minutes on two CPU cores
+    python examples/language_model.py                    # both, in a minute or so on two CPU cores
     python examples/language_model.py --pipeline         # only through the pipeline
     python examples/language_model.py --plain            # only without it
     python examples/language_model.py --text novel.txt   # learn another text
@@ -16,7 +18,9 @@ there are more of them (``--partitions``), and the CPU where there is none.
 """
 
 import argparse
+import statistics
 import sysconfig
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,26 +83,29 @@ def language_model(layers: int, width: int, heads: int, context: int) -> nn.Sequ
     )
 
 
-def build(options: argparse.Namespace, pipeline: bool) -> nn.Module:
+def build(options: argparse.Namespace, pipeline: bool) -> nn.Sequential | GPipe:
     """The same model either way, on the devices that it is to run on."""
     torch.manual_seed(options.seed)
     model = language_model(options.layers, options.width, options.heads, options.context)
     if options.dtype == "float64":
         model.double()
-    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {len(model)} layers"
 
     if pipeline:
         partitions = options.partitions or min(torch.accelerator.device_count() or 4, len(model))
         balance = [len(part) for part in torch.arange(len(model)).tensor_split(partitions)]
         devices = devices_for(partitions)
-        gpipe = GPipe(model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint)
-        print(f"{size}, {balance} of them on {[str(device) for device in gpipe.devices]}")
-        return gpipe
+        return GPipe(model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint)
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = accelerator or torch.device("cpu")
-    print(f"{size}, all on {str(device)!r}")
-    return model.to(device)
+    return model.to(accelerator or torch.device("cpu"))
+
+
+def describe(model: nn.Sequential | GPipe) -> str:
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {len(model)} layers"
+    if isinstance(model, GPipe):
+        devices = [str(device) for device in model.devices]
+        return f"{size}, {list(model.balance)} of them on {devices}, checkpoint={model.checkpoint!r}"
+    return f"{size}, all on {str(next(model.parameters()).device)!r}"
 
 
 def devices_for(partitions: int) -> list[torch.device] | None:
@@ -149,6 +156,7 @@ class Run:
 
 def train(options: argparse.Namespace, pipeline: bool, learn: Tensor, held_out: Tensor) -> Run:
     model = build(options, pipeline)
+    print(describe(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
 
@@ -208,6 +216,35 @@ def generate(model: nn.Module, options: argparse.Namespace) -> str:
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
+# ---- What a step costs.
+
+
+def time_steps(options: argparse.Namespace, text: Tensor, steps: int = 6) -> dict[str, float]:
+    """Return the seconds that forward and backward of one mini-batch take in each way of running the model, medians.
+
+    The ways take turns, so that whatever else the machine does slows all of them.
+    """
+    plain = build(options, pipeline=False)
+    ways = {"plain, whole": (plain, 1), f"plain, in {options.chunks} micro-batches": (plain, options.chunks)}
+    for mode in dict.fromkeys(["never", "except_last", options.checkpoint]):
+        of_mode = argparse.Namespace(**{**vars(options), "checkpoint": mode})
+        ways[f"pipeline, checkpoint={mode!r}"] = (build(of_mode, pipeline=True), 1)
+
+    starts = torch.linspace(0, len(text) - options.context - 1, options.batch).long()
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(1 + steps):
+        for way, (model, parts) in ways.items():
+            begin = time.perf_counter()
+            for part in starts.chunk(parts):
+                (loss_at(model, text, part, options) * len(part) / len(starts)).backward()
+            for device in {parameter.device for parameter in model.parameters()}:
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+            seconds[way].append(time.perf_counter() - begin)
+            model.zero_grad()
+    return {way: statistics.median(times[1:]) for way, times in seconds.items()}  # the first step also sets up
+
+
 # ---- What there is to see.
 
 
@@ -228,8 +265,8 @@ def draw_losses(runs: list[Run], path: Path) -> None:
 
     if len(runs) == 2:
         difference = [abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses)]
-        rows[1].semilogy(range(1, len(difference) + 1), difference, color="tab:gray", linewidth=1)
-        rows[1].set(ylabel="difference")
+        rows[1].plot(range(1, len(difference) + 1), difference, color="tab:gray", linewidth=1)
+        rows[1].set(ylabel="difference", yscale="log" if any(difference) else "linear")  # zeros have no logarithm
         rows[1].grid(alpha=0.3)
     rows[-1].set(xlabel="step")
 
@@ -246,6 +283,14 @@ def print_losses(runs: list[Run]) -> None:
         print(f"{'difference':>16}" + "".join(f"{x:>16.6f}" for x in apart))
 
 
+def print_times(seconds: dict[str, float]) -> None:
+    """Prints the milliseconds of a step in each way, and how many times those of the first."""
+    first = next(iter(seconds.values()))
+    print(f"{'forward and backward of a step':>36}{'ms':>8}{'ratio':>8}")
+    for way, of_way in seconds.items():
+        print(f"{way:>36}{1000 * of_way:>8.0f}{of_way / first:>8.2f}")
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a language model through a pipeline, then without one, and compare the losses.",
@@ -258,7 +303,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument_group("the pipeline").add_argument
     add("--partitions", type=int, default=0, help="0 for one on each accelerator, or four on the CPU")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
-    add("--checkpoint", default="except_last", choices=["always", "except_last", "never"], help="what to recompute")
+    add("--checkpoint", default="never", choices=["always", "except_last", "never"], help="what to recompute")
 
     add_model_and_training(parser)
 
@@ -280,8 +325,8 @@ def add_model_and_training(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("training").add_argument
     add("--text", type=Path, help="the file to learn, instead of Python's standard library")
-    add("--steps", type=int, default=160, help="mini-batches to learn from")
-    add("--batch", type=int, default=16, help="windows of text in a mini-batch")
+    add("--steps", type=int, default=120, help="mini-batches to learn from")
+    add("--batch", type=int, default=32, help="windows of text in a mini-batch")
     add("--lr", type=float, default=5e-3, help="the highest learning rate")
     add(
         "--dtype",
@@ -303,6 +348,9 @@ def main() -> None:
     draw_losses(runs, options.curve)
     print(f"\nA sample of what the {runs[0].name} model writes:\n\n{runs[0].sample}\n")
     print_losses(runs)
+    if len(runs) == 2:
+        print()
+        print_times(time_steps(options, learn))
     print(f"\nThe loss curves are in {options.curve}.")
     if runs[0].timeline is not None:
         options.timeline.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from language_model import devices_for
@@ -52,7 +52,7 @@ def convolutions(inputs: int, outputs: int) -> nn.Sequential:
 
 
 @skippable(stash=["skip"])
-class Down(nn.Module):
+class Down(Skippable, nn.Module):
     """Looks at an image (batch, inputs, height, width), puts that away, and hands on half the size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -66,7 +66,7 @@ class Down(nn.Module):
 
 
 @skippable(pop=["skip"])
-class Up(nn.Module):
+class Up(Skippable, nn.Module):
     """Doubles an image (batch, inputs, height, width), and looks at it beside what was put away at that size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -89,8 +89,8 @@ def unet(depth: int, width: int) -> nn.Sequential:
     channels = [3, *(width * 2**level for level in range(depth + 1))]
     # All skips have one name. A namespace for each level pairs a Down with its Up.
     levels = [Namespace() for _ in range(depth)]
-    downs = [Skippable.isolate(Down(channels[k], channels[k + 1]), levels[k]) for k in range(depth)]
-    ups = [Skippable.isolate(Up(channels[k + 2], channels[k + 1]), levels[k]) for k in reversed(range(depth))]
+    downs = [Down(channels[k], channels[k + 1]).isolate(levels[k]) for k in range(depth)]
+    ups = [Up(channels[k + 2], channels[k + 1]).isolate(levels[k]) for k in reversed(range(depth))]
     return nn.Sequential(*downs, convolutions(*channels[-2:]), *ups, nn.Conv2d(width, len(CLASSES), 1))
 
 
@@ -245,7 +245,12 @@ def train(options: argparse.Namespace, pipeline: bool, held_out: Tensor) -> Run:
 
 
 def counted_step(
-    layers: nn.Sequential, input: Any, balance: Sequence[int], devices: Sequence[str], chunks: int, checkpoint: str
+    layers: nn.Sequential,
+    input: Any,
+    balance: Sequence[int],
+    devices: Sequence[str],
+    chunks: int,
+    checkpoint: Literal["always", "except_last", "never"],
 ) -> tuple[Tensor, Counter[tuple[int, int]]]:
     """A step through a pipeline: the scores, and the bytes that were copied from each partition to each other."""
     pipeline = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)

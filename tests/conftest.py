@@ -7,6 +7,7 @@ A new kind of device is a new line in `VARIANTS`.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -28,7 +29,8 @@ _COMMON: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     "print_blob": True,
 }
-settings.register_profile("ci", derandomize=True, database=None, max_examples=60, **_COMMON)
+settings.register_profile("ci", derandomize=True, database=None, max_examples=30, **_COMMON)
+settings.register_profile("quick", derandomize=True, database=None, max_examples=5, **_COMMON)
 settings.register_profile("campaign", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "5000")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -79,6 +81,39 @@ def checkpoint(request: pytest.FixtureRequest) -> str:
     """Each of the checkpoint modes."""
     mode: str = request.param
     return mode
+
+
+def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Makes the machine one with ``n`` accelerators, ``'cpu:0'``, ``'cpu:1'``, ..., or with none."""
+    monkeypatch.setattr("torchgpipe.device._accelerator", lambda: torch.device("cpu") if n else None)
+    for module in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(module, "device_count", lambda: n)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("slow") or _variant(item) == "workers"]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _variant(item: pytest.Item) -> object:
+    return item.callspec.params.get("variant") if hasattr(item, "callspec") else None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def young_heap() -> None:
+    """Lets collections, and tests that count objects, pass over all that imports and the files before have left.
+
+    Going through it took a second each time in the later files of a run.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,5 +17,5 @@ class Apply(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.function(*inputs, **keywords)

@@ -2,23 +2,29 @@
 
     python tests/mutation.py             runs all and writes the table, mutations.md
     python tests/mutation.py WORD ...    runs those with one of the words in their names, and prints the outcome only
+    python tests/mutation.py --check     only looks whether all can be applied, and whether the table lists them
 
-It works on copies of the sources. A mutation whose text is not found exactly once is an error: change it together
-with the engine. Whether that is so `test_mutation.py` looks at every run of the tests.
+A mutation is found by the name of a function or class, in whichever file that is, and by the syntax tree of what is
+in there: neither moving nor reformatting code makes a mutation stale. One that is not found exactly once is an error:
+change it together with the engine.
+
+The tests run on copies of the sources, without comments.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from textwrap import dedent, indent
+from textwrap import dedent
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +37,7 @@ HEADER = """\
 What the tests notice when it is taken out of the engine. Written by `python tests/mutation.py`; the test is the first
 of the files that were run that fails.
 
-| taken out | in torchgpipe/ | noticed by |
+| taken out | of | noticed by |
 | --- | --- | --- |
 """
 
@@ -41,45 +47,105 @@ class Mutation(NamedTuple):
 
     Attributes:
         name: what is left out
-        file: where, in torchgpipe/
-        old: the lines as they are; how far they are indented does not matter
-        new: the lines without it
+        place: the qualified name of the function, class or variable that it is left out of
+        old: statements that follow one another, or an expression
+        new: the same without it, an expression instead of an expression
         tests: the files that should notice, without ``test_`` and ``.py``, as in ``skip/portal``
     """
 
     name: str
-    file: str
+    place: str
     old: str
     new: str
     tests: str = "streams"
 
-    def apply(self, source: str) -> str:
-        """The mutated source.
+    def apply(self, sources: Mapping[Path, str]) -> tuple[Path, str]:
+        """Return the file that changes, and its mutated source.
 
         Raises:
-            ValueError: the old lines are not there, or more than once.
+            ValueError: The place does not have the old code, or more than once.
         """
-        lines = [line.rstrip() for line in dedent(self.old).strip("\n").splitlines()]
-        pattern = r"^(?P<indent> *)" + r"\n(?P=indent)".join(map(re.escape, lines)) + "$"
-        found = list(re.finditer(pattern, source, re.MULTILINE))
-        if len(found) != 1:
-            raise ValueError(f"'{self.name}' is stale: its text occurs {len(found)} times in {self.file}")
-        (match,) = found
-        new = indent(dedent(self.new).strip("\n"), match["indent"])
-        return source[: match.start()] + new + source[match.end() :]
+        found: list[tuple[Path, str]] = []
+        count = 0
+        for path, source in sources.items():
+            if self.place.rpartition(".")[2] not in source:
+                continue
+            tree = ast.parse(source)
+            exchange = _Exchange(_statements(self.old), _statements(self.new))
+            for name, definition in _definitions(tree):
+                if name == self.place:
+                    exchange.visit(definition)
+            if exchange.count:
+                found.append((path, ast.unparse(tree)))
+                count += exchange.count
+        if count != 1:
+            raise ValueError(f"'{self.name}' is stale: its code occurs {count} times in {self.place}")
+        return found[0]
+
+
+def _statements(code: str) -> list[ast.stmt]:
+    return ast.parse(dedent(code).strip("\n")).body
+
+
+def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield functions, classes and variables with their qualified names, as in ``Class.method.inner``."""
+    for node in ast.iter_child_nodes(tree):
+        inner = prefix
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name, node
+            inner = f"{prefix}{node.name}."
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                yield prefix + ast.unparse(target), node
+        yield from _definitions(node, inner)
+
+
+class _Exchange(ast.NodeTransformer):
+    """Puts new code in the place of old code, and counts how often."""
+
+    def __init__(self, old: list[ast.stmt], new: list[ast.stmt]) -> None:
+        self.count = 0
+        self._new = new
+        self._expression: ast.expr | None = None
+        if len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr):
+            self._expression = new[0].value
+            self._old = _dumps([old[0].value])
+        else:
+            self._old = _dumps(old)
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if self._expression is not None and isinstance(node, ast.expr) and _dumps([node]) == self._old:
+            self.count += 1
+            return self._expression
+        self.generic_visit(node)
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            if isinstance(block, list) and self._expression is None:
+                self._exchange_in(block)
+        return node
+
+    def _exchange_in(self, block: list[ast.stmt]) -> None:
+        n = len(self._old)
+        for k in reversed(range(len(block) - n + 1)):
+            if _dumps(block[k : k + n]) == self._old:
+                block[k : k + n] = self._new
+                self.count += 1
+
+
+def _dumps(nodes: Sequence[ast.AST]) -> list[str]:
+    return [ast.dump(node) for node in nodes]
 
 
 MUTATIONS = [
     # ---------------------------------------------------------------------------------------------------- waits
     Mutation(
         "a copy waits for what computes the output",
-        "copy.py",
+        "_copy",
         "route.leaving.wait(route.ready[i])",
         "pass",
     ),
     Mutation(
         "... where there is no graph",
-        "copy.py",
+        "wait",
         """
         _mark_ready(routes, i)
         return leaves
@@ -93,7 +159,7 @@ MUTATIONS = [
     ),
     Mutation(
         "... where there is a graph",
-        "copy.py",
+        "Wait.forward",
         """
         ctx.routes, ctx.i = routes, i
         _mark_ready(routes, i)
@@ -106,7 +172,7 @@ MUTATIONS = [
     ),
     Mutation(
         "... after a cell that is not checkpointed",
-        "cell.py",
+        "Cell._run_plain",
         """
         if stage.leaving:
             output = output.replace(wait(stage.leaving, self._i, output.leaves))
@@ -115,7 +181,7 @@ MUTATIONS = [
     ),
     Mutation(
         "... after a checkpointed cell",
-        "cell.py",
+        "Cell._run_checkpointed",
         """
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
@@ -124,31 +190,31 @@ MUTATIONS = [
     ),
     Mutation(
         "... before a skip is copied",
-        "cell.py",
+        "Stage.__init__",
         "self.leaving += [portal.route for portal in sending if portal.route is not None]",
-        "",
+        "pass",
     ),
     Mutation(
         "the computation waits for the copy of its input",
-        "copy.py",
+        "_copy",
         "route.target.wait(route.arriving.mark())",
         "pass",
     ),
     Mutation(
         "the copy of a gradient waits for what computes it",
-        "copy.py",
+        "Copy.backward",
         "route.arriving.wait(route.target.mark())",
         "pass",
     ),
     Mutation(
         "the computation waits for the copy of its gradient",
-        "copy.py",
+        "Wait.backward",
         "route.source.wait(route.back[ctx.i])",
         "pass",
     ),
     Mutation(
         "... and not its recomputation",
-        "cell.py",
+        "Cell._run_checkpointed",
         """
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
@@ -167,44 +233,44 @@ MUTATIONS = [
     # -------------------------------------------------------------------------------------------------- records
     Mutation(
         "what is copied is recorded on the stream that reads it",
-        "copy.py",
-        "leaving.record(leaf)  # allocated on the source's stream, read on this one",
+        "_move",
+        "leaving.record(leaf)",
         "pass",
     ),
     Mutation(
         "what has arrived is recorded on the stream that computes with it",
-        "copy.py",
-        "target.record(new)  # allocated on the arriving stream, read by the computation",
+        "_move",
+        "target.record(new)",
         "pass",
     ),
     # -------------------------------------------------------------------------------------------------- streams
     Mutation(
         "copies run beside the computation of the source",
-        "copy.py",
-        "with leaving.use(), arriving.use():",
-        "with arriving.use():",
+        "_move",
+        "leaving.use()",
+        "arriving.use()",
     ),
     Mutation(
         "copies run beside the computation of the target",
-        "copy.py",
-        "with leaving.use(), arriving.use():",
-        "with leaving.use():",
+        "_move",
+        "arriving.use()",
+        "leaving.use()",
     ),
     Mutation(
         "a copy waits for its own micro-batch only",
-        "copy.py",
+        "_copy",
         "route.leaving.wait(route.ready[i])",
         "route.leaving.wait(route.source.mark())",
     ),
     Mutation(
         "so does the computation for its own gradient only",
-        "copy.py",
+        "Wait.backward",
         "route.source.wait(route.back[ctx.i])",
         "route.source.wait(route.leaving.mark())",
     ),
     Mutation(
         "a worker is on the stream of its device",
-        "worker.py",
+        "_Crew._serve_all",
         """
         with worker.stream.use():
             while (cell := worker.cells.get()) is not None:
@@ -217,66 +283,66 @@ MUTATIONS = [
     ),
     Mutation(
         "so is the caller where there is one device",
-        "pipeline.py",
+        "Pipeline.run",
         "with self._stages[0].stream.use():\n    self._run_inline(batches, checkpoint_stop)",
         "self._run_inline(batches, checkpoint_stop)",
     ),
     Mutation(
         "so is a recomputation",
-        "cell.py",
+        "Stage.again",
         "return self._again() if self.norms or self._buffers else self.stream.use()",
         "return self._again() if self.norms or self._buffers else scratch_statistics([])",
     ),
     Mutation(
         "so is a recomputation with running statistics",
-        "cell.py",
-        "with self.stream.use(), exclusive(self.norms), scratch_statistics(self.norms):",
-        "with exclusive(self.norms), scratch_statistics(self.norms):",
+        "Stage._again",
+        "self.stream.use()",
+        "scratch_statistics([])",
     ),
     # -------------------------------------------------------------------------------------------------- lifetimes
     Mutation(
         "a cell does not keep its input",
-        "cell.py",
+        "Cell._run_checkpointed",
         "self._input = batch.replace(())",
         "self._input = batch",
         "leaks",
     ),
     Mutation(
         "a cell does not keep its output",
-        "cell.py",
-        "output.leaves = ()  # The structure is needed again, for what autograd makes of the leaves.",
+        "Cell.compute",
+        "output.leaves = ()",
         "pass",
         "leaks checkpoint",
     ),
     Mutation(
         "a recomputed graph goes when it is differentiated",
-        "checkpoint.py",
+        "Recomputation.differentiate",
         "(leaves, outputs, sources), self._graph = self._graph, None",
         "leaves, outputs, sources = self._graph",
         "leaks checkpoint autograd",
     ),
     Mutation(
         "an error that was raised is not kept by who has raised it",
-        "worker.py",
+        "run_in_workers",
         """
         try:
             raise error
         finally:
-            del error  # A frame that holds its own exception is a cycle, and keeps tensors alive.
+            del error
         """,
         "raise error",
         "faults leaks",
     ),
     Mutation(
         "... nor by the workers",
-        "worker.py",
-        "self._errors.clear()  # They know the frames they come from, and so this object.",
+        "_Crew._hand_out",
+        "self._errors.clear()",
         "pass",
         "faults leaks",
     ),
     Mutation(
         "a batch lets go of a skip that has arrived",
-        "cell.py",
+        "_receive",
         "arrived = tuple([portal.receive(i, skips.pop(portal.key)) for portal in portals])",
         "arrived = tuple([portal.receive(i, skips[portal.key]) for portal in portals])",
         "streams",
@@ -284,7 +350,7 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------- dependency
     Mutation(
         "a cell comes after the one before it, by its input",
-        "cell.py",
+        "Cell._run_plain",
         """
         if lane is not None and tie(batch, [lane]):
             lane = None
@@ -294,11 +360,9 @@ MUTATIONS = [
     ),
     Mutation(
         "... or by its output",
-        "cell.py",
+        "Cell._run_plain",
         """
         if lane is not None and tie(output, [lane]):
-            # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
-            # those of the cell before it, which the same thread has created earlier.
             lane = None
         """,
         "pass",
@@ -306,7 +370,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a cell that is not checkpointed begins a lane",
-        "cell.py",
+        "Cell._run_plain",
         """
         if stage.phony is not None and lane is None and self._i < self._m - 1:
             output, lane = _branch(output)
@@ -316,28 +380,28 @@ MUTATIONS = [
     ),
     Mutation(
         "... at all of its outputs",
-        "cell.py",
+        "_branch",
         "graph = {k: leaf for k, leaf in enumerate(batch.leaves) if leaf is not None and leaf.requires_grad}",
         "graph = {k: leaf for k, leaf in enumerate(batch.leaves[:1]) if leaf is not None and leaf.requires_grad}",
         "dependency",
     ),
     Mutation(
         "a checkpointed cell ends the lane of the one before it",
-        "cell.py",
+        "Cell._run_checkpointed",
         "leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)",
         "leaves: Leaves = Checkpoint.apply(self, None, sums, *batch.leaves, *parameters)",
         "dependency",
     ),
     Mutation(
         "a checkpointed cell begins a lane",
-        "cell.py",
+        "Cell._run_checkpointed",
         "return self._output.replace(leaves[1:]), tied",
         "return self._output.replace(leaves[1:]), None",
         "dependency",
     ),
     Mutation(
         "the last lanes end in the output",
-        "pipeline.py",
+        "Pipeline._run_in_workers",
         """
         if open_lanes:
             tie(batches[-1], open_lanes)
@@ -347,21 +411,21 @@ MUTATIONS = [
     ),
     Mutation(
         "Fork gives a phony of its input",
-        "dependency.py",
+        "Fork.forward",
         "return *[x.detach() for x in xs], get_phony(xs[0].device)",
         "ctx.mark_non_differentiable(phony := get_phony(xs[0].device))\nreturn *[x.detach() for x in xs], phony",
         "dependency",
     ),
     Mutation(
         "Join takes the phonies",
-        "dependency.py",
+        "join",
         "result: Tensor = Join.apply(x, *phonies)",
         "result: Tensor = Join.apply(x)",
         "dependency",
     ),
     Mutation(
         "recomputation does not wait for the gradient",
-        "checkpoint.py",
+        "Recompute.backward",
         "ctx.checkpoint.recomputation.second_run(ctx.checkpoint)",
         "pass",
         "checkpoint streams",
@@ -369,203 +433,203 @@ MUTATIONS = [
     # ----------------------------------------------------------------------------------------- the second run
     Mutation(
         "recomputation draws the numbers of the first run",
-        "random.py",
+        "_replay",
         "draw.generator.set(draw.before)",
         "pass",
         "random streams",
     ),
     Mutation(
         "the generators go on as if it had drawn nothing",
-        "random.py",
+        "_replay",
         "draw.generator.set(state)",
         "pass",
         "random",
     ),
     Mutation(
         "numbers that nobody noted are not taken for those of a cell",
-        "cell.py",
+        "Cell._run_plain",
         "stage.random.forget()",
         "pass",
         "random",
     ),
     Mutation(
         "a generator's state goes when its cell has been differentiated",
-        "checkpoint.py",
-        "if self._drawn and not keeps_graph():",
-        "if False:",
+        "Recomputation.differentiate",
+        "self._drawn and not keeps_graph()",
+        "False",
         "leaks",
     ),
     Mutation(
         "... unless the graph is kept",
-        "checkpoint.py",
-        "if self._drawn and not keeps_graph():",
-        "if self._drawn:",
+        "Recomputation.differentiate",
+        "self._drawn and not keeps_graph()",
+        "self._drawn",
         "leaks random",
     ),
     Mutation(
         "... and no sooner",
-        "checkpoint.py",
+        "Recomputation._recompute",
         "outputs = recomputing(self.compute, leaves)",
         "outputs = recomputing(self.compute, leaves); self._drawn = ()",
         "random",
     ),
     Mutation(
         "... and without it nothing is drawn anew",
-        "checkpoint.py",
-        "self._drawn = None  # It goes with what the engine lets go of: a generator's state takes kilobytes.",
+        "Recomputation.differentiate",
+        "self._drawn = None",
         "self._drawn = ()",
         "random",
     ),
     Mutation(
         "a layer's own generator is noted",
-        "random.py",
+        "RandomStates._generators",
         "return _generators(self._device) + _generators_of(self._modules)",
         "return _generators(self._device)",
         "random",
     ),
     Mutation(
         "what is drawn from one that was not noted is refused",
-        "random.py",
-        "if _note(unknown).contents != untouched.contents:",
-        "if False:",
+        "_replay",
+        "_note(unknown).contents != untouched.contents",
+        "False",
         "random",
     ),
     Mutation(
         "... and taken back",
-        "random.py",
-        "for generator, state in zip(unknown, untouched.states):",
-        "for generator, state in ():",
+        "_replay",
+        "zip(unknown, untouched.states)",
+        "()",
         "random",
     ),
     Mutation(
         "... and such a generator is looked for in every pass",
-        "random.py",
-        "if self._unknown_in != this_pass:",
-        "if self._unknown_in is None:",
+        "RandomStates.replay",
+        "self._unknown_in != this_pass",
+        "self._unknown_in is None",
         "random",
     ),
     Mutation(
         "one thread at a time copies a generator's state",
-        "random.py",
-        "_copying = threading.Lock()",
-        "_copying = nullcontext()",
+        "_copying",
+        "threading.Lock()",
+        "nullcontext()",
         "random",
     ),
     Mutation(
         "... and the last one after forward",
-        "pipeline.py",
-        "self._stages[0].random.forget()  # The last state takes kilobytes.",
+        "Pipeline._run_inline",
+        "self._stages[0].random.forget()",
         "pass",
         "leaks",
     ),
     Mutation(
         "workers take turns where they share a generator",
-        "random.py",
+        "share_generator",
         'return any(device.type == "cpu" for device in devices)',
         "return False",
         "random",
     ),
     Mutation(
         "recomputation counts on copies of the running statistics",
-        "statistics.py",
+        "scratch_statistics",
         "norm._buffers[name] = statistic.clone()",
         "pass",
         "batchnorm",
     ),
     Mutation(
         "the running statistics are put back",
-        "statistics.py",
+        "scratch_statistics",
         "buffers[name] = statistic",
         "pass",
         "batchnorm",
     ),
     Mutation(
         "the first run knows that it is checkpointing",
-        "checkpoint.py",
+        "Recomputation.first_run",
         "outputs = checkpointing(self.compute, leaves)",
         "outputs = self.compute(leaves)",
         "phase transparency gpipe",
     ),
     Mutation(
         "the second run knows that it is recomputing",
-        "checkpoint.py",
+        "Recomputation._recompute",
         "outputs = recomputing(self.compute, leaves)",
         "outputs = self.compute(leaves)",
         "phase checkpoint",
     ),
     Mutation(
         "the second run is in what the caller had set",
-        "checkpoint.py",
+        "Recomputation.second_run",
         "self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors)",
         "with torch.enable_grad():\n    self._graph = self._recompute(checkpoint.saved_tensors)",
         "ambient",
     ),
     Mutation(
         "... at every backward pass",
-        "ambient.py",
+        "Ambient._finds_plain",
         "here = current_pass(), get_ident()",
         "here = 0, get_ident()",
         "ambient",
     ),
     Mutation(
         "after an error no step is handed out",
-        "worker.py",
-        "if errors or step is None:",
-        "if step is None:",
+        "_Crew._hand_out",
+        "errors or step is None",
+        "step is None",
         "faults",
     ),
     Mutation(
         "... and its worker runs none of the same step",
-        "worker.py",
-        "if not worker.failed:",
-        "if True:",
+        "_Crew._serve_one",
+        "not worker.failed",
+        "True",
         "faults",
     ),
     Mutation(
         "the first error in the order of the schedule is raised",
-        "worker.py",
+        "_Crew._hand_out",
         "self._outcome.put(errors[0] if errors else None)",
         "self._outcome.put(errors[-1] if errors else None)",
         "faults",
     ),
     Mutation(
         "a worker is in what the caller has set",
-        "worker.py",
+        "_Crew._serve",
         "ambient.run(self._serve_all, worker)",
         "self._serve_all(worker)",
         "ambient",
     ),
     Mutation(
         "a partition that starts in place works on a copy",
-        "cell.py",
-        "if _starts_in_place(partition):",
-        "if False:",
+        "Stage.__init__",
+        "_starts_in_place(partition)",
+        "False",
         "inplace",
     ),
     Mutation(
         "a change of the input in place is refused",
-        "checkpoint.py",
-        "if _versions(leaves) != versions:",
-        "if False:",
+        "Recomputation.first_run",
+        "_versions(leaves) != versions",
+        "False",
         "inplace",
     ),
     Mutation(
         "a recomputation with other parameters is refused",
-        "checkpoint.py",
+        "Recomputation.second_run",
         "self._refuse_changed()",
         "pass",
         "autograd",
     ),
     Mutation(
         "... at every backward pass anew",
-        "cell.py",
-        "if self._unchanged_in == current_pass():",
-        "if self._unchanged_in is not None:",
+        "Stage.changed",
+        "self._unchanged_in == current_pass()",
+        "self._unchanged_in is not None",
         "autograd",
     ),
     Mutation(
         "a gradient that would get lost is refused",
-        "checkpoint.py",
+        "Recomputation._sources",
         "raise self._captured(node.variable)",
         "pass",
         "autograd",
@@ -573,175 +637,175 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------ sums of gradients
     Mutation(
         "a large gradient joins its sum as soon as it is computed",
-        "checkpoint.py",
+        "Recomputation.differentiate",
         "hooks = sums.take_from(sources)",
         "hooks = []",
         "accumulation",
     ),
     Mutation(
         "... if it takes much memory beside the activations of its layer",
-        "accumulation.py",
+        "Sums.take_from",
         "self._at_once = {*self._present, *(heavy if len(heavy) > 1 else ())}",
         "self._at_once = {*self._present}",
         "accumulation",
     ),
     Mutation(
         "... which are not the parameter itself, cast or transposed",
-        "accumulation.py",
+        "explore",
         "layer = node if len(edges) > 1 else seen[node] or node",
         "layer = node",
         "accumulation",
     ),
     Mutation(
         "... or is to join what is there",
-        "accumulation.py",
+        "Sums.take_from",
         "self._at_once = {*self._present, *(heavy if len(heavy) > 1 else ())}",
         "self._at_once = {*(heavy if len(heavy) > 1 else ())}",
         "accumulation",
     ),
     Mutation(
         "... also in a cell that is not checkpointed",
-        "cell.py",
+        "Cell._run_plain",
         "accumulation.take_from(output.leaves, before)",
         "pass",
         "accumulation",
     ),
     Mutation(
         "hooks are taken off nodes that a layer has kept",
-        "accumulation.py",
+        "Accumulation.__del__",
         "hook.remove()",
         "pass",
         "accumulation",
     ),
     Mutation(
         "... and know the accumulation only as long as others do",
-        "accumulation.py",
+        "Accumulation.take_from",
         "this = ref(self)",
         "this = lambda: self",
         "accumulation",
     ),
     Mutation(
         "... also in a graph of a recomputation",
-        "checkpoint.py",
+        "Recomputation.differentiate",
         "hook.remove()",
         "pass",
         "accumulation",
     ),
     Mutation(
         "a hook returns nothing that PyTorch cannot compare",
-        "accumulation.py",
-        "if grad is None or any([one is not None and one.is_nested for one in grads]):",
-        "if grad is None:",
+        "_take",
+        "grad is None or any([one is not None and one.is_nested for one in grads])",
+        "grad is None",
         "accumulation",
     ),
     Mutation(
         "no sum changes what somebody else holds",
-        "accumulation.py",
-        "if _is_alone(sums, k):",
-        "if True:",
+        "Sums.add",
+        "_is_alone(sums, k)",
+        "True",
         "accumulation",
     ),
     Mutation(
         "... nor what another tensor shows a part of",
-        "accumulation.py",
+        "_is_alone",
         "return is_whole and _holders(tensors, k) == _LIST_ALONE",
         "return _holders(tensors, k) == _LIST_ALONE",
         "accumulation",
     ),
     Mutation(
         "... nor is it handed on as if nobody did",
-        "accumulation.py",
+        "Sums.add",
         "sums[k] = grad",
         "sums[k] = grad.detach()",
         "accumulation",
     ),
     Mutation(
         "... a view of something that nobody holds can be changed",
-        "accumulation.py",
+        "Sums.add",
         "sums[k] = sums[k].detach()",
         "pass",
         "accumulation",
     ),
     Mutation(
         "each backward pass has its own sums",
-        "accumulation.py",
+        "Accumulation.sums",
         "this_pass = current_pass()",
         "this_pass = 0",
         "accumulation",
     ),
     Mutation(
         "a backward pass keeps its sums",
-        "accumulation.py",
+        "Accumulation.sums",
         "at_end_of_pass(sums.end)",
         "pass",
         "accumulation",
     ),
     Mutation(
         "... and nothing else does",
-        "accumulation.py",
+        "Accumulation.__init__",
         "self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()",
         "self._passes = {}",
         "accumulation",
     ),
     Mutation(
         "gradients that a backward pass has no use for are not computed",
-        "accumulation.py",
-        "if not will_run(self.phony.grad_fn):",
-        "if False:",
+        "Accumulation.sums",
+        "not will_run(self.phony.grad_fn)",
+        "False",
         "accumulation",
     ),
     Mutation(
         "what comes after the sums were delivered goes the usual way",
-        "accumulation.py",
+        "Accumulation.sums",
         "return None if sums.delivered else sums",
         "return sums",
         "accumulation threads",
     ),
     Mutation(
         "there is no sum beside the gradient of an earlier pass",
-        "accumulation.py",
-        "elif k in self._present:",
-        "elif False:",
+        "Sums.add",
+        "k in self._present",
+        "False",
         "accumulation",
     ),
     Mutation(
         "... unless a hook is to see the new gradient",
-        "accumulation.py",
-        "if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:",
-        "if not parameter.is_leaf:",
+        "_adds_to_grad",
+        "not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks",
+        "not parameter.is_leaf",
         "accumulation",
     ),
     Mutation(
         "... or its precision is low",
-        "accumulation.py",
-        "if grad.element_size() < 4:  # In half precision, many small additions to a large number lose too much.",
-        "if False:",
+        "_adds_to_grad",
+        "grad.element_size() < 4",
+        "False",
         "accumulation",
     ),
     Mutation(
         "the engine adds something where all has been added",
-        "accumulation.py",
+        "Sums.deliver",
         "sums[k] = _zeros(self._present[k].variable)",
         "pass",
         "accumulation",
     ),
     Mutation(
         "... which changes nothing",
-        "accumulation.py",
+        "_zeros",
         "return like.new_zeros(()).neg().expand_as(like)",
         "return like.new_zeros(()).expand_as(like)",
         "accumulation",
     ),
     Mutation(
         "there is a sum beside a gradient that the pass does not add to",
-        "accumulation.py",
+        "_adds_to_grad",
         "return will_accumulate(node)",
         "return True",
         "accumulation",
     ),
     Mutation(
         "hooks of parameters hear the whole gradient only",
-        "checkpoint.py",
+        "Recomputation._gradients",
         "with without_hooks(wanted):\n    return gradients(roots, root_grads, wanted)",
         "return gradients(roots, root_grads, wanted)",
         "autograd",
@@ -749,21 +813,21 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------------ skips
     Mutation(
         "a skip is brought to the device of its pop",
-        "skip/portal.py",
+        "Portal.receive",
         "return tensor if self.route is None else copy(self.route, i, (tensor,))[0]",
         "return tensor",
         "skip/portal",
     ),
     Mutation(
         "a skip has streams of its own",
-        "pipeline.py",
+        "Pipeline.__init__",
         'portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}',
         "portals = {key: Portal(key, route(a, c)) for ends in skips.leaving for key, a, c in ends}",
         "skip/portal",
     ),
     Mutation(
         "a skip goes no way that the batch goes",
-        "cell.py",
+        "_send",
         """
         skips.update(zip([portal.key for portal in portals], batch.leaves[width:]))
         return batch.replace(batch.leaves[:width])
@@ -776,21 +840,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a skip within a partition has no portal",
-        "skip/layout.py",
-        "if source != target:",
-        "if True:",
+        "SkipLayout.__init__",
+        "source != target",
+        "True",
         "skip/portal",
     ),
     Mutation(
         "a skip that is popped goes with the layer that pops it",
-        "cell.py",
+        "_call_with_skips",
         "batch.leaves = batch.leaves[:width]",
         "batch = batch.replace(batch.leaves[:width])",
         "skip/leaks",
     ),
     Mutation(
         "... also if the partition works on copies",
-        "cell.py",
+        "_call_on_copies",
         """
         batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
         return call(batch)
@@ -800,51 +864,51 @@ MUTATIONS = [
     ),
     Mutation(
         "who pops a skip has it alone",
-        "skip/tracker.py",
+        "SkipTracker.pop",
         "return self.skips.pop(key)",
         "return self.skips[key]",
         "skip/tracker skip/leaks",
     ),
     Mutation(
         "a cell leaves its tracker",
-        "skip/tracker.py",
+        "SkipTracker.__exit__",
         "_current.tracker = self._outer",
         "pass",
         "skip/tracker",
     ),
     Mutation(
         "a skip that a plain model has left goes with its layer",
-        "skip/tracker.py",
+        "_ThreadTracker.stash",
         "self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))",
         "pass",
         "skip/tracker",
     ),
     Mutation(
         "... and no later one goes with it",
-        "skip/tracker.py",
+        "_ThreadTracker.stash",
         "self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))",
         "weakref.finalize(layer, skips.pop, key, None)",
         "skip/tracker",
     ),
     Mutation(
         "a layer hears of an error where it has yielded",
-        "skip/skippable.py",
+        "_run",
         "step = steps.throw(error)",
         "raise error",
         "skip/skippable",
     ),
     Mutation(
         "what a layer has declared it does",
-        "skip/skippable.py",
-        "if open_:",
-        "if False:",
+        "_driven.driven",
+        "_driving.layer, _driving.open = outer, outer_open",
+        "_driving.layer, _driving.open = outer, outer_open; open_.clear()",
         "skip/skippable",
     ),
     Mutation(
         "skips that no longer match are refused",
-        "skip/layout.py",
-        "if source is None or source > target:",
-        "if False:",
+        "SkipLayout.__init__",
+        "source is None or source > target",
+        "False",
         "skip/layout",
     ),
 ]
@@ -852,9 +916,13 @@ MUTATIONS = [
 
 def main() -> None:
     words = sys.argv[1:]
+    sources = read(ROOT)
+    stale = faults(sources)
+    if words == ["--check"]:
+        sys.exit("\n".join([*stale, *faults_of_table()]) or 0)
+    if stale:
+        sys.exit("\n".join(stale))
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
-    for mutation in chosen:
-        mutation.apply((ROOT / "torchgpipe" / mutation.file).read_text())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(COPIES) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for k in range(COPIES):
@@ -878,9 +946,42 @@ def main() -> None:
     sys.exit(f"no test notices: {'; '.join(missed)}" if missed else 0)
 
 
+def read(root: Path) -> dict[Path, str]:
+    """Return the sources of the engine."""
+    return {path: path.read_text() for path in sorted((root / "torchgpipe").rglob("*.py"))}
+
+
+def faults(sources: Mapping[Path, str]) -> list[str]:
+    """Tell of the mutations that cannot be applied."""
+    result = []
+    for mutation in MUTATIONS:
+        try:
+            path, mutated = mutation.apply(sources)
+            compile(mutated, path, "exec")
+        except (SyntaxError, ValueError) as error:
+            result.append(str(error))
+    return result
+
+
+def faults_of_table() -> list[str]:
+    """Tell what is wrong with the table: other mutations, or tests that are not there."""
+    table = TABLE.read_text()
+    rows = [line.split(" | ") for line in table.removeprefix(HEADER).splitlines()]
+    listed = [(name.removeprefix("| "), place.strip("`")) for name, place, _ in rows]
+    if not table.startswith(HEADER) or listed != [(each.name, each.place) for each in MUTATIONS]:
+        return ["mutations.md lists other mutations: run all"]
+    result = []
+    for name, _, test in rows:
+        file, _, function = test.removesuffix(" |").strip("`").partition("::")
+        path = ROOT / "tests" / file
+        if not path.exists() or f"def {function.split('::')[-1]}(" not in path.read_text():
+            result.append(f"'{name.removeprefix('| ')}' was noticed by {file}::{function}, which is not there")
+    return result
+
+
 def row(mutation: Mutation, test: str | None) -> str:
     name = "**nobody**" if test is None else f"`{test.removeprefix('tests/').partition('[')[0]}`"
-    return f"| {mutation.name} | {mutation.file} | {name} |\n"
+    return f"| {mutation.name} | `{mutation.place}` | {name} |\n"
 
 
 def make_copy(folder: Path) -> Path:
@@ -888,6 +989,8 @@ def make_copy(folder: Path) -> Path:
         if (ROOT / part).exists():
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
+    for path, source in read(folder).items():
+        path.write_text(ast.unparse(ast.parse(source)))  # As it is written when it is mutated.
     return folder
 
 
@@ -898,15 +1001,13 @@ def targets(mutation: Mutation) -> list[str]:
 
 def noticed(mutation: Mutation, copy: Path) -> str | None:
     """The first test that fails, or None."""
-    file = copy / "torchgpipe" / mutation.file
-    source = file.read_text()
-    mutated = mutation.apply(source)
-    compile(mutated, file, "exec")
+    sources = read(copy)
+    file, mutated = mutation.apply(sources)
     file.write_text(mutated)
     try:
         result = run_tests(copy, targets(mutation))
     finally:
-        file.write_text(source)
+        file.write_text(sources[file])
     if result.returncode == 0:
         print(f"MISSED: {mutation.name}", flush=True)
         return None

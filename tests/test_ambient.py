@@ -192,6 +192,15 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
+nothing_or_everything = pytest.mark.parametrize("name", ["nothing", "everything"])
+
+#: Each at forward with one at backward, and each at backward with nothing and with everything.
+PAIRS = sorted(
+    {
+        *zip(SETTINGS, list(OTHERS) * len(SETTINGS)),
+        *[(name, other) for name in ("nothing", "everything") for other in OTHERS],
+    }
+)
 
 
 class Probe(nn.Module):
@@ -242,8 +251,7 @@ def test_it_holds_in_every_layer(model: GPipe, name: str) -> None:
         assert probe.recomputations == [expected] * 2
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@every_setting
+@pytest.mark.parametrize("name, other", PAIRS)
 def test_it_holds_in_recomputation_whatever_is_set_at_backward(model: GPipe, name: str, other: str) -> None:
     x = torch.rand(4, 2)
     with SETTINGS[name]():
@@ -273,7 +281,7 @@ def test_it_holds_in_each_of_several_backward_passes(pipe: Pipe) -> None:
     assert probe.recomputations == probe.first_runs * 2
 
 
-@every_setting
+@nothing_or_everything
 def test_it_holds_when_another_thread_calls_backward(model: GPipe, name: str) -> None:
     x = torch.rand(4, 2)
     with SETTINGS[name]():
@@ -288,7 +296,7 @@ def test_it_holds_when_another_thread_calls_backward(model: GPipe, name: str) ->
         assert probe.recomputations == [expected] * 2
 
 
-@every_setting
+@nothing_or_everything
 def test_it_is_not_the_next_call_that_counts(model: GPipe, name: str) -> None:
     """Each call has its own state, also when their backwards come later and in another order."""
     x = torch.rand(4, 2)
@@ -306,7 +314,7 @@ def test_it_is_not_the_next_call_that_counts(model: GPipe, name: str) -> None:
         assert probe.recomputations == [expected] * 2 + [neutral] * 2
 
 
-@every_setting
+@nothing_or_everything
 def test_it_holds_without_checkpointing(pipe: Pipe, name: str) -> None:
     x = torch.rand(4, 2)
     model = pipe(nn.Sequential(nn.Linear(2, 2), Probe(), Probe()), [1, 1, 1], chunks=2, checkpoint="never")
@@ -374,9 +382,16 @@ def test_gradients_can_be_switched_on_again(model: GPipe, outside: Any, inside: 
 # --------------------------------------------------------------------------------------------------- autocast
 
 
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
-@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype, cache, backward_inside",
+    [
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, False, True),
+        (torch.float16, True, True),
+        (torch.float16, False, False),
+    ],
+    ids=["cache-outside", "no cache-inside", "cache-inside", "no cache-outside"],
+)
 def test_numbers_under_autocast_are_those_of_the_plain_model(
     pipe: Pipe, checkpoint: str, dtype: torch.dtype, cache: bool, backward_inside: bool
 ) -> None:

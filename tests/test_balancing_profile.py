@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.layers import Apply
+from torchgpipe.pipe import PipeSequential, WithDevice
 from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.skip.tracker import current_skip_tracker
 from torchgpipe_balancing import Report, profile
@@ -400,6 +401,51 @@ def test_integers_none_and_nested_containers() -> None:
     report = quick(nn.Sequential(Apply(embedded), Apply(summed)), sample)
     assert sizes(report, "output") == [2 * 3 * 3 * 4 + 6, 2 * 3 * 4]
     assert "(2, 3) int64, (2, 3) bool" in report.sample
+
+
+class Attend(nn.Module):
+    """A layer of two arguments, or three."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, mask: Tensor, power: int = 1) -> Any:
+        return self.function(x, mask, power)
+
+
+def test_a_tuple_is_several_arguments_of_the_first_layer_that_takes_them() -> None:
+    x, mask = torch.rand(2, 3), torch.rand(2, 3)
+    for layer in [Attend(lambda *inputs: inputs), Apply(lambda *inputs: inputs), nn.Bilinear(3, 3, 4)]:
+        report = quick(nn.Sequential(layer, Apply(lambda value: value)), (x, mask))
+        assert report.sample == "(2, 3) float32, (2, 3) float32"
+    assert quick(nn.Sequential(Attend(lambda x, mask, power: x * power)), (x, mask, 2)).layers[0].sizes.output == 24
+    # One that has a single argument unpacks it, as before.
+    quick(nn.Sequential(Unpack(), nn.Linear(3, 2)), (x, mask))
+    quick(nn.Sequential(Unpack()), (x,))
+
+
+class Unpack(nn.Module):
+    """A layer of one argument, a tuple."""
+
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        assert isinstance(values, tuple)
+        return values[0].sin()
+
+
+def test_a_tuple_is_several_arguments_of_a_later_layer_that_could_not_take_one() -> None:
+    """As `torchgpipe.pipe.Pipe` hands them on; where the layer could do with one, GPipe does so."""
+    pair = Apply(lambda x: (x, x.exp()))
+    for last in [nn.Bilinear(3, 3, 4), WithDevice(nn.Bilinear(3, 3, 4), "cpu"), Unpack(), WithDevice(Unpack(), "cpu")]:
+        quick(nn.Sequential(nn.Linear(3, 3), pair, last), torch.rand(2, 3))
+    seen: list[int] = []
+    count = Apply(lambda *values: (seen.append(len(values)), values[0])[1])
+    quick(nn.Sequential(pair, count), torch.rand(2, 3))
+    assert {*seen} == {1}
+    seen.clear()
+    quick(PipeSequential(pair, count), torch.rand(2, 3))
+    assert {*seen} == {2}
+    assert quick(PipeSequential(nn.Bilinear(3, 3, 4), nn.ReLU()), (torch.rand(2, 3),) * 2).rounds == 1
 
 
 def test_outputs_without_gradient() -> None:

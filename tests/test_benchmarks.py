@@ -21,6 +21,8 @@ from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
 from benchmarks.training import TASKS, Task
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("ablation", "capacity", "speed", "transparency")
 
 
@@ -92,7 +94,7 @@ def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| pipeline-2 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_models_are_drawn_by_the_seed(seed: int) -> None:
     first, second = draw(seed), draw(seed)
     assert sum(first.balance) == len(first.layers)

@@ -212,6 +212,7 @@ def test_no_parameter_and_no_input_needs_a_gradient_in_the_first_partition(pipe:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> None:
     """Worker threads that wait for the next mini-batch are there while the loader forks.
 

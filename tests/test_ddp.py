@@ -32,16 +32,19 @@ from torchgpipe import GPipe, replicas
 from torchgpipe.batchnorm import mini_batch
 from torchgpipe.pipe import Pipe, WithDevice
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+    ),
+    pytest.mark.slow,
+]
 
 EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 WORLD = 2
 CHUNKS = 3
 BALANCE = [2, 1, 2]
-MODES = ["always", "except_last", "never"]
 DEVICES = {"inline": ["cpu"] * 3, "workers": ["cpu:0", "cpu:1", "cpu:2"]}
+PAIRS = [("inline", "except_last"), ("workers", "always"), ("workers", "except_last"), ("workers", "never")]
 
 
 def build() -> nn.Sequential:
@@ -549,19 +552,18 @@ def run_all(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Nothing leaves the machine.
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
     for case in CASES:
-        for variant, devices in DEVICES.items():
-            for checkpoint in MODES:
-                try:
-                    case(devices, checkpoint)
-                    report = ""
-                except BaseException:
-                    report = traceback.format_exc()
-                Path(folder, _report(case, variant, checkpoint, rank)).write_text(report)
-                # Where one of the processes fails, the other would wait for it in vain.
-                failed = torch.tensor([float(bool(report))])
-                dist.all_reduce(failed)
-                if failed.item():
-                    dist.barrier()
+        for variant, checkpoint in PAIRS:
+            try:
+                case(DEVICES[variant], checkpoint)
+                report = ""
+            except BaseException:
+                report = traceback.format_exc()
+            Path(folder, _report(case, variant, checkpoint, rank)).write_text(report)
+            # Where one of the processes fails, the other would wait for it in vain.
+            failed = torch.tensor([float(bool(report))])
+            dist.all_reduce(failed)
+            if failed.item():
+                dist.barrier()
     dist.destroy_process_group()
     Path(folder, f"example-{rank}").write_text(_output_of_the_example(rank, folder))
 
@@ -590,7 +592,8 @@ def _report(case: Callable[..., None], variant: str, checkpoint: str, rank: int)
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder where the processes have left their reports."""
     folder = tmp_path_factory.mktemp("ddp")
-    context = mp.spawn(run_all, (str(folder),), nprocs=WORLD, join=False)
+    # Forked from the server of `launch`, they need not import PyTorch.
+    context = mp.start_processes(run_all, (str(folder),), nprocs=WORLD, join=False, start_method="forkserver")
     try:
         for _ in range(60):  # If one waits for the other for ever, its report is missing below.
             if context.join(timeout=10):
@@ -603,7 +606,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("variant, mode", PAIRS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_with_ddp(reports: Path, variant: str, mode: str, case: Callable[..., None]) -> None:
     for rank in range(WORLD):

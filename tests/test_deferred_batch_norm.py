@@ -344,6 +344,7 @@ def test_on_a_fake_accelerator(checkpoint: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
+@pytest.mark.slow
 def test_compiled(pipe: Pipe) -> None:
     module = nn.Sequential(Affine(), nn.BatchNorm1d(3)).double()
     whole = copy.deepcopy(module)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
+import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ import torch
 import torchgpipe
 import torchgpipe_balancing
 from tests import snippets
+from tests.conftest import with_accelerators
 from tests.test_public import PUBLIC, named
 
 ROOT = Path(torchgpipe.__file__).parent.parent
@@ -22,9 +28,8 @@ RST.remove(ROOT / "docs" / "scaling.rst")  # runs in several processes: tests/di
 
 @pytest.fixture(autouse=True)
 def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples may write files, take for granted as many GPUs as they need, and measure longer than we need."""
+    """Examples may write files, and measure longer than we need."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchgpipe.gpipe.default_devices", lambda n: [torch.device("cpu")] * n)
     for measure in (torchgpipe_balancing.balance_by_time, torchgpipe_balancing.profile):
         monkeypatch.setitem(measure.__kwdefaults__, "timeout", 0.0)
     later = importlib.import_module("torchgpipe.balance").balance_by_time
@@ -40,17 +45,46 @@ def test_there_is_code_to_run() -> None:
     assert len(snippets.in_docstring(torchgpipe.GPipe.__doc__)) == 1
 
 
+def first_example(page: Path) -> str:
+    """What a reader pastes first: the page up to where a pipeline is made, and with what follows it in the block."""
+    text = page.read_text()
+    blocks = [snippet.code for snippet in (snippets.in_markdown if page.suffix == ".md" else snippets.in_rst)(text)]
+    first = next((k for k, code in enumerate(blocks) if re.search(r"\b(GPipe|Pipe)\(", code)), -1)
+    return "\n".join(blocks[: 1 if page.suffix == ".md" else first + 1])
+
+
+FIRST = [page for page in [*MARKDOWN, *RST] if first_example(page)]
+
+
+@pytest.mark.parametrize("accelerators", [0, 1, 2, 8])
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
+def test_the_first_example_of_a_page_runs_on_any_machine(
+    page: Path, accelerators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the README it was an IndexError on one GPU and on two."""
+    with_accelerators(monkeypatch, accelerators)
+    snippets.run(snippets.Snippet(1, first_example(page).replace("cuda:", "cpu:")), page, {"__name__": "page"})
+
+
+def test_the_first_examples_are_found() -> None:
+    assert {"README.md", "index.rst", "getting-started.rst", "guide.rst", "recipes.rst"} <= {
+        page.name for page in FIRST
+    }
+
+
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
-def test_code_of_a_page_in_markdown(page: Path) -> None:
-    """Each block by itself."""
+def test_code_of_a_page_in_markdown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block by itself, on a machine with one GPU, the one on which an example may lack devices."""
+    with_accelerators(monkeypatch, 1)
     for snippet in snippets.in_markdown(page.read_text()):
         snippets.run(snippet, page, {"__name__": "page"})
 
 
 @pytest.mark.parametrize("page", RST, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-def test_code_of_a_page_of_the_documentation(page: Path) -> None:
-    """Each block after the others."""
+def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block after the others, on a machine with one GPU."""
+    with_accelerators(monkeypatch, 1)
     text = page.read_text()
     if "timeline.plot(" in text:
         pytest.importorskip("matplotlib")
@@ -73,8 +107,9 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_code_of_a_docstring(name: str) -> None:
-    """Each block by itself."""
+def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block by itself; it takes for granted as many GPUs as it needs."""
+    monkeypatch.setattr("torchgpipe.gpipe.default_devices", lambda n: [torch.device("cpu")] * n)
     if any(".plot(" in snippet.code for snippet in EXAMPLES[name]):
         pytest.importorskip("matplotlib")
     module = max((module for module in PUBLIC if name.startswith(module)), key=len)
@@ -106,3 +141,40 @@ def test_figures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch
     for path in drawn:
         committed = (ROOT / "docs" / "images" / path.name).read_text()
         assert path.read_text() == committed, f"{path.name} is older than docs/figures.py"
+
+
+@pytest.fixture
+def conf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings of Sphinx."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(ROOT / "docs" / "conf.py"))
+
+
+def test_what_is_copied_of_a_session_is_its_input(conf: dict[str, Any]) -> None:
+    """Of the lines of an error, the copy button took all but those that are marked as output."""
+    prompt = re.compile(conf["copybutton_prompt_text"])
+    assert conf["copybutton_prompt_is_regexp"] and not conf["copybutton_copy_empty_lines"]
+    sessions = [snippet.code for page in RST for snippet in snippets.in_rst(page.read_text()) if ">>>" in snippet.code]
+    assert sessions
+    for session in sessions:
+        copied = [line[match.end() :] for line in session.splitlines() if (match := prompt.match(line))]
+        examples = doctest.DocTestParser().get_examples(session)
+        assert "\n".join(copied) + "\n" == "".join(example.source for example in examples)
+
+
+def test_code_on_dark_pages_is_not_underlined(conf: dict[str, Any]) -> None:
+    """`torch` of an import looked like a link."""
+    styles = pytest.importorskip("pygments.styles")
+    tokens = pytest.importorskip("pygments.token")
+    style = styles.get_style_by_name(conf["pygments_dark_style"])
+    assert not style.style_for_token(tokens.Name.Namespace)["underline"]
+
+
+def test_letters_of_a_drawing_are_at_least_eleven_pixels_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a phone they were of seven."""
+    pytest.importorskip("sphinx")
+    pytest.importorskip("matplotlib")  # for the tables
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    house = importlib.import_module("house")
+    small = '<svg viewBox="0 0 600 100"><text font-size="14">a</text><text font-size="12.5">b</text></svg>'
+    assert house.least_width(small) == 528

@@ -9,6 +9,8 @@ from benchmarks.capacity import LADDERS
 from benchmarks.footprint import MAKERS
 from benchmarks.peers import Peer, Request
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
     request: Request = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import pickle
+import re
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,11 +17,13 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import replicate
 
-from tests.conftest import Devices, Pipe
+from tests.conftest import Devices, Pipe, with_accelerators
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, NoChunk
+from torchgpipe.pipe import Pipe as RemovedPipe
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -58,6 +63,23 @@ class Recorder(nn.Module):
 def test_module_must_be_sequential(module: Any) -> None:
     with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned"):
         GPipe(module, [1])
+
+
+def test_the_layers_of_another_module_are_shown_as_a_sequential() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(2, 2), nn.Linear(2, 2)
+            self.blocks = nn.ModuleList([nn.Linear(2, 2)])
+
+    for module, code in [
+        (Model(), "nn.Sequential(model.embed, model.head, *model.blocks)"),
+        (nn.ModuleList([nn.Linear(1, 1)]), "nn.Sequential(*model)"),
+        (nn.Linear(1, 1), "nn.Sequential(first, second, ...)"),
+    ]:
+        with pytest.raises(TypeError, match=re.escape(f"got {type(module).__name__}; write it")) as caught:
+            GPipe(module, [1])
+        assert code in str(caught.value)
 
 
 def test_a_subclass_of_sequential_is_one() -> None:
@@ -205,6 +227,28 @@ def test_balance_takes_integers_only(balance: Any) -> None:
     _assert_points_to_balancing(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("balance", "accelerators", "partitions"),
+    [
+        ([4, 4], 0, 2),
+        ([1, 1, 1], 0, 3),
+        ([0, 3], 0, 2),
+        ([1] * 12, 0, 5),
+        ([], 0, 2),
+        (None, 0, 2),
+        (None, 4, 4),
+        (None, 8, 5),
+    ],
+)
+def test_as_many_partitions_are_recommended_as_were_given(
+    monkeypatch: pytest.MonkeyPatch, balance: Any, accelerators: int, partitions: int
+) -> None:
+    """It was 4, always."""
+    with_accelerators(monkeypatch, accelerators)
+    with pytest.raises(ValueError, match=f"partitions={partitions}\\)"):
+        GPipe(make_model(5), balance)
+
+
 def _assert_points_to_balancing(error: Exception) -> None:
     assert "torchgpipe.balance" in str(error)
     assert "torchgpipe_balancing" in str(error)
@@ -253,8 +297,22 @@ def test_more_devices_than_partitions_are_left_alone() -> None:
 def test_too_few_devices() -> None:
     with pytest.raises(IndexError, match="too few devices to hold given partitions") as caught:
         GPipe(make_model(3), [1, 1, 1], devices=["cpu:0", "cpu:1"])
-    assert "2" in str(caught.value)
-    assert "3" in str(caught.value)
+    assert "(devices: 2, partitions: 3)" in str(caught.value)
+    assert "devices=['cpu:0', 'cpu:0', 'cpu:1']" in str(caught.value)
+
+
+@pytest.mark.parametrize(("accelerators", "shared"), [(1, [0, 0, 0, 0, 0]), (2, [0, 0, 0, 1, 1]), (4, [0, 0, 1, 2, 3])])
+def test_too_few_accelerators_and_the_list_that_shares_them(
+    monkeypatch: pytest.MonkeyPatch, accelerators: int, shared: list[int]
+) -> None:
+    with_accelerators(monkeypatch, accelerators)
+    with pytest.raises(IndexError, match="too few devices to hold given partitions") as caught:
+        GPipe(make_model(5), [1] * 5)
+    found = re.search(r"devices=(\[.*?\])", str(caught.value))
+    assert found is not None
+    devices = ast.literal_eval(found[1])
+    assert devices == [f"cpu:{index}" for index in shared]
+    assert GPipe(make_model(5), [1] * 5, devices=devices)(make_input()).shape == (6, 2)
 
 
 def test_nothing_runs_on_the_meta_device() -> None:
@@ -313,6 +371,56 @@ def test_a_model_on_the_meta_device_comes_into_being_as_if_made_there(layer: Cal
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
+def test_an_optimizer_made_on_the_meta_device_trains_what_comes_into_being(pipe: Pipe, checkpoint: str) -> None:
+    """Its parameters were others, and it trained nothing, silently."""
+
+    class Weight(nn.Parameter):
+        pass
+
+    with torch.device("meta"):
+        module = make_model(2)
+    module[0].weight = weight = Weight(module[0].weight.detach())
+    weight.kind, seen = "mine", []
+    handle = weight.register_hook(lambda grad: grad * 2)
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter is weight))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.5)
+
+    model, x = pipe(module, [1, 1], chunks=2, checkpoint=checkpoint), make_input()
+    assert model[0].weight is weight
+    assert (type(weight), weight.kind, weight.device.type) == (Weight, "mine", "cpu")
+    plain = nn.Sequential(*make_model(2))
+    plain.load_state_dict(model.state_dict())
+    for part in x.chunk(2):
+        plain(part).sum().backward()
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, 2 * plain[0].weight.grad)
+    assert seen == [True]
+    optimizer.step()
+    for name, parameter in plain.named_parameters():
+        assert not torch.equal(parameter, model.get_parameter(name)), f"{name} is not trained"
+
+    handle.remove()
+    model.zero_grad()
+    model.load_state_dict(plain.state_dict())
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, plain[0].weight.grad)
+
+
+def test_a_parameter_that_cannot_come_into_being_as_itself_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
+    reference = weakref.ref(module[1].bias)
+    with pytest.raises(ValueError, match=r"parameter '1\.bias' is on the meta device .*weak reference.*optimizer"):
+        GPipe(module, [1, 1], devices=["cpu"] * 2)
+    assert reference() is module[1].bias
+    assert all(parameter.is_meta for parameter in module.parameters()), "nothing has changed"
+
+    del reference
+    view = module[1].bias.view(2)
+    with pytest.raises(ValueError, match=r"parameter '1\.bias' is on the meta device .*holding references"):
+        GPipe(module, [1, 1], devices=["cpu"] * 2)
+    assert view.is_meta
+
+
 def test_a_frozen_parameter_on_the_meta_device_stays_frozen() -> None:
     module = nn.Sequential(nn.Linear(2, 2, device="meta"))
     module[0].weight.requires_grad_(False)
@@ -356,21 +464,71 @@ def test_real_tensors_beside_those_on_the_meta_device_keep_their_values() -> Non
 # The other options
 
 
-@pytest.mark.parametrize(
-    ("chunks", "number"),
-    [(1, 1), (4, 4), ("4", 4), (2.9, 2), (True, 1), (Fraction(7, 2), 3), (numpy.int64(3), 3), (torch.tensor(3), 3)],
-)
-def test_chunks_is_anything_that_int_takes(chunks: Any, number: int) -> None:
+@pytest.mark.parametrize(("chunks", "number"), [(1, 1), (4, 4), (True, 1), (numpy.int64(3), 3), (torch.tensor(3), 3)])
+def test_chunks_is_any_integer(chunks: Any, number: int) -> None:
     model = GPipe(make_model(1), [1], devices=["cpu"], chunks=chunks)
     assert model.chunks == number
     assert type(model.chunks) is int
 
 
-@pytest.mark.parametrize("chunks", [0, -1, 0.5, None, "many", "", [2], float("nan"), float("inf")])
-def test_chunks_must_be_positive(chunks: Any) -> None:
-    with pytest.raises(ValueError, match="number of chunks must be positive integer") as caught:
+@pytest.mark.parametrize("chunks", [2.9, 4.0, Fraction(4), None, "4", [2], float("nan")], ids=repr)
+def test_chunks_is_nothing_else(chunks: Any) -> None:
+    with pytest.raises(TypeError, match="number of chunks must be positive integer") as caught:
         GPipe(make_model(1), [1], devices=["cpu"], chunks=chunks)
     assert repr(chunks) in str(caught.value)
+
+
+def test_settings_between_two_calls(pipe: Pipe) -> None:
+    """What could be set and was not looked at, or not before the call, was an error of PyTorch's or nothing at all."""
+    recorder = Recorder()
+    model = pipe(nn.Sequential(*make_model(1), recorder), [1, 1], chunks=2, checkpoint="always")
+    model.chunks, model.checkpoint = numpy.int64(3), "never"
+    model(make_input())
+    assert [len(batch) for batch in recorder.seen] == [2, 2, 2]
+    assert (model.chunks, type(model.chunks), model.checkpoint) == (3, int, "never")
+    with pytest.raises(ValueError, match="number of chunks must be positive integer, but got 0"):
+        model.chunks = 0
+    with pytest.raises(TypeError, match=r"but got 4\.0"):
+        model.chunks = 4.0
+    with pytest.raises(ValueError, match=r"checkpoint is not one of .*, but 'nevr'"):
+        model.checkpoint = "nevr"
+    assert (model.chunks, model.checkpoint) == (3, "never")
+
+
+def test_deferred_batch_norms_follow_chunks(pipe: Pipe) -> None:
+    module, x = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).double(), make_input()
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=2, deferred_batch_norm=True)
+    model.chunks = 3
+    assert model[0].chunks == 3
+    model(x)
+    module(x)
+    torch.testing.assert_close(model[0].running_var, module[0].running_var)
+
+
+@pytest.mark.parametrize("name", ["balance", "devices"])
+def test_where_layers_are_cannot_be_set(pipe: Pipe, name: str) -> None:
+    model = pipe(make_model(2), [1, 1])
+    before = getattr(model, name)
+    with pytest.raises(
+        AttributeError, match=rf"{name} of a GPipe cannot be set, .*: GPipe\(model\.unwrap\(\), \.\.\.\)"
+    ):
+        setattr(model, name, [2, 0])
+    getattr(model, name).append("changes a list of the caller's own")
+    assert getattr(model, name) == before
+
+
+def test_a_lazy_layer_cannot_be_checkpointed_later_on() -> None:
+    model = GPipe(nn.Sequential(nn.LazyLinear(3)), [1], devices=["cpu"], checkpoint="never")
+    with pytest.raises(ValueError, match="parameters without a shape cannot be checkpointed"):
+        model.checkpoint = "always"
+
+
+def test_its_representation_shows_how_it_is_divided() -> None:
+    model = GPipe(make_model(3), [1, 2], devices=["cpu:0", "cpu:1"], chunks=4)
+    lines = repr(model).splitlines()
+    assert lines[0] == "GPipe("
+    assert lines[1] == "  balance=[1, 2], devices=['cpu:0', 'cpu:1'], chunks=4, checkpoint='except_last'"
+    assert lines[2].startswith("  (0): Linear(")
 
 
 @pytest.mark.parametrize("mode", ["sometimes", "ALWAYS", "", None, 1])
@@ -390,13 +548,6 @@ def test_lazy_layers_get_their_shape_in_the_pipeline_or_are_refused(pipe: Pipe, 
     model = pipe(module, [1, 2], chunks=2, checkpoint=checkpoint)
     model(make_input()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_checkpoint_mode_that_is_set_later_is_checked_at_the_call() -> None:
-    model = GPipe(make_model(1), [1], devices=["cpu"])
-    model.checkpoint = "nevr"
-    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never', but 'nevr'"):
-        model(make_input())
 
 
 def test_defaults() -> None:
@@ -479,7 +630,7 @@ def test_convert_sync_batchnorm(pipe: Pipe) -> None:
 def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
     """It would run, but not be among the model's parameters."""
     model = pipe(make_model(2), [1, 1])
-    with pytest.raises(TypeError, match="setattr"):
+    with pytest.raises(TypeError, match=r"model.set_submodule\('0', layer\)"):
         model.partitions[0][0] = nn.Identity()
 
 
@@ -536,10 +687,12 @@ def test_backward_hooks_on_layers_and_partitions_fire_for_each_micro_batch(pipe:
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_partitions(pipe: Pipe, checkpoint: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["workers"], indirect=True)
+def test_compiled_partitions(pipe: Pipe) -> None:
     module, x = make_model(3), make_input()
     expected = plain_outcome(module, x, chunks=2)
-    model = pipe(copy.deepcopy(module), [1, 2], chunks=2, checkpoint=checkpoint)
+    model = pipe(copy.deepcopy(module), [1, 2], chunks=2)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:
@@ -700,6 +853,27 @@ def test_keys_that_fit_no_layer_are_still_reported(pipe: Pipe) -> None:
     assert len(result.unexpected_keys) == 1
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_two_old_keys_never_become_one(pipe: Pipe, strict: bool) -> None:
+    """PyTorch's Pipe counted the layers of each partition from 0: the one that was read last was loaded for both."""
+    old = {"partitions.0.0.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}
+    for state in [old, {"0.weight": torch.ones(2, 2), "partitions.0.0.weight": torch.zeros(2, 2)}]:
+        model = nn.ModuleDict({"body": pipe(make_model(2), [1, 1])})
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match=r"'body.partitions.0.0.weight'.*'body.(partitions.1.)?0.weight'"):
+            model.load_state_dict({f"body.{key}": value for key, value in state.items()}, strict=strict)
+        if state is old:
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_old_keys_whose_layers_are_in_another_order_are_refused(pipe: Pipe) -> None:
+    """Those of PyTorch's Pipe for a layer without parameters and two with, which would have been loaded crosswise."""
+    with pytest.raises(RuntimeError, match=r"'partitions.1.0.weight' .* earlier layer than 'partitions.0.1.weight'"):
+        pipe(make_model(2), [1, 1]).load_state_dict(
+            {"partitions.0.1.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}, strict=False
+        )
+
+
 OF_THE_PIPELINE = ["chunks", "forward", "balance", "devices", "checkpoint", "partitions", "_partitions", "follow"]
 OF_ANY_MODULE = ["training", "to", "cuda", "state_dict", "add_module", "T_destination", "_modules", "_parameters"]
 OF_ANY_OBJECT = ["__len__", "__class__"]
@@ -797,6 +971,18 @@ def test_moving_is_denied(pipe: Pipe, move: Callable[[GPipe], Any]) -> None:
         move(model)
     assert "devices" in str(caught.value)
     assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu", "xpu", "to"])
+def test_what_moves_other_modules_is_documented_as_it_is_here(name: str) -> None:
+    assert "TypeError" in (vars(GPipe)[name].__doc__ or "")
+
+
+def test_data_parallel_around_it_is_refused() -> None:
+    """It ran copies of the pipeline in threads. Without parameters it can be tried here."""
+    for model in [GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"]), RemovedPipe(nn.Sequential(nn.Tanh()))]:
+        with pytest.raises(RuntimeError, match=rf"around a {type(model).__name__}: .*DistributedDataParallel"):
+            replicate(nn.Sequential(model), [0, 1])
 
 
 def test_the_denial_is_a_new_exception_each_time(pipe: Pipe) -> None:
@@ -951,6 +1137,41 @@ def test_several_positional_inputs_are_the_arguments_of_the_first_layer(pipe: Pi
     assert_transparent(pipe, nn.Sequential(Add(), *make_model(2)), [2, 1], *inputs, chunks=chunks)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_keyword_inputs_are_those_of_the_first_layer(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    """Split like the others, but for None and NoChunk, and differentiated through checkpoints too."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None, table: Any = None, extra: Any = 0) -> Tensor:
+            assert extra is None
+            assert mask is not None
+            assert len(x) == len(mask)
+            return (x * mask) @ table["w"]
+
+    module = nn.Sequential(Masked(), *make_model(2))
+    weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    inputs = make_input(), make_input(), {"w": NoChunk(weight)}, None
+    expected = plain_outcome(copy.deepcopy(module), *inputs, chunks=chunks)
+    model = pipe(module, [1, 2], chunks=chunks, checkpoint=checkpoint)
+    for run in [
+        lambda x, mask, table, extra: model(x, table=table, extra=extra, mask=mask),
+        lambda x, mask, table, extra: model(mask=mask, x=x, extra=extra, table=table),
+    ]:
+        assert_same(outcome(model, *inputs, run=run), expected)
+
+
+def test_a_keyword_input_that_does_not_fit_is_named(pipe: Pipe) -> None:
+    x, model = make_input(), pipe(nn.Sequential(Apply(lambda x, mask: x)), [1], chunks=2)
+    with pytest.raises(ValueError, match=r"\[0\] is \(6, 2\), \['mask'\]\[1\] is \(5, 2\)"):
+        model(x, mask=[None, make_input(5)])
+    with pytest.raises(TypeError, match=r"input must consist of .* but \['mask'\] is str"):
+        model(x, mask="causal")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'musk'"):
+        model(x, musk=x)
+    with pytest.raises(TypeError, match=r"no layer .* keyword inputs \['mask'\]"):
+        pipe(nn.Sequential(), [])(x, mask=x)
+
+
 def test_later_layers_get_one_value(pipe: Pipe) -> None:
     """A tuple that the first layer returns is one argument of the next, in the same partition or not."""
     for balance in [[1, 1], [2]]:
@@ -1092,7 +1313,7 @@ def test_no_chunk_beyond_the_first_partition(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "text", [torch.zeros(1)]])
 def test_no_chunk_takes_a_tensor(value: Any) -> None:
-    with pytest.raises(TypeError, match=type(value).__name__):
+    with pytest.raises(TypeError, match=r"^NoChunk only supported for tensors, found: .*" + type(value).__name__):
         NoChunk(value)
 
 

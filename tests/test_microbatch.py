@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.layers import Apply
 from tests.plain import tensors
 from torchgpipe import NoChunk
 from torchgpipe.microbatch import Batch, gather, scatter
@@ -117,11 +118,13 @@ def test_scatter_copies_nothing() -> None:
     assert [value.data_ptr() for value in values(scatter((x,), 2, CPU))] == [x.data_ptr(), x[2:].data_ptr()]
 
 
-def test_several_inputs_are_positional_and_one_is_not() -> None:
-    x = numbers(2)
-    assert [batch.positional for batch in scatter((x, x), 1, CPU)] == [True]
-    assert [batch.positional for batch in scatter(((x, x),), 1, CPU)] == [False]
-    assert [batch.positional for batch in scatter((x,), 1, CPU)] == [False]
+def test_inputs_are_passed_to_a_module_as_they_were_given() -> None:
+    calls = Apply(lambda *inputs, **keywords: (inputs, keywords))
+    x, y = numbers(2), numbers(2)
+    for inputs, keywords in [((x, y), {}), (((x, y),), {}), ((), {"x": x}), ((x,), {"y": y, "z": [None]})]:
+        (batch,) = scatter(inputs, 1, CPU, keywords)
+        taken = batch.pass_to(calls)
+        assert_equal(taken, (inputs, keywords))
 
 
 def test_no_chunk_is_the_same_tensor_in_every_micro_batch() -> None:
@@ -158,13 +161,22 @@ def test_gather_concatenates_leaf_by_leaf() -> None:
     assert output["y"][1] is None
 
 
-def test_gather_of_one_copies_nothing() -> None:
-    x = numbers(2)
-    assert gather([Batch.of(x, "x")]) is x
+@pytest.mark.parametrize("m", [1, 2])
+def test_what_is_gathered_has_memory_of_its_own_however_many_there_are(m: int) -> None:
+    """One micro-batch came out as it was: as the caller's input, say, or transposed, which cannot be viewed."""
+    x, images = torch.rand(3, 2), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    for piece in (x, x.T, images):
+        output = gather([Batch.of(piece, "piece")] * m)
+        assert torch.equal(output, torch.cat([piece] * m))
+        assert output.stride() == torch.cat([piece] * 2).stride()
+        assert output.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr()
 
 
 def test_a_single_micro_batch_may_have_no_dimensions() -> None:
-    assert gather([Batch.of(torch.tensor(3), "x")]) == 3
+    x = torch.tensor(3)
+    output = gather([Batch.of(x, "x")])
+    assert output == 3
+    assert output is not x
 
 
 @pytest.mark.parametrize(

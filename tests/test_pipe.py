@@ -65,9 +65,9 @@ def placed(layers: Sequence[nn.Module], devices: Sequence[str | None]) -> nn.Seq
     )
 
 
-def value_of(model: nn.Module, *inputs: Any) -> Any:
+def value_of(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
     """What is in the reference that a pipeline returns."""
-    return model(*inputs).local_value()
+    return model(*inputs, **keywords).local_value()
 
 
 def pipe_outcome(model: Pipe, *inputs: Any) -> Outcome:
@@ -153,9 +153,11 @@ def test_a_pipeline_computes_the_same_wherever_its_layers_are(
     model = Pipe(placed(copy.deepcopy(plain), places), chunks, mode)
     inputs = [torch.rand(size, 3, dtype=torch.float64, requires_grad=True) for _ in range(width)]
     assert_same(pipe_outcome(model, *inputs), plain_outcome(plain, *inputs, chunks=chunks))
-    assert [str(device) for j, device in enumerate(model.devices) for _ in range(model.balance[j])] == expected_places(
-        plain, places
-    )
+    assert [str(device) for j, device in enumerate(model.devices) for _ in range(model.balance[j])] == [
+        place
+        for layer, place in zip(plain, expected_places(plain, places))
+        for _ in (layer if type(layer) is nn.Sequential else [layer])
+    ]
 
 
 def expected_places(plain: list[nn.Module], places: list[str | None]) -> list[str]:
@@ -252,9 +254,11 @@ def test_a_timeline_is_recorded(devices: Devices) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
-def test_partitions_are_compiled_each_by_itself(devices: Devices, checkpoint: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["workers"], indirect=True)
+def test_partitions_are_compiled_each_by_itself(devices: Devices) -> None:
     plain = layers()
-    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2, checkpoint)
+    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2)
     model.compile(backend="eager")
     x = torch.rand(4, 3, requires_grad=True)
     assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
@@ -409,17 +413,24 @@ def test_a_list_is_one_argument_wherever_the_layers_are(devices: Devices) -> Non
         assert torch.equal(value_of(model, x), 2 * x)
 
 
-def test_layers_of_a_nested_sequential_have_arguments_too() -> None:
-    """Those that were nested to bring them to a device together, as `partition_model` did it."""
-    calls = []
-    nested = nn.Sequential(Fork(), Join())
-    nested.register_forward_hook(lambda *_: calls.append("hook"))
-    model = Pipe(nn.Sequential(nested, WithDevice(nn.Sequential(Fork(), Join()), "cpu:1")), chunks=2)
-    x = torch.rand(4, 3)
-    expected = run_plain(nn.Sequential(PipeSequential(*nested, *model[1])), x, chunks=2)
-    assert torch.equal(value_of(model, x), expected)
-    assert calls == ["hook"] * 2
-    assert type(nested) is nn.Sequential
+def test_layers_of_a_nested_sequential_are_layers_of_the_pipeline(checkpoint: str) -> None:
+    """Those that were nested to bring them to a device together, as PyTorch's tutorial and `partition_model` do."""
+    plain = [nn.Sequential(nn.Linear(3, 3), Fork()), nn.Sequential(), nn.Sequential(Join(), nn.Sequential(nn.Tanh()))]
+    module = copy.deepcopy(plain)
+    model = Pipe(placed(module, [None, None, "cpu:1"]), 2, checkpoint)
+    layers = [*module[0], *module[2]]
+    assert [list(partition) for partition in model.partitions] == [layers[:2], layers[2:]]
+    assert (model.balance, model.devices) == ([2, 2], [torch.device("cpu"), torch.device("cpu:1")])
+    assert (len(model), list(model), list(model[1:3])) == (4, layers, layers[1:3])
+    assert [model[0], model[-1]] == [layers[0], layers[-1]]
+    assert [*model.state_dict()] == [*nn.Sequential(*plain).state_dict()]
+    assert type(module[0]) is nn.Sequential
+    x = torch.rand(4, 3, requires_grad=True)
+    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
+    model.set_submodule("2.0", nn.Linear(2, 2))
+    with pytest.raises(TypeError) as caught:
+        model(x)
+    assert "partition 1 (layers '2.0'..'2.1') on cpu:1, during forward" in caught.value.__notes__[0]
 
 
 def test_a_subclass_of_sequential_runs_as_it_says() -> None:
@@ -472,9 +483,22 @@ def test_no_chunk_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: 
     assert_same(pipe_outcome(model, x, NoChunk(table)), plain_outcome(plain, x, NoChunk(table), chunks=2))
 
 
-def test_no_chunk_is_for_tensors() -> None:
-    with pytest.raises(TypeError, match="NoChunk"):
-        NoChunk(5)  # type: ignore[arg-type]
+def test_keyword_inputs_are_those_of_the_first_layer(devices: Devices, checkpoint: str) -> None:
+    settings = object()
+
+    def first(x: Tensor, *, mask: Tensor, power: int, other: object, nothing: None) -> Any:
+        assert len(x) == len(mask) == 2
+        assert (other, nothing) == (settings, None)
+        return x * mask, power
+
+    model = Pipe(placed([Apply(first), Apply(lambda x, power: x**power)], devices(2)), 2, checkpoint)
+    x, mask = torch.rand(4, 2, requires_grad=True), torch.rand(4, 2)
+    output = value_of(model, x, mask=mask, power=2, other=settings, nothing=None)
+    assert torch.equal(output, (x * mask) ** 2)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x * mask**2)
+    with pytest.raises(ValueError, match=r"\['mask'\] is \(3, 2\)"):
+        model(x, mask=mask[:3])
 
 
 @pytest.mark.parametrize(
@@ -558,6 +582,21 @@ def test_without_rpc_a_local_object_refers_to_the_output() -> None:
     assert reference.is_owner()
     assert reference.local_value() is reference.to_here(timeout=3.0) is reference.to_here()
     assert reference.local_value().grad_fn is not None
+
+
+def test_backward_runs_from_the_reference() -> None:
+    model, x = Pipe(nn.Sequential(nn.Linear(3, 1))), torch.rand(1, 3)
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(model[0].weight.grad, 2 * x)
+    for output, context, message in [
+        (model(x.expand(2, 3)), -1, "scalar outputs"),
+        (LocalRRef((torch.ones(1),)), -1, "should be a tensor .* but is tuple"),
+        (loss, 7, "no context of distributed autograd .* 7"),
+    ]:
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            output.backward(context)
 
 
 @pytest.fixture
@@ -670,11 +709,25 @@ def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
     assert all([bool((tensor == 1).all()) for tensor in model.state_dict().values()])
 
 
-def test_a_state_dict_with_other_layers_is_refused() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("theirs", [["0.0"], ["0.0", "1.0", "1.1"], ["0.1", "1.0", "1.1"]])
+def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], strict: bool) -> None:
+    """Of three layers, two were loaded as if they had been named, and the keys were said to match."""
     model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    before = copy.deepcopy(model.state_dict())
     tensors = nn.Linear(3, 3).state_dict()
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*1.weight"):
-        model.load_state_dict({f"partitions.0.0.{name}": tensor for name, tensor in tensors.items()})
+    old = {f"partitions.{place}.{name}": tensor + 9 for place in theirs for name, tensor in tensors.items()}
+    message = rf"{len(theirs)} layers .*{theirs[-1]}.* but there are 2 here, \['0', '1'\]"
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(old, strict=strict)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_layers_are_taken_by_their_order_where_names_would_exchange_them() -> None:
+    """A layer without parameters has gone since, and the names that are left are those of both layers, exchanged."""
+    model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)))
+    model.load_state_dict({"partitions.0.1.weight": torch.zeros(1, 1), "partitions.1.0.weight": torch.ones(1, 1)})
+    assert [layer.weight.item() for layer in model] == [0, 1]
 
 
 def test_a_state_dict_fits_gpipe_and_the_plain_model() -> None:
@@ -707,7 +760,7 @@ def test_unwrapping_gives_layers_that_run_alone_and_can_be_wrapped_again() -> No
 
 def test_a_replaced_layer_is_the_one_that_runs() -> None:
     model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Tanh())), chunks=2)
-    model[1][0] = nn.Sigmoid()
+    model.set_submodule("1.0", nn.Sigmoid())
     model.get_submodule("1")[1] = nn.ReLU()
     x = torch.rand(4, 3)
     assert torch.equal(value_of(model, x), model[0](x).sigmoid().relu())

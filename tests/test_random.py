@@ -548,6 +548,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_in_the_midst_of_a_state() -> None:
     """One thread had the generator and waited for the interpreter, the other one the other way round."""
     subprocess.run([sys.executable, "-c", COLLECTING], check=True, timeout=120)

@@ -489,6 +489,7 @@ class Numbers(Dataset[Tensor]):
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+@pytest.mark.slow
 def test_a_data_loader_that_forks(pipe: Pipe, checkpoint: str) -> None:
     """Its processes are made between two calls, when no thread of ours is there, and no warning about one."""
     layers = build()

@@ -24,6 +24,8 @@ pytest.importorskip("tqdm")
 
 from unet import counted_step, draw_images, intersections_over_unions, main, unet, without_portals  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model() -> nn.Sequential:

@@ -67,19 +67,18 @@ def train(model: Callable[[Tensor], Any], optimizer: torch.optim.Optimizer, data
 
 
 @pytest.mark.parametrize(
-    ("balance", "chunks", "checkpoint"),
+    ("balance", "chunks", "checkpoint", "amsgrad"),
     [
-        ([3, 3], 4, "except_last"),  # as before
-        ([5, 1], 4, "except_last"),
-        ([1, 1, 2, 2], 4, "except_last"),
-        ([6], 4, "except_last"),
-        ([3, 3], 4, "always"),
-        ([3, 3], 4, "never"),
-        ([3, 3], 2, "except_last"),
-        ([2, 1, 3], 3, "always"),
+        ([3, 3], 4, "except_last", True),  # as before
+        ([5, 1], 4, "except_last", False),
+        ([1, 1, 2, 2], 4, "except_last", True),
+        ([6], 4, "except_last", False),
+        ([3, 3], 4, "always", True),
+        ([3, 3], 4, "never", False),
+        ([3, 3], 2, "except_last", False),
+        ([2, 1, 3], 3, "always", True),
     ],
 )
-@pytest.mark.parametrize("amsgrad", [False, True])
 def test_training_goes_on_bit_by_bit(
     pipe: Pipe, balance: list[int], chunks: int, checkpoint: str, amsgrad: bool
 ) -> None:

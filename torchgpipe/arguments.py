@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchgpipe import microbatch
-from torchgpipe.microbatch import Batch, NoChunk
+from torchgpipe.microbatch import Batch, Inputs, NoChunk
 
 __all__ = ["Arguments", "gather", "scatter"]
 
@@ -39,7 +39,14 @@ class Arguments(Batch):
         leaves, spec = pytree.tree_flatten(pytree.tree_map(_fixed, value))
         if all(leaf is None for leaf in leaves):
             raise TypeError(f"{source} must have a tensor in it, but is {type(value).__name__} without one")
-        return cls(tuple(leaves), spec, positional=isinstance(value, tuple))
+        return cls(tuple(leaves), spec)
+
+    def pass_to(self, module: nn.Module) -> Any:
+        """Call a module with the value, of which a tuple is several arguments, and return what the module returns."""
+        value = self.value
+        if isinstance(value, tuple) and not isinstance(value, Inputs):
+            return module(*value)
+        return super().pass_to(module)
 
 
 class _Fixed:
@@ -61,33 +68,46 @@ def _fixed(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, Tensor) else _Fixed(leaf)
 
 
+def _passed(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else pytree.tree_map(_whole, value)
+
+
 def _whole(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return NoChunk(leaf)
     return leaf if isinstance(leaf, NoChunk) else _fixed(leaf)
 
 
-def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[Batch]:
+def scatter(
+    inputs: tuple[Any, ...], chunks: int, device: torch.device, keywords: dict[str, Any] | None = None
+) -> list[Batch]:
     """Splits the tensors among the arguments of a pipeline. All else goes whole to every micro-batch.
 
     Args:
         inputs: tensors of shape (batch, ...), :class:`NoChunk`, and anything else; tensors inside of that are not split
         chunks: the wanted number of micro-batches
         device: where the micro-batches are wanted
+        keywords: keyword arguments, of the same kinds
 
     Raises:
         TypeError: no argument is a tensor.
         ValueError: the tensors differ in dimension 0, or have none.
     """
-    if not any(isinstance(value, Tensor) for value in inputs):
-        types = ", ".join(type(value).__name__ for value in inputs) or "nothing"
+    keywords = keywords or {}
+    values = [*inputs, *keywords.values()]
+    if not any(isinstance(value, Tensor) for value in values):
+        types = ", ".join(type(value).__name__ for value in values) or "nothing"
         raise TypeError(
             f"the input must have at least one tensor to split into micro-batches, but got {types}; pass each tensor "
             "as an argument of its own, as in model(x, y)"
         )
-    passed = tuple([value if isinstance(value, Tensor) else pytree.tree_map(_whole, value) for value in inputs])
-    batches = microbatch.scatter(passed, chunks, device)
-    return [Arguments(batch.leaves, batch.spec, batch.positional) for batch in batches]
+    batches = microbatch.scatter(
+        tuple([_passed(value) for value in inputs]),
+        chunks,
+        device,
+        {name: _passed(value) for name, value in keywords.items()},
+    )
+    return [Arguments(batch.leaves, batch.spec) for batch in batches]
 
 
 def gather(batches: list[Batch]) -> Any:

@@ -182,8 +182,7 @@ def _registered(tensors: Any, name: str) -> Tensor | None:
 
 
 def _call(partition: Partition, source: str, batch: Batch) -> Batch:
-    output = partition(*batch.value) if batch.positional else partition(batch.value)
-    return batch.of(output, source)  # of the kind that has come in
+    return batch.of(batch.pass_to(partition), source)  # of the kind that has come in
 
 
 def _call_with_skips(

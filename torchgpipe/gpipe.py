@@ -13,10 +13,20 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_devices
 from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.partition import Partition, place, split, verify_balance, verify_divided, verify_module, verify_names
+from torchgpipe.old_keys import OldKey, by_name, take_old_keys
+from torchgpipe.partition import (
+    Partition,
+    layers_of,
+    place,
+    split,
+    verify_balance,
+    verify_divided,
+    verify_module,
+    verify_names,
+)
 from torchgpipe.pipeline import Mechanisms, Pipeline
 from torchgpipe.replicas import verify_layers
-from torchgpipe.settings import checkpoint_stop, verify_checkpoint, verify_chunks
+from torchgpipe.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
 
@@ -53,21 +63,23 @@ class GPipe(nn.Module):
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
 
     Attributes:
-        balance (list[int]): the number of layers in each partition
-        devices (list[torch.device]): the device of each partition
-        chunks (int): the number of micro-batches
-        checkpoint (str): the checkpoint mode
+        balance (list[int]): the number of layers in each partition; read-only
+        devices (list[torch.device]): the device of each partition; read-only
+        chunks (int): the number of micro-batches; can be set between two calls
+        checkpoint (str): the checkpoint mode; can be set between two calls
         partitions (list[nn.Sequential]): views on the layers of each partition
 
     Raises:
-        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``balance`` no list of integers.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, ``balance`` no list of integers, or ``chunks`` no
+            integer.
         ValueError: the balance does not fit the module, another argument is out of its range, or layers cannot
             be partitioned because they share parameters or have a name that the pipeline needs.
         IndexError: there are fewer devices than partitions.
     """
 
-    # A front with other customs has others: of how values become micro-batches and micro-batches an output, and how
-    # layers follow each other, in a partition and on their own.
+    # A front with other customs has others: of what the layers are, how values become micro-batches and micro-batches
+    # an output, and how layers follow each other, in a partition and on their own.
+    _layers_of = staticmethod(layers_of)
     _scatter = staticmethod(scatter)
     _gather = staticmethod(gather)
     _partition_type: type[Partition] = Partition
@@ -80,16 +92,16 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self.balance = verify_balance(balance, len(module))
-        self.chunks = verify_chunks(chunks)
-        self.checkpoint = verify_checkpoint(checkpoint)
-        self.devices = _verify_devices(devices, len(self.balance))
+        self._balance = verify_balance(balance, len(self._layers_of(module)))
+        self._chunks = verify_chunks(chunks)
+        self._checkpoint = verify_checkpoint(checkpoint)
+        self._devices = _verify_devices(devices, len(self.balance))
         self.training = module.training
         _verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
@@ -100,26 +112,70 @@ class GPipe(nn.Module):
         verify_layers(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        self._partitions = split(module, self.balance, self._partition_type)
+        self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
 
     @property
+    def balance(self) -> list[int]:
+        """The number of layers in each partition."""
+        return list(self._balance)
+
+    @balance.setter
+    def balance(self, balance: Any) -> None:
+        raise fixed(self, "balance", f"wrap them again: {type(self).__name__}(model.unwrap(), ...)")
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, devices: Any) -> None:
+        raise fixed(self, "devices", f"wrap them again: {type(self).__name__}(model.unwrap(), ...)")
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that the next mini-batch is split into; deferred batch norms follow it."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = verify_chunks(chunks)
+        if self._defers:
+            for norm in self.modules():
+                if isinstance(norm, DeferredBatchNorm):
+                    norm.chunks = self._chunks
+
+    @property
+    def checkpoint(self) -> CheckpointMode:
+        """The checkpoint mode of the next mini-batch."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: CheckpointMode) -> None:
+        mode = verify_checkpoint(checkpoint)
+        _verify_initialised(self, mode)
+        self._checkpoint = mode
+
+    @property
     def partitions(self) -> list[Partition]:
         """Views on the layers of each partition, up to date with those that are registered now."""
-        verify_divided(self._modules, self._partitions)
+        layers = self._layers_of(self)
+        verify_divided(layers, self._partitions)
         for partition in self._partitions:
-            partition.follow(self)
+            partition.follow(layers, self.training)
         return self._partitions
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
         Args:
             *inputs: a tensor of shape (batch, ...), or tuples, lists and dicts of such tensors, None, and
                 :class:`NoChunk`; several inputs are the arguments of the first layer. Inputs on another device
                 are copied to ``devices[0]``.
+            **keywords: keyword arguments of the first layer, of the same kinds, as in ``model(x, mask=mask)``
 
         Returns:
             what the last layer returns, gathered along dimension 0, on ``devices[-1]``
@@ -134,16 +190,18 @@ class GPipe(nn.Module):
             # It would trace the engine. Layers and partitions that are compiled by themselves stay so.
             from torchgpipe.uncompiled import uncompiled
 
-            return uncompiled(self.forward, *inputs)
+            return uncompiled(self.forward, *inputs, **keywords)
         if self._unwrapped:
             raise RuntimeError(
                 f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
                 "the module that unwrap() has returned, or wrap that again"
             )
         if not self._partitions:
+            if keywords:
+                raise TypeError(f"there is no layer that could take the keyword inputs {[*keywords]}")
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         verify_layers(self.modules(), self.devices)
-        batches = self._scatter(inputs, self.chunks, self.devices[0])
+        batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         with mini_batch(len(batches), self):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
@@ -187,24 +245,56 @@ class GPipe(nn.Module):
         return checkpoint_stop(self.checkpoint, m) if self.training else 0
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._layers_of(self))
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        layers = list(self.named_children())
-        return self._sequential_type(OrderedDict(layers[index])) if isinstance(index, slice) else layers[index][1]
+        layers = list(self._layers_of(self).items())
+        if not isinstance(index, slice):
+            return layers[index][1]
+        part = self._sequential_type()
+        part._modules.update(layers[index])
+        return part
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return self.children()
+        return iter(self._layers_of(self).values())
+
+    def extra_repr(self) -> str:
+        """Return what ``repr(model)`` shows before the layers: how they are divided, and where the parts are."""
+        devices = list(map(str, self._devices))
+        return f"balance={self._balance}, devices={devices}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
     # The pipeline manages the place of parameters and buffers; only their dtype may change.
 
     def cuda(self, device: Device | None = None) -> GPipe:
+        """Refuse to move the layers to a GPU: they are on the devices of the pipeline.
+
+        Args:
+            device: is not looked at
+
+        Raises:
+            TypeError: always; ``devices=`` of the constructor chooses where layers are.
+        """
         raise _moving_denied(self)
 
     def cpu(self) -> GPipe:
+        """Refuse to move the layers to the CPU: they are on the devices of the pipeline.
+
+        A file for machines without these devices is written from ``state_dict()`` and read with ``map_location``.
+
+        Raises:
+            TypeError: always; ``model.unwrap().cpu()`` moves the plain model.
+        """
         raise _moving_denied(self)
 
     def xpu(self, device: Device | None = None) -> GPipe:
+        """Refuse to move the layers to an XPU, as :meth:`cuda` does.
+
+        Args:
+            device: is not looked at
+
+        Raises:
+            TypeError: always.
+        """
         raise _moving_denied(self)
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
@@ -228,13 +318,22 @@ class GPipe(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _replicate_for_data_parallel(self) -> GPipe:
+        # DataParallel calls it of all modules in it, in the caller's thread, before it runs anything.
+        raise RuntimeError(
+            f"nn.DataParallel cannot be around a {type(self).__name__}: it would run a copy of all layers on each GPU, "
+            "where the pipeline already uses several; leave nn.DataParallel out, or for copies of the whole pipeline "
+            "use nn.parallel.DistributedDataParallel with a process for each"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the keys of the original as well, ``partitions.<j>.<name>``, whatever balance they were saved under."""
-        start = prefix + "partitions."
-        for key in [key for key in state_dict if key.startswith(start)]:
-            _, _, name = key[len(start) :].partition(".")
-            state_dict[prefix + name] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        error_msgs: list[str] = args[-1]
+        take_old_keys(state_dict, prefix, self._read_old_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
+        return by_name(keys, [*self._layers_of(self)])
 
 
 def _moving_denied(pipeline: GPipe) -> TypeError:
@@ -249,9 +348,11 @@ def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devi
         raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
     known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
     if len(known) < n:
+        there = known or default_devices(n)
+        shared = [str(there[j * len(there) // n]) for j in range(n)]
         raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); give one for "
-            "each partition, where several may be the same, or a balance with fewer partitions"
+            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
+            f"one: devices={shared}, or take a balance with fewer partitions"
         )
     on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
     if on_meta:
@@ -262,7 +363,7 @@ def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devi
     return known[:n]
 
 
-def _verify_initialised(module: nn.Sequential, checkpoint: str) -> None:
+def _verify_initialised(module: nn.Module, checkpoint: CheckpointMode) -> None:
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy and checkpoint != "never":
         raise ValueError(

@@ -6,18 +6,18 @@ structure they came in. Everything between two layers works on the leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchgpipe.device import bring
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.typing import Leaf, Leaves
 
-__all__ = ["Batch", "NoChunk", "Skips", "gather", "scatter"]
+__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "scatter"]
 
 
 class NoChunk:
@@ -43,7 +43,10 @@ class NoChunk:
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"NoChunk takes a tensor, but got {type(tensor).__name__}")
+            raise TypeError(
+                f"NoChunk only supported for tensors, found: {tensor!r} ({type(tensor).__name__}); make it a tensor, "
+                "or keep it as an attribute of the layer that needs it"
+            )
         self.tensor = tensor
 
     def __repr__(self) -> str:
@@ -54,28 +57,32 @@ class NoChunk:
 Skips: TypeAlias = dict[SkipKey, Leaf]
 
 
+class Inputs(NamedTuple):
+    """The arguments of the first layer, where they are more than one value."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
 class Batch:
     """A value between two layers: its leaves and the structure to put them back into.
 
     Args:
         leaves: tensors and None
         spec: the containers around the leaves; None for a bare leaf
-        positional: whether the value is a tuple of positional arguments rather than one argument
         skips: skip tensors that are on their way to a later layer, if any
     """
 
-    __slots__ = ("leaves", "positional", "skips", "spec")
+    __slots__ = ("leaves", "skips", "spec")
 
     def __init__(
         self,
         leaves: Leaves,
         spec: pytree.TreeSpec | None = None,
-        positional: bool = False,
         skips: Skips | None = None,
     ) -> None:
         self.leaves = leaves
         self.spec = spec
-        self.positional = positional
         self.skips = skips
 
     @classmethod
@@ -103,14 +110,19 @@ class Batch:
 
     def replace(self, leaves: Leaves) -> Batch:
         """The same structure around other leaves, without skips."""
-        return type(self)(leaves, self.spec, self.positional)
+        return type(self)(leaves, self.spec)
+
+    def pass_to(self, module: nn.Module) -> Any:
+        """Call a module with the value, and return what the module returns."""
+        value = self.value
+        if isinstance(value, Inputs):
+            return module(*value.positional, **value.keywords)
+        return module(value)
 
 
 def _unsupported(value: Any, source: str, allowed: tuple[type, ...]) -> TypeError:
     strangers = ", ".join(
-        f"{_path(path)} is {type(leaf).__name__}"
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]
-        if not isinstance(leaf, allowed)
+        f"{path} is {type(leaf).__name__}" for path, leaf in _with_paths(value) if not isinstance(leaf, allowed)
     )
     return TypeError(
         f"{source} must consist of tensors and None in tuples, lists and dicts, but {strangers}; "
@@ -118,11 +130,16 @@ def _unsupported(value: Any, source: str, allowed: tuple[type, ...]) -> TypeErro
     )
 
 
-def _path(path: Sequence[Any]) -> str:
-    return pytree.keystr(tuple(path)) or "the value itself"
+def _with_paths(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf with its path: ``[0]`` and ``['mask']`` are a positional and a keyword input."""
+    outer = 1 if isinstance(value, Inputs) else 0
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        yield pytree.keystr(tuple(path[outer:])) or "the value itself", leaf
 
 
-def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[Batch]:
+def scatter(
+    inputs: tuple[Any, ...], chunks: int, device: torch.device, keywords: dict[str, Any] | None = None
+) -> list[Batch]:
     """Splits a mini-batch along dimension 0 into at most ``chunks`` micro-batches, as :func:`torch.chunk` does.
 
     Args:
@@ -130,13 +147,13 @@ def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[
             :class:`NoChunk` in containers
         chunks: the wanted number of micro-batches
         device: where the micro-batches are wanted
+        keywords: the keyword arguments of the pipeline, of the same kinds
 
     Raises:
         TypeError: a leaf is something else, or no leaf is a tensor to split.
         ValueError: the tensors differ in dimension 0, or have none.
     """
-    positional = len(inputs) != 1
-    value = inputs if positional else inputs[0]
+    value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
     if isinstance(value, Tensor) and value.dim() > 0:
         return [Batch((chunk,)) for chunk in bring(value, device).chunk(chunks)]
 
@@ -147,7 +164,7 @@ def scatter(inputs: tuple[Any, ...], chunks: int, device: torch.device) -> list[
 
     m = next(len(leaf.chunk(chunks)) for leaf in leaves if isinstance(leaf, Tensor))
     columns = [_column(leaf, m, chunks, device) for leaf in leaves]
-    return [Batch(row, spec, positional) for row in zip(*columns)]
+    return [Batch(row, spec) for row in zip(*columns)]
 
 
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
@@ -165,9 +182,7 @@ def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
     if len(sizes) == 1 and None not in sizes:
         return
     shapes = ", ".join(
-        f"{_path(path)} is {tuple(leaf.shape)}"
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]
-        if isinstance(leaf, Tensor)
+        f"{path} is {tuple(leaf.shape)}" for path, leaf in _with_paths(value) if isinstance(leaf, Tensor)
     )
     raise ValueError(
         f"all tensors of the input must have the same size in dimension 0, the batch, but {shapes}; "
@@ -178,12 +193,14 @@ def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
 def gather(batches: list[Batch]) -> Any:
     """Concatenates the outputs of the micro-batches along dimension 0, leaf by leaf.
 
+    The result has memory of its own, contiguous as that of :func:`torch.cat`, also where there is one micro-batch: how
+    large the mini-batch is must not decide whether the caller's input can be changed through it, or be viewed.
+
     Raises:
-        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0.
+        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0, of which there
+            may be one only where there is one micro-batch.
     """
     first = batches[0]
-    if len(batches) == 1:
-        return first.value
     for i, batch in enumerate(batches):
         if batch.spec != first.spec or [x is None for x in batch.leaves] != [x is None for x in first.leaves]:
             raise ValueError(
@@ -194,9 +211,12 @@ def gather(batches: list[Batch]) -> Any:
 
 
 def _concatenate(column: tuple[Any, ...]) -> Leaf:
-    if column[0] is None:
+    first: Leaf = column[0]
+    if first is None:
         return None
-    if column[0].dim() == 0:
+    if first.dim() == 0:
+        if len(column) == 1:
+            return first.clone()
         raise ValueError(
             "the last layer returned a tensor without dimensions, which cannot be joined along dimension 0, the "
             "batch; keep the batch dimension and reduce outside the pipeline, or return a tensor of shape (1,)"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
-from torchgpipe.device import same_memory
+from torchgpipe.device import default_devices, same_memory
 
 __all__ = [
     "Partition",
+    "layers_of",
     "place",
     "split",
     "verify_balance",
@@ -31,10 +35,10 @@ class Partition(nn.Sequential):
     under the names of the wrapped model, and are replaced there.
     """
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
         # Only the first layer can have several arguments: a layer returns one value.
-        value = next(layers)(*inputs)
+        value = next(layers)(*inputs, **keywords)
         for layer in layers:
             value = layer(value)
         return value
@@ -43,14 +47,13 @@ class Partition(nn.Sequential):
         """Compiles these layers, as on any module; the other partitions are compiled by themselves or not at all."""
         # The compiler counts its recompilations by code, and gives up after some. So each partition has its own: all
         # of them together would run out of tries, and be left half compiled.
-        code = type(self).forward.__code__.replace(co_name=f"forward_of_{'_'.join(self._modules)}")
+        code = type(self).forward.__code__.replace(co_name=f"forward_of_{'_'.join(self._modules).replace('.', '_')}")
         vars(self)["forward"] = MethodType(FunctionType(code, globals(), "forward"), self)
         super().compile(*args, **kwargs)
 
-    def follow(self, owner: nn.Module) -> None:
+    def follow(self, layers: Mapping[str, nn.Module], training: bool) -> None:
         """Takes over the layers that the owner has by now under the same names, and its mode."""
-        self.training = owner.training
-        layers: dict[str, Any] = owner._modules
+        self.training = training
         for name in self._modules:
             self._modules[name] = layers[name]
 
@@ -58,7 +61,7 @@ class Partition(nn.Sequential):
         if name in self._modules:
             raise TypeError(
                 f"a partition is a view on the layers of its pipeline; to replace layer '{name}', set it on the "
-                f"pipeline: setattr(model, '{name}', layer)"
+                f"pipeline: model.set_submodule('{name}', layer)"
             )
         super().add_module(name, module)
 
@@ -76,7 +79,11 @@ def verify_module(module: nn.Module) -> None:
         ValueError: a layer occurs twice.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}")
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write it as its layers "
+            f"in the order of forward, for instance {_as_sequential(module)}, where what forward does between them is "
+            'a layer as well (see "A model that is not sequential" in docs/recipes.rst)'
+        )
     names: dict[int, str] = {}
     for name, layer in module._modules.items():
         first = names.setdefault(id(layer), name)
@@ -85,6 +92,18 @@ def verify_module(module: nn.Module) -> None:
                 f"module with duplicate children is not supported, but '{first}' and '{name}' are the same "
                 "layer; make a copy of it, or put both uses into one layer"
             )
+
+
+def _as_sequential(module: object) -> str:
+    """The layers of ``module`` as one would write them in a Sequential."""
+    if isinstance(module, nn.ModuleList):
+        return "nn.Sequential(*model)"
+    children = list(module.named_children()) if isinstance(module, nn.Module) else []
+    stars = ["*" if isinstance(child, nn.Sequential | nn.ModuleList) else "" for _, child in children]
+    layers = [f"{star}model.{name}" for star, (name, _) in zip(stars, children)]
+    if len(layers) > 4:
+        layers[2:-1] = ["..."]
+    return f"nn.Sequential({', '.join(layers) or 'first, second, ...'})"
 
 
 def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
@@ -114,36 +133,51 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
         ValueError: it is missing, has another sum than ``layers``, or leaves a partition empty.
     """
     if balance is None:
-        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)"))
+        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)", layers))
     try:
         counts = [operator.index(count) for count in balance]
     except TypeError:
         raise TypeError(
             _recommend_balancing(
                 f"balance takes a list of integers, the number of layers in each partition, but got {balance!r} "
-                f"(module: {layers} layers)"
+                f"(module: {layers} layers)",
+                layers,
             )
         ) from None
     if any(count <= 0 for count in counts):
         raise ValueError(
-            _recommend_balancing(f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})")
+            _recommend_balancing(
+                f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})",
+                layers,
+                len(counts),
+            )
         )
     if sum(counts) != layers:
         raise ValueError(
             _recommend_balancing(
-                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})"
+                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})",
+                layers,
+                len(counts),
             )
         )
     return counts
 
 
-def _recommend_balancing(message: str) -> str:
+def _recommend_balancing(message: str, layers: int, wanted: int = 0) -> str:
+    """Return ``message`` and how to get a balance.
+
+    Args:
+        message: what is wrong with the one that was given
+        layers: the number of layers of the module
+        wanted: the number of partitions that the caller has in mind; 0 for one on each accelerator
+    """
+    partitions = max(1, min(layers, wanted or max(2, len(default_devices(2)))))
     return f"""{message}
 
-Let the balance be measured, here for 4 partitions:
+Let the balance be measured, here for {partitions} partition{"s" * (partitions > 1)}:
 
     from torchgpipe_balancing import balance_by_time
-    balance = balance_by_time(module, sample, partitions=4)
+    balance = balance_by_time(module, sample, partitions={partitions})
 
 (or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
 
@@ -170,14 +204,22 @@ def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> No
         )
 
 
-def split(module: nn.Sequential, balance: Sequence[int], kind: type[Partition] = Partition) -> list[Partition]:
-    """Views on the consecutive layers of ``module``, ``balance[j]`` of them in partition j."""
-    layers = iter(module._modules.items())
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a Sequential, or of the pipeline around one, by name."""
+    layers: dict[str, Any] = module._modules
+    return layers
+
+
+def split(
+    layers: Mapping[str, nn.Module], balance: Sequence[int], kind: type[Partition] = Partition
+) -> list[Partition]:
+    """Views on consecutive layers, ``balance[j]`` of them in partition j."""
+    rest = iter(layers.items())
     partitions = []
     for count in balance:
         partition = kind()
-        for _ in range(count):
-            partition.add_module(*next(layers))
+        # Not by `add_module`, which takes no name of a layer inside of another module, such as '0.1'.
+        partition._modules.update(islice(rest, count))
         partitions.append(partition)
     return partitions
 
@@ -222,7 +264,11 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
 
 
 def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
-    """The modules that hold tensors on the meta device, each with what initialises it."""
+    """The modules that hold tensors on the meta device, each with what initialises it.
+
+    Raises:
+        ValueError: one has nothing to initialise itself with, or a parameter that cannot come into being.
+    """
     known: set[torch.Tensor] = set()
     result = {}
     for partition in partitions:
@@ -238,21 +284,53 @@ def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[]
                     f"'{name}' ({type(module).__name__}) is on the meta device and {reason}; materialise the "
                     "module and load its weights before wrapping it"
                 )
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and weakref.getweakrefs(parameter):
+                    raise _cannot_come_into_being(f"{name}.{attribute}", "there is a weak reference to it")
             known.update(on_meta)
             result[module] = initialise
     return result
 
 
 def _materialise(partition: Partition, device: torch.device) -> None:
-    """Gives memory to what is on the meta device, and to nothing else."""
-    for module in partition.modules():
-        for name, parameter in module._parameters.items():
+    """Gives memory to what is on the meta device, and to nothing else.
+
+    A parameter stays the same object: an optimizer that was made before has it, and trains it.
+    """
+    for name, module in partition.named_modules():
+        for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = torch.empty_like(parameter, device=device)
-                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
+                try:
+                    _bring_into_being(parameter, device)
+                except RuntimeError as error:
+                    raise _cannot_come_into_being(f"{name}.{attribute}", str(error)) from error
+        for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[attribute] = torch.empty_like(buffer, device=device)
+
+
+def _bring_into_being(parameter: nn.Parameter, device: torch.device) -> None:
+    """Gives a parameter memory on ``device``; its class, attributes and hooks stay.
+
+    Raises:
+        RuntimeError: something else holds its memory, or a weak reference to it.
+    """
+    real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    # All that is exchanged has to be on both sides, or it would stay behind with the memory that is dropped.
+    real.__class__ = type(parameter)
+    vars(real).update(vars(parameter))
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    # The hooks are called by the memory, and known by the parameter: assigning them tells the new memory of them.
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
+
+
+def _cannot_come_into_being(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' is on the meta device and cannot be given memory as the same object: {reason}; wrap the "
+        "module before what refers to its parameters is made (an optimizer may be made before), or materialise the "
+        "module and load its weights before wrapping it"
+    )
 
 
 def _tensors(partition: Partition) -> Iterator[torch.Tensor]:

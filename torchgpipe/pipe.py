@@ -7,7 +7,7 @@ output comes in a reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,7 +21,9 @@ from torchgpipe import arguments
 from torchgpipe.device import canonical_device
 from torchgpipe.gpipe import GPipe
 from torchgpipe.microbatch import NoChunk
-from torchgpipe.partition import Partition, verify_module
+from torchgpipe.old_keys import OldKey, by_name, by_order, covers
+from torchgpipe.partition import Partition, layers_of, verify_module
+from torchgpipe.settings import CheckpointMode
 from torchgpipe.twin import twin
 from torchgpipe.typing import Device
 
@@ -57,15 +59,32 @@ class PipeSequential(nn.Sequential):
         assert PipeSequential(nn.Bilinear(8, 8, 2))(input, input).shape == (16, 2)
 
     The layers of a :class:`Pipe` follow each other in this way anyway, and so do those in an
-    :class:`~torch.nn.Sequential` that is one of its layers. So this is to run them without a pipeline, and for what is
+    :class:`~torch.nn.Sequential` that is nested in it. So this is to run them without a pipeline, and for what is
     nested deeper.
     """
 
-    def forward(self, *inputs: Any) -> Any:
-        value: Any = inputs
-        for layer in self:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if not len(self):
+            return inputs
+        layers = iter(self)
+        value = next(layers)(*inputs, **keywords)
+        for layer in layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)
         return value
+
+
+def _layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers by name, those in a nested Sequential one by one, as the removed Pipe counted them."""
+    layers: dict[str, nn.Module] = {}
+    for name, layer in layers_of(module).items():
+        if isinstance(layer, nn.Sequential) and getattr(layer.forward, "__func__", None) in _ONE_AFTER_THE_OTHER:
+            layers.update({f"{name}.{inner}": each for inner, each in layer._modules.items()})
+        else:
+            layers[name] = layer
+    return layers
+
+
+_ONE_AFTER_THE_OTHER = (nn.Sequential.forward, PipeSequential.forward)
 
 
 class _Partition(PipeSequential, Partition):
@@ -100,6 +119,29 @@ class LocalRRef:
         """True."""
         return True
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run backward from the output, which has one element, such as a loss that the last layer returns.
+
+        Args:
+            dist_autograd_ctx_id: -1, for the local autograd: without RPC there is no other
+            retain_graph: whether backward can be run once more
+
+        Raises:
+            RuntimeError: the output is not a tensor, or has more elements than one.
+            ValueError: another context is asked for.
+        """
+        if dist_autograd_ctx_id != -1:
+            raise ValueError(
+                f"there is no context of distributed autograd without RPC, but {dist_autograd_ctx_id} is asked for; "
+                "call backward() without it"
+            )
+        if not isinstance(self.value, Tensor):
+            raise RuntimeError(
+                f"the output should be a tensor for .backward(), but is {type(self.value).__name__}; call backward() "
+                "on a tensor in local_value()"
+            )
+        torch.autograd.backward(self.value, retain_graph=retain_graph)
+
 
 # DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass
 # it does, except for a static graph, where it knows containers only.
@@ -118,6 +160,10 @@ class Pipe(GPipe):
     Consecutive layers on one device are a partition. A layer is where its parameters are, or its buffers if it has no
     parameters. One that has neither is where the layer before it is, and at the start where the first one with a device
     is; :class:`WithDevice` puts it elsewhere.
+
+    The layers in a nested :class:`~torch.nn.Sequential` are layers of the pipeline, one by one: for ``len``, indexing,
+    iteration and partitions, though by their names, such as ``'0.2'``, they are where they were. The nested one is not
+    called, nor are hooks on it. One level is taken apart, and no subclass with a ``forward`` of its own.
 
     A tuple that a layer returns is the arguments of the next layer, as in :class:`PipeSequential`. What is not a tensor
     goes from layer to layer as it is, but there must be at least one tensor; and tensors inside of objects, other than
@@ -139,6 +185,7 @@ class Pipe(GPipe):
             cannot be partitioned because they share parameters or have a name that the pipeline needs.
     """
 
+    _layers_of = staticmethod(_layers_of)
     _scatter = staticmethod(arguments.scatter)
     _gather = staticmethod(arguments.gather)
     _partition_type = _Partition
@@ -148,13 +195,16 @@ class Pipe(GPipe):
         self,
         module: nn.Sequential,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: CheckpointMode = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         verify_module(module)
-        runs = [(device, len(list(run))) for device, run in groupby(_devices(module))]
+        places = dict(zip(module._modules, _devices(module)))
+        module = _as_they_run(module)
+        along = [places[name.partition(".")[0]] for name in _layers_of(module)]
+        runs = [(device, len(list(run))) for device, run in groupby(along)]
         super().__init__(
-            _as_they_run(module),
+            module,
             [count for _, count in runs],
             devices=[device for device, _ in runs],
             chunks=chunks,
@@ -163,13 +213,14 @@ class Pipe(GPipe):
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs a mini-batch through the pipeline.
 
         Args:
             *inputs: the arguments of the first layer. Tensors of shape (batch, ...) are split into micro-batches. All
                 else goes whole to each of them: what is in :class:`NoChunk`, what is not a tensor, and what is in it.
                 Tensors on another device are copied to ``devices[0]``.
+            **keywords: keyword arguments of the first layer, likewise
 
         Returns:
             a reference to what the last layer returns: a :class:`torch.distributed.rpc.RRef` if the RPC framework is
@@ -183,25 +234,15 @@ class Pipe(GPipe):
             RuntimeError: the pipeline has been unwrapped.
             Exception: what a layer raises, with a note that tells the micro-batch and the partition.
         """
-        return _reference(super().forward(*inputs))
+        return _reference(super().forward(*inputs, **keywords))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then.
-
-        It counted the layers of each partition from 0, so only their order tells which is which. In a file of the
-        original GPipe the names tell.
-        """
-        start = prefix + "partitions."
-        keys = {key: key[len(start) :].split(".", 2) for key in state_dict if key.startswith(start)}
-        numbered = all(len(parts) == 3 and parts[0].isdecimal() and parts[1].isdecimal() for parts in keys.values())
-        if numbered and {".".join(parts[1:]) for parts in keys.values()} != {*self.state_dict()}:
-            theirs = sorted({(int(j), int(k)) for j, k, _ in keys.values()})
-            ours = [name for name, layer in _flat(self) if layer.state_dict()]
-            if len(theirs) == len(ours):
-                names = dict(zip(theirs, ours))
-                for key, (j, k, name) in keys.items():
-                    state_dict[f"{prefix}{names[int(j), int(k)]}.{name}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
+        """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then."""
+        ours = [name for name, layer in _layers_of(self).items() if layer.state_dict()]
+        if covers(keys, ours):
+            with suppress(ValueError):
+                return by_name(keys, ours)
+        return by_order(keys, ours) if keys else {}
 
 
 def _reference(value: Any) -> Any:
@@ -250,12 +291,3 @@ def _as_they_run(module: nn.Sequential) -> nn.Sequential:
         layer = layer.module if isinstance(layer, WithDevice) else layer
         result.add_module(name, twin(layer, PipeSequential) if type(layer) is nn.Sequential else layer)
     return result
-
-
-def _flat(pipeline: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers as the removed Pipe counted them: those in a Sequential one by one."""
-    for name, layer in pipeline.named_children():
-        if isinstance(layer, nn.Sequential):
-            yield from [(f"{name}.{inner}", child) for inner, child in layer.named_children()]
-        else:
-            yield name, layer

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["checkpoint_stop", "verify_checkpoint", "verify_chunks"]
+__all__ = ["CheckpointMode", "checkpoint_stop", "fixed", "verify_checkpoint", "verify_chunks"]
+
+#: Which micro-batches are checkpointed: all, all but the last, or none.
+CheckpointMode: TypeAlias = Literal["always", "except_last", "never"]
 
 
 def verify_chunks(chunks: Any) -> int:
-    """The number of micro-batches.
+    """Return the number of micro-batches as an int.
 
     Args:
-        chunks: a number, or what ``int()`` makes one of
+        chunks: an integer of Python or NumPy, or a tensor that is one
 
     Raises:
-        ValueError: it is none, or below 1.
+        TypeError: ``chunks`` is not an integer.
+        ValueError: it is below 1.
     """
+    message = f"number of chunks must be positive integer, but got {chunks!r}"
     try:
-        number = int(chunks)
-    except (TypeError, ValueError, OverflowError):
-        number = 0
+        number = operator.index(chunks)
+    except TypeError:
+        raise TypeError(message) from None
     if number <= 0:
-        raise ValueError(f"number of chunks must be positive integer, but got {chunks!r}")
+        raise ValueError(message)
     return number
 
 
-def verify_checkpoint(checkpoint: Any) -> str:
-    """The checkpoint mode.
+def verify_checkpoint(checkpoint: Any) -> CheckpointMode:
+    """Return the checkpoint mode.
 
     Raises:
         ValueError: it is none.
     """
-    mode = str(checkpoint)
-    if mode not in ("always", "except_last", "never"):
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {mode!r}")
-    return mode
+    modes: tuple[CheckpointMode, ...] = ("always", "except_last", "never")
+    for mode in modes:
+        if mode == checkpoint:
+            return mode
+    raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
+
+
+def fixed(owner: object, name: str, remedy: str) -> AttributeError:
+    """Return the error for an attribute of ``owner`` that only its constructor sets.
+
+    Args:
+        owner: a pipeline
+        name: the attribute
+        remedy: what to do instead
+    """
+    kind = type(owner).__name__
+    return AttributeError(f"{name} of a {kind} cannot be set, because its layers are in their places already; {remedy}")
 
 
 def checkpoint_stop(checkpoint: Any, m: int) -> int:

@@ -20,6 +20,6 @@ __all__ = ["uncompiled"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function`` returns for ``args``, without the compiler in it and in all that it calls."""
-    return function(*args)
+def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``function`` returns for the arguments, without the compiler in it and in all that it calls."""
+    return function(*args, **kwargs)

@@ -54,7 +54,8 @@ def balance_by_time(
 
     Args:
         module: the model, not yet wrapped
-        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
+            several arguments of the first layer, see :func:`profile`
 
     Keyword Args:
         partitions: how many partitions
@@ -88,7 +89,8 @@ def balance_by_size(
 
     Args:
         module: the model, not yet wrapped
-        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
+            several arguments of the first layer, see :func:`profile`
 
     Keyword Args:
         partitions: how many partitions

@@ -14,6 +14,7 @@ backward, and warms up; further ones take times, until the timeout.
 from __future__ import annotations
 
 import copy
+import inspect
 import statistics
 import time
 import traceback
@@ -60,6 +61,10 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeou
     first: the sum over layers is what the whole model keeps. A skip is part of the output of the layer that
     stashes it, and its gradient part of backward. If backward of the layer that pops it needs it, it counts as
     activation there too: on its way to another partition it is copied, and each end keeps its own.
+
+    A tuple of several values is the arguments of the first layer if that takes as many, as in ``model(x, y)``, and one
+    argument if not. From layer to layer a tuple is one argument, as in GPipe; it is several where the next layer could
+    not take one, and always in a :class:`~torchgpipe.pipe.PipeSequential`.
 
     Args:
         module: the model, not yet wrapped
@@ -127,10 +132,15 @@ def layers(module: nn.Sequential) -> dict[str, nn.Module]:
 
 
 class _Passed(NamedTuple):
-    """What a layer is given: its input and the skips that it pops. Or what it gives: its output and its stashes."""
+    """What a layer is given: its input and the skips that it pops. Or what it gives: its output and its stashes.
+
+    Attributes:
+        spread: whether the value is a tuple of several arguments
+    """
 
     value: Any
     skips: dict[SkipKey, Tensor | None]
+    spread: bool = False
 
 
 # A measure runs one layer, and returns what it gave and what was found out.
@@ -148,13 +158,14 @@ def _walk(
 
     def visit(layer: nn.Module, value: Any) -> tuple[Any, T]:
         popped = {key: skips.pop(key) for key in skips_of(layer.modules(), "poppable_names") if key in skips}
-        output, measured = measure(_copied(layer, device), _Passed(value, _cut(_placed(popped, device))))
+        passed = _Passed(value, _cut(_placed(popped, device)), _spreads(module, layer, value, first=not found))
+        output, measured = measure(_copied(layer, device), passed)
         skips.update(_placed(output.skips, "cpu"))
         return _cut(output.value), measured
 
     value = _cut(_placed(sample, device))
     skips: dict[SkipKey, Tensor | None] = {}  # on the host, so that they take no place from the layers between
-    found = []
+    found: list[T] = []
     for name, layer in layers(module).items():
         try:
             value, measured = visit(layer, value)
@@ -169,13 +180,35 @@ def _walk(
     return found
 
 
+def _spreads(module: nn.Sequential, layer: nn.Module, value: Any, *, first: bool) -> bool:
+    """Whether a value is several arguments of a layer of the module."""
+    if not isinstance(value, tuple):
+        return False
+    if _takes(module, None, None):  # A plain Sequential takes one argument, and hands on one.
+        return True
+    return len(value) > 1 and _takes(layer, *value) and (first or not _takes(layer, value))
+
+
+def _takes(layer: nn.Module, *arguments: Any) -> bool:
+    """Whether a layer can be called with these arguments."""
+    try:
+        signature = inspect.signature(layer.forward)
+        signature.bind(*arguments)
+    except (TypeError, ValueError):  # The latter, if nothing is known of them.
+        return False
+    inner = getattr(layer, "module", None)
+    hands_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values())
+    return _takes(inner, *arguments) if hands_on and isinstance(inner, nn.Module) else True
+
+
 def _call(layer: nn.Module, passed: _Passed) -> _Passed:
     """Runs a layer: the one place where that happens."""
     # Autocast would keep what it has cast for layers that are gone, and for runs that built no graph.
     torch.clear_autocast_cache()
     tracker = SkipTracker(passed.skips.items())
     with tracker:
-        return _Passed(layer(passed.value), tracker.skips)
+        output = layer(*passed.value) if passed.spread else layer(passed.value)
+        return _Passed(output, tracker.skips)
 
 
 class _Counter:

@@ -265,7 +265,7 @@ class Report:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install 'torchgpipe[plot]'") from error
+            raise ImportError("plot needs Matplotlib: pip install matplotlib") from error
 
         costs = self.costs(by, recompute=recompute, chunks=chunks, param_scale=param_scale)
         balance = [len(costs)] if balance is None else list(balance)

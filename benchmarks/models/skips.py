@@ -24,7 +24,10 @@ class Stash(nn.Module):
 
 
 def joined(layer: M, ns: Namespace) -> M:
-    """Puts the skips of a layer into a namespace; for type checkers, to which a skippable class has no `isolate`."""
+    """Puts the skips of a layer into a namespace.
+
+    Torchgpipe 0.0.7, which runs these models too, has no `Skippable` to derive from for the type checker.
+    """
     skips: Any = layer
     skips.isolate(ns)
     return layer

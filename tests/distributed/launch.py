@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 __all__ = ["Crash", "launch"]
 
+# There is one server, which `torch.multiprocessing` has as well.
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.distributed.launch"])
 

@@ -22,6 +22,8 @@ from tests.distributed.launch import launch
 from tests.distributed.models import data, mlp
 from torchgpipe.distributed import DistributedGPipe
 
+pytestmark = pytest.mark.slow
+
 
 class Faulty(nn.Module):
     """Comes to harm in a process, after it has seen some micro-batches."""
@@ -80,11 +82,11 @@ def check(said: list[str], victim: int, step: int) -> None:
         assert "start all of them again from the last checkpoint" in text
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("victim", [0, 3])
 def test_all_others_end_when_one_is_killed(victim: int) -> None:
     said = launch(4, learn_until_harm, "is killed", victim, 9, victim=victim)
     check(said, victim, step=3)
-    neighbours = {0: [1], 1: [0, 2], 3: [2]}[victim]
+    neighbours = {0: [1], 3: [2]}[victim]
     assert any(f"from rank {victim}," in said[rank] for rank in neighbours), said
 
 

@@ -24,6 +24,8 @@ from tests.distributed.models import cross_entropy, everything, tokens, weigh
 from torchgpipe import GPipe
 from torchgpipe.distributed import Checkpoints, DistributedGPipe, files
 
+pytestmark = pytest.mark.slow
+
 
 def wrapped(balance: list[int], dropout: float = 0.0, **options: Any) -> DistributedGPipe:
     model = everything(dropout)
@@ -103,9 +105,9 @@ def learn_alone(folder: str, model: nn.Module) -> list[float]:
 
 def test_another_number_of_processes_another_balance_or_no_pipeline_goes_on_from_it(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    losses, *others = launch(4, save, folder, [3, 3, 2, 4])
+    losses, *others = launch(2, save, folder, [5, 7])
     assert all(other == losses for other in others)
-    for again in launch(2, load, folder, [5, 7]):
+    for again in launch(3, load, folder, [3, 3, 6]):
         assert again == pytest.approx(losses, rel=1e-12)
 
     # Here the batch norm sees the whole mini-batch at once, so there is one micro-batch.

@@ -17,9 +17,11 @@ from tests.distributed.launch import launch
 from tests.distributed.models import data, mlp
 from torchgpipe.distributed import DistributedGPipe
 
+pytestmark = pytest.mark.slow
+
 
 def error_of(function: Callable[[], Any]) -> str:
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as info:
+    with pytest.raises((AttributeError, ValueError, TypeError, RuntimeError)) as info:
         function()
     return f"{type(info.value).__name__}: {info.value}"
 
@@ -31,6 +33,7 @@ def make(**options: Any) -> DistributedGPipe:
 
 def arguments() -> dict[str, str]:
     shared = nn.Linear(4, 4)
+    twice = {"partitions.0.0.weight": torch.zeros(4, 4), "partitions.1.0.weight": torch.ones(4, 4)}
     return {
         "schedule": error_of(lambda: make(schedule="2F2B")),
         "partitions": error_of(lambda: make(balance=[2, 2, 2])),
@@ -43,6 +46,7 @@ def arguments() -> dict[str, str]:
         "name": error_of(lambda: make(model=named(), balance=[1, 1])),
         "mesh": error_of(lambda: make(mesh=init_device_mesh("cpu", (1, 1, 2)))),
         "loss": error_of(lambda: make(loss_fn=None).step(*data(8))),
+        "keys": error_of(lambda: make().load_state_dict(twice, strict=False)),
     }
 
 
@@ -69,6 +73,37 @@ def steps() -> dict[str, str]:
     return said
 
 
+def settings() -> dict[str, str]:
+    model, (input, target) = make(), data(8)
+    said = {
+        "repr": repr(model).splitlines()[1],
+        "balance": error_of(lambda: setattr(model, "balance", [6])),
+        "chunks": error_of(lambda: setattr(model, "chunks", 0)),
+        "few": error_of(lambda: setattr(model, "chunks", 1)),
+        "checkpoint": error_of(lambda: setattr(model, "checkpoint", "nevr")),
+    }
+    assert (model.balance, model.chunks, model.checkpoint) == ([3, 3], 4, "except_last")
+    model.step(input, target)
+    if dist.get_rank() == 0:
+        model.checkpoint = "never"
+    said["one"] = error_of(lambda: model.step(input, target))
+    model.checkpoint, model.chunks = "never", 2
+    assert torch.equal(model.step(input, target), make(chunks=2, checkpoint="never").step(input, target))
+    return said
+
+
+def test_settings_that_are_made_later_are_those_of_a_new_model_or_refused() -> None:
+    for rank, said in enumerate(launch(2, settings)):
+        assert said["repr"] == (
+            f"  balance=[3, 3], stages=[{rank}], device='cpu', chunks=4, schedule='1F1B', checkpoint='except_last'"
+        )
+        assert said["balance"].startswith("AttributeError: balance of a DistributedGPipe cannot be set")
+        assert "chunks must be positive integer, but got 0" in said["chunks"]
+        assert "microbatches (1) must be greater" in said["few"]
+        assert "'nevr'" in said["checkpoint"]
+        assert f"rank {1 - rank} prepares another one" in said["one"]
+
+
 def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:
     for said in launch(2, arguments):
         assert said["schedule"].endswith(
@@ -84,6 +119,7 @@ def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:
         assert "names of attributes" in said["name"] and "['step']" in said["name"]
         assert "(stages,) or (replicas, stages)" in said["mesh"]
         assert "loss_fn=..." in said["loss"]
+        assert "'partitions.0.0.weight' and 'partitions.1.0.weight' would both be of layer '0'" in said["keys"]
 
 
 def test_steps_that_do_not_fit_are_refused_by_all_and_the_next_one_works() -> None:

@@ -26,6 +26,8 @@ from tests.distributed.models import (
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.distributed import DistributedGPipe
 
+pytestmark = pytest.mark.slow
+
 
 def mean_over_all(model: nn.Module, parts: list[tuple[Tensor, Tensor]], loss_fn: Any, weight: Any) -> Tensor:
     """The step of one process, micro-batch by micro-batch: as many of each part as a replica has of its own."""

@@ -10,6 +10,8 @@ from benchmarks.faults import lines, trial
 from benchmarks.interrupted import Harm, train
 from tests.distributed.launch import launch
 
+pytestmark = pytest.mark.slow
+
 
 def train_without_harm(folder: str) -> None:
     train(Path(folder), Harm("none"))

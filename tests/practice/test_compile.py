@@ -22,7 +22,10 @@ from torchgpipe.skip import pop, skippable, stash
 ROOT = Path(__file__).parent.parent.parent
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"), pytest.mark.slow]
+
+# Compiling takes seconds, and is harder in threads.
+workers = pytest.mark.parametrize("variant", ["workers"], indirect=True)
 
 
 class Graphs:
@@ -81,7 +84,16 @@ def compile_around(model: GPipe, **options: Any) -> Any:
     return torch.compile(model, **options)
 
 
-@pytest.mark.parametrize("compile", [compile_layers, compile_partitions, compile_around])
+@pytest.mark.parametrize(
+    "variant, compile",
+    [
+        ("workers", compile_layers),
+        ("inline", compile_partitions),
+        ("workers", compile_partitions),
+        ("inline", compile_around),
+    ],
+    indirect=["variant"],
+)
 def test_numbers_are_those_of_the_plain_model(pipe: Pipe, compile: Compile) -> None:
     module = blocks(3)
     model = pipe(copy.deepcopy(module), [2, 1], chunks=2)  # one is checkpointed, and one is not
@@ -91,6 +103,7 @@ def test_numbers_are_those_of_the_plain_model(pipe: Pipe, compile: Compile) -> N
         assert_same(outcome(model, x, run=run), plain_outcome(module, x, chunks=2))
 
 
+@workers
 def test_graphs_of_autograd_are_compiled_too(pipe: Pipe) -> None:
     module, x = blocks(2), data(4)
     model = pipe(copy.deepcopy(module), [1, 1], chunks=2)
@@ -98,6 +111,7 @@ def test_graphs_of_autograd_are_compiled_too(pipe: Pipe) -> None:
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
 
 
+@workers
 def test_layers_compiled_before_they_are_wrapped(pipe: Pipe) -> None:
     module, x = blocks(3), data(4)
     compiled = nn.Sequential(*[torch.compile(copy.deepcopy(layer), backend="eager") for layer in module])
@@ -177,6 +191,7 @@ def layers_that_ask_for_their_phase() -> nn.Sequential:
     return nn.Sequential(Phase(), Phase(), Phase())
 
 
+@workers
 @pytest.mark.parametrize(
     "make",
     [
@@ -228,6 +243,7 @@ def test_the_compiler_is_not_imported_unasked() -> None:
 # How often
 
 
+@workers
 def test_nothing_is_compiled_again_for_another_mini_batch_of_the_same_size(pipe: Pipe, checkpoint: str) -> None:
     """Each partition is compiled twice: without a graph for what is checkpointed, and with one."""
     model, graphs = pipe(blocks(3), [2, 1], chunks=2, checkpoint=checkpoint), Graphs()
@@ -239,17 +255,19 @@ def test_nothing_is_compiled_again_for_another_mini_batch_of_the_same_size(pipe:
     assert graphs.count == (2 if checkpoint == "never" else 4)
 
 
+@workers
 def test_mini_batches_of_other_sizes_are_compiled_once(pipe: Pipe) -> None:
     """The last one of an epoch is smaller, and not always as small: after the first, graphs take any size."""
     model, graphs = pipe(blocks(3), [2, 1], chunks=2), Graphs()
     model.compile(backend=graphs)
     counts = []
-    for batch in [8, 6, 7, 5, 8, 10]:
+    for batch in [8, 6, 7, 5]:
         model(data(batch)).sum().backward()
         counts.append(graphs.count)
     assert len(set(counts[1:])) == 1
 
 
+@workers
 def test_code_around_a_pipeline_is_compiled_again_for_no_more_than_a_dynamic_size(pipe: Pipe) -> None:
     model, graphs = pipe(blocks(2), [1, 1], chunks=2), Graphs()
 
@@ -258,13 +276,14 @@ def test_code_around_a_pipeline_is_compiled_again_for_no_more_than_a_dynamic_siz
 
     compiled = torch.compile(loss, backend=graphs)
     counts = []
-    for batch in [8, 6, 7, 5, 8, 10]:
+    for batch in [8, 6, 7, 5]:
         compiled(data(batch)).backward()
         counts.append(graphs.count)
     assert counts[0] == 2  # what is before the pipeline, and what is behind it
     assert len(set(counts[1:])) == 1
 
 
+@workers
 def test_many_partitions_are_all_compiled(pipe: Pipe) -> None:
     """The compiler gives up after eight graphs of one piece of code, and all partitions had the same."""
     model, graphs = pipe(blocks(5), [1] * 5, chunks=2, checkpoint="always"), Graphs()
@@ -287,6 +306,7 @@ def test_a_copy_of_a_compiled_pipeline_is_not_compiled(pipe: Pipe) -> None:
     assert graphs.count == 0
 
 
+@workers
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_dropout_of_decomposed_graphs_draws_the_same_again(pipe: Pipe) -> None:
     """The graphs of the two runs differ: one is for inference. This is what the default backend makes kernels of."""

@@ -208,6 +208,7 @@ def test_a_run_that_is_killed_anywhere_has_the_losses_of_one_that_is_not(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_a_random_step(
     example: ModuleType, uninterrupted: list[float], tmp_path: Path
 ) -> None:

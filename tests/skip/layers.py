@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip import Namespace, Skippable, pop, skippable, stash
 
 __all__ = ["Pop", "Stash", "pair"]
 
 
 @skippable(stash=["skip"])
-class Stash(nn.Module):
+class Stash(Skippable, nn.Module):
     """Stashes ``function(x)`` and goes on with another tensor."""
 
     def __init__(self, function: Callable[[Tensor], Any] = lambda x: x * 2) -> None:
@@ -26,7 +26,7 @@ class Stash(nn.Module):
 
 
 @skippable(pop=["skip"])
-class Pop(nn.Module):
+class Pop(Skippable, nn.Module):
     """Goes on with ``function(x, skip)``."""
 
     def __init__(self, function: Callable[[Tensor, Any], Tensor] = lambda x, skip: x + skip.tanh()) -> None:
@@ -41,7 +41,4 @@ class Pop(nn.Module):
 def pair(*options: Any) -> tuple[Any, Any]:
     """A `Stash` and its `Pop`."""
     ns = Namespace()
-    stashing, popping = Stash(*options[:1]), Pop(*options[1:])
-    stashing.isolate(ns)  # type: ignore[operator]
-    popping.isolate(ns)  # type: ignore[operator]
-    return stashing, popping
+    return Stash(*options[:1]).isolate(ns), Pop(*options[1:]).isolate(ns)

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from tests.skip.layers import Pop, Stash, pair
-from torchgpipe.skip import Namespace, skippable
+from torchgpipe.skip import Namespace, Skippable, skippable
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout, is_skippable, skips_of
 from torchgpipe.skip.namespace import SkipKey
 
@@ -51,11 +51,11 @@ def test_skips_of_modules_are_found_wherever_they_are() -> None:
 
 def test_skips_of_a_module_are_in_its_namespaces() -> None:
     @skippable(pop=["b", "a"])
-    class Layer(nn.Module):
+    class Layer(Skippable, nn.Module):
         pass
 
     ns = Namespace()
-    layer = Layer().isolate(ns, only=["a"])  # type: ignore[operator]
+    layer = Layer().isolate(ns, only=["a"])
     assert list(skips_of([layer, nn.Identity()], "poppable_names")) == [SkipKey(ns, "a"), SkipKey(None, "b")]
     assert list(skips_of([layer], "stashable_names")) == []
 

@@ -29,7 +29,7 @@ def equal(actual: Tensor, expected: Tensor) -> bool:
 
 
 @skippable(stash=["a", "b"], pop=["c"])
-class Layer(nn.Module):
+class Layer(Skippable, nn.Module):
     """Documented."""
 
     GREETING = "hello"
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 def test_it_stays_the_class_that_it_was() -> None:
     layer = Layer(3, bias=False)
     assert type(layer) is Layer and isinstance(layer, Layer) and isinstance(layer, nn.Module)
-    assert Layer.__bases__ == (nn.Module,) and Layer.__name__ == "Layer" and Layer.__module__ == __name__
+    assert Layer.__bases__ == (Skippable, nn.Module) and Layer.__name__ == "Layer" and Layer.__module__ == __name__
     assert Layer.__doc__ == "Documented." and Layer.__init__.__doc__ == "Takes a width."
     assert Layer.GREETING == layer.GREETING == "hello" and layer.width == 3 and layer.linear.bias is None
     assert list(inspect.signature(Layer).parameters) == ["width", "bias"]
@@ -74,7 +74,7 @@ def test_its_forward_stays_documented() -> None:
 def test_it_is_skippable() -> None:
     layer = Layer(3)
     assert isinstance(layer, Skippable) and issubclass(Layer, Skippable)
-    assert layer.stashable_names == {"a", "b"} and layer.poppable_names == {"c"}  # type: ignore[attr-defined]
+    assert layer.stashable_names == {"a", "b"} and layer.poppable_names == {"c"}
     assert not isinstance(nn.Linear(1, 1), Skippable)
 
 
@@ -94,7 +94,7 @@ def test_names_are_given_in_a_list() -> None:
     with pytest.raises(TypeError, match=r"pop=\['skip'\]"):
         skippable(pop="skip")
     with pytest.raises(TypeError, match=r"only=\['a'\]"):
-        Layer(3).isolate(Namespace(), only="a")  # type: ignore[operator]
+        Layer(3).isolate(Namespace(), only="a")
     assert skippable(pop=iter("ab"))(type("Both", (nn.Module,), {})).poppable_names == {"a", "b"}  # type: ignore[attr-defined]
 
 
@@ -201,7 +201,7 @@ def test_copies_of_a_pair_that_were_made_apart_still_find_each_other() -> None:
 
 
 def test_isolation_of_a_copy_is_its_own() -> None:
-    layer = Layer(2).isolate(first := Namespace())  # type: ignore[operator]
+    layer = Layer(2).isolate(first := Namespace())
     again = copy.deepcopy(layer).isolate(Namespace())
     assert layer.skip_key("a").namespace == first != again.skip_key("a").namespace
 
@@ -226,22 +226,22 @@ def test_isolate() -> None:
 
 def test_isolate_takes_declared_names_only() -> None:
     with pytest.raises(ValueError, match=r"Layer declares \['a', 'b', 'c'\], so \['d'\] cannot be isolated"):
-        Layer(2).isolate(Namespace(), only=["a", "d"])  # type: ignore[operator]
+        Layer(2).isolate(Namespace(), only=["a", "d"])
 
 
 def test_isolation_is_the_layers_and_not_its_classes() -> None:
-    Layer(2).isolate(Namespace())  # type: ignore[operator]
-    assert Layer(2).skip_key("a").namespace is None  # type: ignore[operator]
+    Layer(2).isolate(Namespace())
+    assert Layer(2).skip_key("a").namespace is None
 
 
 def test_isolate_a_block_says_nothing_about_the_layers_in_it() -> None:
     @skippable(stash=["outer"])
-    class Block(nn.Module):
+    class Block(Skippable, nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = Stash()
 
-    block: Any = Block().isolate(Namespace())  # type: ignore[operator]
+    block = Block().isolate(Namespace())
     assert block.inner.skip_key("skip").namespace is None
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from torchgpipe.function import Function
 from torchgpipe.microbatch import Batch
-from torchgpipe.partition import split
+from torchgpipe.partition import layers_of, split
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.statistics import Norm
 from torchgpipe.typing import Leaf, Leaves
@@ -162,11 +162,13 @@ class Shapes:
         for layer in self._module.modules():
             if isinstance(layer, Norm):
                 layer.momentum = 0.0  # A plain average would ask the fake counter for its value.
-        self.partitions = split(self._module, balance)
+        self.partitions = split(layers_of(self._module), balance)
 
     def _fake(self, tensor: Tensor) -> Tensor:
+        # Of what it is shown the mode keeps a weak reference, with which no parameter could come into being.
+        shown = tensor.detach()
         with self._mode:
-            fake = torch.empty_like(tensor, device=self._device)
+            fake = torch.empty_like(shown, device=self._device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def follow(self, owner: nn.Module) -> None:
@@ -189,7 +191,7 @@ class Shapes:
             leaves = [None if leaf is None else torch.empty_like(leaf, device=self._device) for leaf in batch.leaves]
             value = batch.replace(tuple(leaves)).value
             for j, partition in enumerate(self.partitions):
-                partition.follow(self._module)
+                partition.follow(layers_of(self._module), self._module.training)
                 try:
                     value = partition(value)
                     output = Batch.of(value, f"the output of partition {j}")

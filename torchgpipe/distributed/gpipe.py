@@ -25,13 +25,23 @@ from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.device import canonical_device, default_device
 from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
-from torchgpipe.distributed.plan import Plan, make_plan, verify_fit, verify_schedule
+from torchgpipe.distributed.plan import Plan, ScheduleName, make_plan, name_of, verify_fit, verify_schedule
 from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
 from torchgpipe.distributed.stage import Call
 from torchgpipe.microbatch import Batch
-from torchgpipe.partition import Partition, place, split, verify_balance, verify_module, verify_names, verify_sharing
-from torchgpipe.settings import checkpoint_stop, verify_chunks
+from torchgpipe.old_keys import by_name, take_old_keys
+from torchgpipe.partition import (
+    Partition,
+    layers_of,
+    place,
+    split,
+    verify_balance,
+    verify_module,
+    verify_names,
+    verify_sharing,
+)
+from torchgpipe.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import verify_skippables
 from torchgpipe.typing import Device
@@ -79,12 +89,14 @@ class DistributedGPipe(nn.Module):
             of the process group)
 
     Attributes:
-        balance (list[int]): the number of layers in each partition
+        balance (list[int]): the number of layers in each partition; read-only
+        chunks (int): the number of micro-batches; can be set between two steps, in every process
+        checkpoint (str): the checkpoint mode; can be set between two steps, in every process
         stages (list[int]): the indices of the partitions in this process
         device (torch.device): where they are
 
     Raises:
-        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` no integer.
         ValueError: the balance does not fit the module or the processes, another argument is out of its range, or
             partitions share a parameter.
         RuntimeError: there is no process group.
@@ -96,8 +108,8 @@ class DistributedGPipe(nn.Module):
         balance: Iterable[int] | None = None,
         *,
         chunks: int = 1,
-        schedule: str = "1F1B",
-        checkpoint: str = "except_last",
+        schedule: ScheduleName = "1F1B",
+        checkpoint: CheckpointMode = "except_last",
         loss_fn: LossFunction | None = None,
         weight: Weight | None = None,
         deferred_batch_norm: bool = False,
@@ -108,14 +120,15 @@ class DistributedGPipe(nn.Module):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self.balance = verify_balance(balance, len(module))
+        self._balance = verify_balance(balance, len(module))
         self._processes = processes = Processes(mesh, timeout, len(self.balance))
         self._schedule = verify_schedule(schedule, len(self.balance), processes.size)
-        self.chunks, self.checkpoint = verify_chunks(chunks), verify_fit(checkpoint, self._schedule)
+        self._chunks, self._checkpoint = verify_chunks(chunks), verify_fit(checkpoint, self._schedule)
         self.device = default_device() if device is None else canonical_device(device)
         self.stages = processes.stages
         self.training = module.training
         self._loss_fn, self._weight = loss_fn, weight
+        self._defers = deferred_batch_norm
         self._plans: dict[Any, Plan] = {}
         self._partitions: list[Partition] = []
         verify_names(self, module)
@@ -123,16 +136,56 @@ class DistributedGPipe(nn.Module):
         self._shapes = Shapes(module, self.balance, self.device)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        partitions = split(module, self.balance)
+        partitions = split(layers_of(module), self.balance)
         verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
         self._partitions = [partitions[j] for j in self.stages]
         place(self._partitions, [self.device] * len(self.stages))
         for partition in self._partitions:
             for name, layer in partition._modules.items():
                 self.add_module(name, layer)
-        # What the schedule does not allow is an error now and not at the first step.
-        sample = [Boundary([Batch((torch.empty(1, device="meta"),))] * self.chunks, "a sample")]
-        self._make(sample * (len(self.balance) + 1), backward=True)
+        self._verify_schedule_of(self.chunks)
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers in each partition."""
+        return list(self._balance)
+
+    @balance.setter
+    def balance(self, balance: Any) -> None:
+        raise fixed(self, "balance", "make another one of the whole model, and load what Checkpoints have saved")
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that the next mini-batch is split into; deferred batch norms follow it."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        chunks = verify_chunks(chunks)
+        self._verify_schedule_of(chunks)
+        self._chunks = chunks
+        self._plans.clear()
+        if self._defers:
+            for norm in self.modules():
+                if isinstance(norm, DeferredBatchNorm):
+                    norm.chunks = chunks
+
+    @property
+    def checkpoint(self) -> CheckpointMode:
+        """The checkpoint mode of the next mini-batch."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: CheckpointMode) -> None:
+        self._checkpoint = verify_fit(checkpoint, self._schedule)
+        self._plans.clear()  # Their checksums, by which processes agree, have the mode before.
+
+    def extra_repr(self) -> str:
+        """Return what ``repr(model)`` shows before the layers of this process: how the model is divided and run."""
+        return (
+            f"balance={self._balance}, stages={self.stages}, device='{self.device}', chunks={self._chunks}, "
+            f"schedule='{name_of(self._schedule)}', checkpoint={self._checkpoint!r}"
+        )
 
     def step(self, input: Any, target: Any = None) -> Tensor:
         """Runs a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
@@ -252,6 +305,12 @@ class DistributedGPipe(nn.Module):
         """How many calls were made."""
         return self._processes.step
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes the keys of the original as well, as :class:`~torchgpipe.GPipe` does."""
+        error_msgs: list[str] = args[-1]
+        take_old_keys(state_dict, prefix, lambda keys: by_name(keys, [*self._modules]), error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # ---- The steps above.
 
     @property
@@ -302,7 +361,7 @@ class DistributedGPipe(nn.Module):
             distinct = {text: self._shapes.forms(form) for text, form in zip(described, forms)}
             columns = zip(*[distinct[text] for text in described])
             boundaries = [Boundary(column, f"the output of stage {j - 1}") for j, column in enumerate(columns)]
-            plan = self._make(boundaries, backward)
+            plan = self._make(boundaries, backward, self.chunks)
             known = [backward, self.training, self.checkpoint, *[list(map(_describe, b.forms)) for b in boundaries]]
             plan.checksum = zlib.crc32(repr(known).encode())
         self._plans[key] = plan
@@ -310,14 +369,19 @@ class DistributedGPipe(nn.Module):
             del self._plans[next(iter(self._plans))]
         return plan
 
-    def _make(self, boundaries: list[Boundary], backward: bool) -> Plan:
+    def _verify_schedule_of(self, chunks: int) -> None:
+        """Raises now, and not at the first step, if the schedule cannot do with so many micro-batches."""
+        sample = Boundary([Batch((torch.empty(1, device="meta"),))] * chunks, "a sample")
+        self._make([sample] * (len(self.balance) + 1), backward=True, chunks=chunks)
+
+    def _make(self, boundaries: list[Boundary], backward: bool, chunks: int) -> Plan:
         return make_plan(
             self._schedule,
             self._partitions,
             self._processes,
             self.device,
             boundaries,
-            chunks=self.chunks,
+            chunks=chunks,
             backward=backward,
         )
 
@@ -327,7 +391,7 @@ class DistributedGPipe(nn.Module):
         call = Call(plan.batches, stop, finish)
         layout = inspect_skip_layout([list(partition.modules()) for partition in self._shapes.partitions])
         for partition, module in zip(self._partitions, plan.modules):
-            partition.follow(self)
+            partition.follow(layers_of(self), self.training)
             module.begin(call, layout)
         numbers, through = torch.arange(m), False
         try:

@@ -6,9 +6,10 @@ is one of it for each shape of a mini-batch, for training and without.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,9 +26,12 @@ from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.stage import StageModule, WatchedStage
 from torchgpipe.microbatch import Batch
 from torchgpipe.partition import Partition
-from torchgpipe.settings import verify_checkpoint
+from torchgpipe.settings import CheckpointMode, verify_checkpoint
 
-__all__ = ["Plan", "make_plan", "verify_fit", "verify_schedule"]
+__all__ = ["Plan", "ScheduleName", "make_plan", "name_of", "verify_fit", "verify_schedule"]
+
+#: PyTorch's names of schedules, without the word Schedule.
+ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"]
 
 #: By PyTorch's names without the word Schedule, in any case: what runs one stage in each process, and what several.
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -96,7 +100,10 @@ def make_plan(
         backward: whether there is a loss, and it is differentiated
 
     Raises:
-        ValueError: the schedule cannot do with so many micro-batches.
+        ValueError: the schedule cannot do with as many micro-batches as ``chunks`` says.
+
+    Warns:
+        UserWarning: it cannot do with those of a smaller mini-batch, which another schedule runs.
     """
     n, m = len(boundaries) - 1, len(boundaries[0].forms)
     modules = [StageModule(j, p, device, boundaries) for j, p in zip(processes.stages, partitions)]
@@ -109,10 +116,17 @@ def make_plan(
     else:
         try:
             ready = schedule(made, m, loss_fn=_passed_on, scale_grads=False)
-        except ValueError:
+        except ValueError as error:
             if m == chunks:
                 raise
-            # A smaller mini-batch may give fewer micro-batches than the schedule can do with.
+            # The last mini-batch of an epoch may be too small, and nobody wants to lose an epoch for that.
+            warnings.warn(
+                f"a mini-batch that is split into {m} micro-batches and not into chunks={chunks} cannot run under "
+                f"schedule='{name_of(schedule)}' and runs under '{name_of(drain)}', where each stage holds all {m} "
+                f"micro-batches until backward begins; to keep the schedule, leave it out (drop_last=True of a "
+                f"DataLoader) or make it as large as the others. PyTorch says: {' '.join(str(error).split())}",
+                stacklevel=6,  # who has called step()
+            )
             ready = drain(made, m, loss_fn=_passed_on, scale_grads=False)
     return Plan(ready, modules, stages, boundaries[-1].forms)
 
@@ -130,8 +144,7 @@ def verify_schedule(name: str, partitions: int, processes: int) -> Any:
     known = {**_SINGLE, **_SEVERAL}
     schedule = known.get(name.lower())
     if schedule is None:
-        names = [each.__name__.removeprefix("Schedule") for each in known.values()]
-        raise ValueError(f"schedule is not one of {', '.join(names)}, but {name!r}")
+        raise ValueError(f"schedule is not one of {', '.join(map(name_of, known.values()))}, but {name!r}")
     if name.lower() in _SINGLE and partitions != processes:
         raise ValueError(
             f"{name} has one stage in each process, but there are {partitions} partitions in the balance and "
@@ -145,7 +158,13 @@ def verify_schedule(name: str, partitions: int, processes: int) -> Any:
     return schedule
 
 
-def verify_fit(checkpoint: Any, schedule: Any) -> str:
+def name_of(schedule: Any) -> str:
+    """Return the name of a kind of schedule, without the word Schedule."""
+    name: str = schedule.__name__
+    return name.removeprefix("Schedule")
+
+
+def verify_fit(checkpoint: Any, schedule: Any) -> CheckpointMode:
     """The checkpoint mode, once it fits the schedule.
 
     Raises:

@@ -53,6 +53,17 @@ class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers cl
 
         assert isinstance(Stash(), Skippable)
 
+    A type checker does not see what a decorator adds to a class. A class that derives from this one, too, has
+    :meth:`isolate` for the type checker as well, and is the same otherwise::
+
+        @skippable(stash=['1to3'])
+        class Layer1(Skippable, nn.Module):
+            def forward(self, input):
+                yield stash('1to3', input)
+                return f1(input)
+
+        layer = Layer1().isolate(Namespace())
+
     Attributes:
         stashable_names (frozenset[str]): the names that the class stashes
         poppable_names (frozenset[str]): the names that the class pops
@@ -137,7 +148,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         own.stashable_names = stashable
         own.poppable_names = poppable
         own.forward = _driven(own.forward)
-        if not issubclass(cls, Skippable):
+        # To derive from Skippable is no more than a declaration of types.
+        if not getattr(cls, "_drives_forward", False):
+            own._drives_forward = True
             own.isolate = Skippable.isolate
             own.skip_key = Skippable.skip_key
             own.__repr__ = _marked(own.__repr__)

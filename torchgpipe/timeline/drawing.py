@@ -42,7 +42,7 @@ def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing a timeline needs Matplotlib: pip install 'torchgpipe[plot]'") from error
+        raise ImportError("drawing a timeline needs Matplotlib: pip install matplotlib") from error
 
     begin = min((span.start for span in spans), default=0.0)
     seconds = max((span.end for span in spans), default=0.0) - begin

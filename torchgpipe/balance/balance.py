@@ -1,14 +1,4 @@
-"""Automatic balancing, under the signatures that torchgpipe has had since 0.0.5.
-
-They differ from those of :mod:`torchgpipe_balancing` in the order of arguments, and in that size knows of the
-optimizer and of micro-batches. What is measured, and how it is split, is the same. ::
-
-    from torchgpipe import GPipe
-    from torchgpipe.balance import balance_by_time
-
-    balance = balance_by_time(2, model, sample)
-    model = GPipe(model, balance, chunks=8)
-"""
+"""Automatic balancing, in the order of arguments that torchgpipe has had since 0.0.5."""
 
 from __future__ import annotations
 
@@ -23,7 +13,7 @@ from torchgpipe_balancing.partition import check_partitions, partition
 from torchgpipe_balancing.profile import layers, profile_sizes
 from torchgpipe_balancing.report import footprints
 
-__all__ = ["balance_by_size", "balance_by_time"]
+__all__ = ["available", "balance_by_size", "balance_by_time"]
 
 
 def balance_by_time(
@@ -34,7 +24,8 @@ def balance_by_time(
     Args:
         partitions: how many partitions
         module: the model, not yet wrapped; it may be on any device, and is not changed
-        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
+            several arguments of the first layer, see :func:`torchgpipe_balancing.profile`
 
     Keyword Args:
         timeout: seconds after which no further round of measurements is started
@@ -50,7 +41,7 @@ def balance_by_time(
 
     """
     return torchgpipe_balancing.balance_by_time(
-        module, sample, partitions=partitions, device=_available(device), timeout=timeout
+        module, sample, partitions=partitions, device=available(device), timeout=timeout
     )
 
 
@@ -93,7 +84,8 @@ def balance_by_size(
     Args:
         partitions: how many partitions
         module: the model, not yet wrapped; it may be on any device, and is not changed
-        input: a mini-batch: a tensor, or a nested container of tensors
+        input: a mini-batch: a tensor, or a nested container of tensors; a tuple may be several arguments, as in
+            :func:`balance_by_time`
 
     Keyword Args:
         chunks: into how many micro-batches the mini-batch will be split
@@ -109,10 +101,10 @@ def balance_by_size(
 
     """
     check_partitions(len(layers(module)), partitions)
-    sizes = profile_sizes(module, input, device=_available(device))
+    sizes = profile_sizes(module, input, device=available(device))
     return partition(footprints(sizes, chunks=chunks, param_scale=param_scale), partitions)
 
 
-def _available(device: Device) -> Device | None:
+def available(device: Device) -> Device | None:
     """The default device, where there is no CUDA, is what the machine has."""
-    return None if device == "cuda" and not torch.cuda.is_available() else device
+    return None if str(device) == "cuda" and not torch.cuda.is_available() else device

@@ -1,0 +1,119 @@
+"""Keys of a ``state_dict`` as the predecessors wrote them, and which layers they mean.
+
+The original GPipe and fairscale put the number of the partition before the name that a layer has in the model:
+``partitions.<j>.<name>``. PyTorch's Pipe counted the layers of each partition from 0, ``partitions.<j>.<k>``, so only
+their order tells which is which. A key that is read in the wrong way loads wrong weights, and of two keys that become
+one a tensor is lost. So a file that does not fit is an error, whether loading is strict or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+__all__ = ["OldKey", "by_name", "by_order", "covers", "take_old_keys"]
+
+
+class OldKey(NamedTuple):
+    """A key, taken apart.
+
+    Attributes:
+        key: as it is in the ``state_dict``
+        j: the number of the partition
+        name: what follows that number
+    """
+
+    key: str
+    j: int
+    name: str
+
+
+def take_old_keys(
+    state_dict: dict[str, Any],
+    prefix: str,
+    read: Callable[[list[OldKey]], Mapping[str, str]],
+    error_msgs: list[str],
+) -> None:
+    """Rename the old keys of a pipeline.
+
+    Args:
+        state_dict: is changed
+        prefix: what the keys of the pipeline start with
+        read: gives the new name of each old key, without the prefix, or raises a ValueError
+        error_msgs: is told why nothing was renamed; see :meth:`torch.nn.Module.load_state_dict`
+    """
+    start = prefix + "partitions."
+    parts = [(key, *key[len(start) :].partition(".")) for key in state_dict if key.startswith(start)]
+    keys = [OldKey(key, int(j), name) for key, j, _, name in parts if j.isdecimal() and name]
+    try:
+        names = read(keys)
+        for old, new in names.items():
+            if prefix + new in state_dict:
+                raise ValueError(f"'{old}' would become '{prefix + new}', which is there as well")
+    except ValueError as error:
+        error_msgs.append(
+            f"the keys '{start}...' do not fit: {error}; rename them to those of the plain model, or, if they are of "
+            "PyTorch's Pipe, load them into a torchgpipe.pipe.Pipe of the same layers, whose state_dict has those"
+        )
+        return
+    for old, new in names.items():
+        state_dict[prefix + new] = state_dict.pop(old)
+
+
+def by_name(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
+    """Return the new name of each key in a file of the original GPipe.
+
+    Args:
+        keys: the old keys
+        layers: the names of the layers, in order
+
+    Raises:
+        ValueError: a layer would be in two partitions, as where two keys become one; or partitions are not in the order
+            of their layers.
+    """
+    firsts: dict[str, OldKey] = {}
+    for old in keys:
+        layer = _layer_of(old, layers)
+        first = firsts.setdefault(layer, old)
+        if first.j != old.j:
+            raise ValueError(f"'{first.key}' and '{old.key}' would both be of layer '{layer}', in two partitions")
+    for before, after in pairwise([firsts[layer] for layer in layers if layer in firsts]):
+        if after.j < before.j:
+            raise ValueError(f"'{before.key}' would be of an earlier layer than '{after.key}', in a later partition")
+    return {old.key: old.name for old in keys}
+
+
+def by_order(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
+    """Return the new name of each key in a file of PyTorch's Pipe.
+
+    Args:
+        keys: the old keys
+        layers: the names of the layers that have anything to load, in order
+
+    Raises:
+        ValueError: a key does not number a layer, or there are more or fewer layers in the file than in ``layers``.
+    """
+    inner: dict[tuple[int, int], dict[str, str]] = {}
+    for old in keys:
+        k, _, name = old.name.partition(".")
+        if not (k.isdecimal() and name):
+            raise ValueError(f"'{old.key}' has no number of a layer in its partition")
+        inner.setdefault((old.j, int(k)), {})[old.key] = name
+    if len(inner) != len(layers):
+        theirs = [f"partitions.{j}.{k}" for j, k in sorted(inner)]
+        raise ValueError(
+            f"they are of {len(theirs)} layers with parameters or buffers, {theirs}, but there are {len(layers)} here, "
+            f"{[*layers]}"
+        )
+    pairs = zip(layers, sorted(inner))
+    return {key: f"{layer}.{name}" for layer, place in pairs for key, name in inner[place].items()}
+
+
+def covers(keys: Sequence[OldKey], layers: Sequence[str]) -> bool:
+    """Whether the names in the keys are those of all ``layers``, and of no others."""
+    return {_layer_of(old, layers) for old in keys} == {*layers}
+
+
+def _layer_of(old: OldKey, layers: Sequence[str]) -> str:
+    return next((layer for layer in layers if old.name.startswith(f"{layer}.")), old.name.partition(".")[0])
