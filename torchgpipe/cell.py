@@ -228,7 +228,6 @@ class Cell(Recomputation):
         # All that the base class does, without the call: there is a cell for every micro-batch and partition.
         self.site = self._stage = stage
         self._graph = None
-        self._differentiating = False
         self._i = i
         self._m = m
         self._checkpoint = checkpoint
@@ -301,9 +300,11 @@ class Cell(Recomputation):
         stage.random.forget()
         self._input = batch.replace(())
         leaves: Leaves = Keep.apply(self, lane, stage.gradients.phony, *batch.leaves)
+        if _first_in_graph(leaves) is not None:
+            lane = None
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
-        return self._output.replace(leaves), None
+        return self._output.replace(leaves), lane
 
     def call(self, batch: Batch) -> Batch:
         """The layers, in a cell that is not checkpointed."""

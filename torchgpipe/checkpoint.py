@@ -78,6 +78,59 @@ class Site:
         raise NotImplementedError
 
 
+class _Entrance:
+    """The inputs of a graph that is kept, without their memory, which the graph may not need.
+
+    Attributes:
+        leaf: where the graph ends, in place of the inputs
+        grads: the gradients of the inputs that require grad, None before they are there
+        is_open: whether the cell's own backward pass is under way
+    """
+
+    __slots__ = ("grads", "is_open", "leaf", "where")
+
+    def __init__(self, where: str, device: torch.device) -> None:
+        self.where = where
+        self.leaf = get_phony(device).requires_grad_()
+        self.is_open = False
+        self.grads: Leaves | None = None
+
+    def enter(self, leaves: Leaves) -> Leaves:
+        """Return the inputs for a graph that begins here."""
+        # Detached, or the graph would go on into the caller's.
+        trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
+        entered = iter(Enter.apply(self, self.leaf, *trained) if trained else ())
+        return tuple([next(entered) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves])
+
+    def take(self, grads: Leaves) -> None:
+        """Take the gradients of the inputs.
+
+        Raises:
+            RuntimeError: they come from elsewhere than the outputs of the cell.
+        """
+        if not self.is_open:
+            raise RuntimeError(
+                f"a tensor from the midst of {self.where} was differentiated by itself, so the layers before that "
+                "would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
+            )
+        self.grads = grads
+
+
+class Enter(Function):
+    """Forward: aliases of the inputs of a graph that is kept. Backward: takes their gradients out of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, entrance: _Entrance, _leaf: Tensor, *leaves: Tensor) -> Leaves:
+        ctx.set_materialize_grads(False)
+        ctx.entrance = entrance
+        return tuple([leaf.detach() for leaf in leaves])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Leaf) -> tuple[None, ...]:
+        ctx.entrance.take(grads)
+        return (None,) * len(ctx.needs_input_grad)
+
+
 class Recomputation:
     """What `Checkpoint` and `Recompute` share: a function that runs twice, the second time like the first.
 
@@ -85,19 +138,20 @@ class Recomputation:
         site: where it runs
     """
 
-    __slots__ = ("_differentiating", "_drawn", "_graph", "_versions", "site")
+    __slots__ = ("_drawn", "_entrance", "_graph", "_kept", "_versions", "site")
 
     site: Site
     _drawn: Drawn | None
     #: The inputs, and where the gradients of the outputs enter; None for an output that needs none.
     _graph: tuple[Leaves, list[Edge | None]] | None
     _versions: list[int]
-    _differentiating: bool
+    _entrance: _Entrance
+    #: Of a graph that is kept, where the gradients of the outputs enter.
+    _kept: list[Edge | None] | None
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self._graph = None
-        self._differentiating = False
 
     def compute(self, leaves: Leaves) -> Leaves:
         """The function."""
@@ -128,21 +182,11 @@ class Recomputation:
 
     def only_run(self, leaves: Leaves) -> Leaves:
         """Runs the function with a graph that begins at its inputs, and keeps the graph."""
-        leaves = _aliases(leaves)
-        for leaf in leaves:
-            if leaf is not None and leaf.requires_grad:
-                leaf.register_hook(self._refuse_foreign)  # type: ignore[no-untyped-call]
+        self._entrance = _Entrance(self.site.where, self.site.gradients.phony.device)
         with torch.enable_grad():
-            outputs = self.compute(leaves)
-        self._graph = leaves, _roots(outputs)
+            outputs = self.compute(self._entrance.enter(leaves))
+        self._kept = _roots(outputs)
         return outputs
-
-    def _refuse_foreign(self, _: Tensor) -> None:
-        if not self._differentiating:
-            raise RuntimeError(
-                f"a tensor from the midst of {self.site.where} was differentiated by itself, so the layers before that "
-                "would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
-            )
 
     def second_run(self, checkpoint: Any) -> None:
         """Runs the function again, with a graph, on aliases of what the first run was given.
@@ -182,39 +226,46 @@ class Recomputation:
         if self._graph is None:
             self.second_run(checkpoint)
             assert self._graph is not None
-        graph, self._graph = self._graph, None
-        result = self._differentiate(*graph, grads, keep_graph=False)
+        (leaves, roots), self._graph = self._graph, None
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        result = iter(self._differentiate(roots, grads, wanted, keep_graph=False))
         if self._drawn and not keeps_graph():
             self._drawn = None  # It goes with what the engine lets go of: a generator's state takes kilobytes.
-        return result
+        return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
-    def differentiate_kept(self, grads: Leaves) -> list[Tensor | None]:
-        """Returns the gradients of the leaves, likewise, by the graph of the only run."""
-        if self._graph is None:
+    def differentiate_kept(self, grads: Leaves, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Returns the gradients of the leaves, likewise, by the graph of the only run.
+
+        Args:
+            grads: those of the outputs
+            needed: which leaves require grad
+        """
+        if self._kept is None:
             raise RuntimeError(
                 f"the graph of {self.site.where} was freed by an earlier backward pass; to differentiate it again, let "
                 "that one keep the graph: backward(retain_graph=True)"
             )
-        graph, keep_graph = self._graph, keeps_graph()
+        roots, keep_graph, entrance = self._kept, keeps_graph(), self._entrance
         if not keep_graph:
-            self._graph = None
+            self._kept = None
         if all([grad is None for grad in grads]):
             return []
-        return self._differentiate(*graph, grads, keep_graph=keep_graph)
+        entrance.is_open = True
+        try:
+            self._differentiate(roots, grads, [entrance.leaf] if any(needed) else [], keep_graph)
+        finally:
+            entrance.is_open = False
+        result, entrance.grads = iter(entrance.grads or [None] * sum(needed)), None
+        return [next(result) if need else None for need in needed]
 
     def _differentiate(
-        self, leaves: Leaves, roots: list[Edge | None], grads: Leaves, *, keep_graph: bool
-    ) -> list[Tensor | None]:
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        self._differentiating = True
+        self, roots: list[Edge | None], grads: Leaves, wanted: list[Tensor], keep_graph: bool
+    ) -> Sequence[Tensor | None]:
         try:
-            result = iter(self._gradients(roots, grads, wanted, keep_graph))
+            return self._gradients(roots, grads, wanted, keep_graph)
         except BaseException as error:
             self.failed(error, "backward")
             raise
-        finally:
-            self._differentiating = False
-        return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
     def _gradients(
         self, roots: list[Edge | None], grads: Leaves, wanted: list[Tensor], keep_graph: bool
@@ -299,15 +350,19 @@ class Keep(Function):
         ctx.set_materialize_grads(False)
         ctx.recomputation = recomputation
         outputs = recomputation.only_run(leaves)
-        return _detached(outputs)
+        aliases = _detached(outputs)
+        ctx.mark_non_differentiable(
+            *[alias for alias, output in zip(aliases, outputs) if output is not None and not output.requires_grad]
+        )
+        return aliases
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         _refuse_create_graph()
         recomputation: Recomputation = ctx.recomputation
-        result = recomputation.differentiate_kept(grads)
-        lane = _on_the_lane(ctx, recomputation.site.phony)
-        return None, lane, None, *(result or [None] * (len(ctx.needs_input_grad) - 3))
+        needed = ctx.needs_input_grad[3:]
+        result = recomputation.differentiate_kept(grads, needed)
+        return None, _on_the_lane(ctx, recomputation.site.phony), None, *(result or [None] * len(needed))
 
 
 def _detached(outputs: Leaves) -> Leaves:
