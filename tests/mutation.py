@@ -270,16 +270,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a worker is on the stream of its device",
-        "_Crew._serve_all",
-        """
-        with worker.stream.use():
-            while (cell := worker.cells.get()) is not None:
-                self._serve_one(worker, *cell)
-        """,
-        """
-        while (cell := worker.cells.get()) is not None:
-            self._serve_one(worker, *cell)
-        """,
+        "_Crew._serve_cells",
+        "worker.stream.use()",
+        "suppress()",
     ),
     Mutation(
         "so is the caller where there is one device",
@@ -335,9 +328,9 @@ MUTATIONS = [
     ),
     Mutation(
         "... nor by the workers",
-        "_Crew._hand_out",
-        "self._errors.clear()",
-        "pass",
+        "_Crew.work",
+        "(self._errors, {})",
+        "(self._errors, self._errors)",
         "faults leaks",
     ),
     Mutation(
@@ -524,10 +517,24 @@ MUTATIONS = [
     ),
     Mutation(
         "workers take turns where they share a generator",
-        "share_generator",
-        'return any(device.type == "cpu" for device in devices)',
-        "return False",
+        "sharing_generator",
+        'device.type == "cpu" or len(set(devices)) == 1',
+        "False",
         "random",
+    ),
+    Mutation(
+        "... and no others",
+        "sharing_generator",
+        'device.type == "cpu" or len(set(devices)) == 1',
+        "True",
+        "threads random",
+    ),
+    Mutation(
+        "an accelerator leaves the CPU's generator to the CPU",
+        "RandomStates.end",
+        'self._beside and generator.device.type == "cpu"',
+        "False",
+        "threads",
     ),
     Mutation(
         "recomputation counts on copies of the running statistics",
@@ -572,31 +579,52 @@ MUTATIONS = [
         "ambient",
     ),
     Mutation(
-        "after an error no step is handed out",
-        "_Crew._hand_out",
-        "errors or step is None",
-        "step is None",
+        "after an error no later cell starts",
+        "_Crew._fail",
+        "self._stop(number)",
+        "self._stop(len(self._cells))",
         "faults",
     ),
     Mutation(
-        "... and its worker runs none of the same step",
-        "_Crew._serve_one",
-        "not worker.failed",
-        "True",
-        "faults",
+        "a cell waits for its input",
+        "_Crew._divide",
+        "set() if j == 0 else {numbers[i, j - 1]}",
+        "set()",
+        "threads faults",
+    ),
+    Mutation(
+        "workers leave together",
+        "_Crew._serve_cells",
+        "self._leaving.wait()",
+        "None",
+        "ambient",
+    ),
+    Mutation(
+        "workers of the CPU share its cores",
+        "_Crew._share_of_cores",
+        "threads // sharing",
+        "threads",
+        "threads",
+    ),
+    Mutation(
+        "... for the length of the call",
+        "_Crew.work",
+        "torch.set_num_threads(threads)",
+        "None",
+        "threads",
     ),
     Mutation(
         "the first error in the order of the schedule is raised",
-        "_Crew._hand_out",
-        "self._outcome.put(errors[0] if errors else None)",
-        "self._outcome.put(errors[-1] if errors else None)",
+        "_Crew.work",
+        "min(errors)",
+        "max(errors)",
         "faults",
     ),
     Mutation(
         "a worker is in what the caller has set",
         "_Crew._serve",
-        "ambient.run(self._serve_all, worker)",
-        "self._serve_all(worker)",
+        "ambient.run(self._serve_cells, worker)",
+        "self._serve_cells(worker)",
         "ambient",
     ),
     Mutation(

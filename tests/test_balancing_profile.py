@@ -417,9 +417,10 @@ class Attend(nn.Module):
 def test_a_tuple_is_several_arguments_of_the_first_layer_that_takes_them() -> None:
     x, mask = torch.rand(2, 3), torch.rand(2, 3)
     for layer in [Attend(lambda *inputs: inputs), Apply(lambda *inputs: inputs), nn.Bilinear(3, 3, 4)]:
-        report = quick(nn.Sequential(layer, Apply(lambda value: value)), (x, mask))
+        report = quick(nn.Sequential(layer, nn.Identity()), (x, mask))
         assert report.sample == "(2, 3) float32, (2, 3) float32"
     assert quick(nn.Sequential(Attend(lambda x, mask, power: x * power)), (x, mask, 2)).layers[0].sizes.output == 24
+    quick(nn.Sequential(nn.Bilinear(3, 3, 4)), [x, mask])
     # One that has a single argument unpacks it, as before.
     quick(nn.Sequential(Unpack(), nn.Linear(3, 2)), (x, mask))
     quick(nn.Sequential(Unpack()), (x,))

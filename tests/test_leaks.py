@@ -297,15 +297,14 @@ def test_evaluation_leaves_nothing(watched: tuple[GPipe, Watch]) -> None:
     assert watch.alive() == set()
 
 
-def test_a_dropped_micro_batch_of_the_output(pipe: Pipe, checkpoint: str) -> None:
-    """One micro-batch is not copied into an output; it goes with it all the same."""
+def test_the_only_micro_batch_goes_though_the_output_stays(pipe: Pipe, checkpoint: str) -> None:
+    """It is copied into the output, as several are."""
     layers, watch = build(["scale", "sin", "exp"])
     model = pipe(layers, [1, 1, 1], chunks=1, checkpoint=checkpoint)
     output = model(torch.rand(3, 2))
     output.sum().backward()
-    assert watch.alive() == {(2, 0, False)}
-    del output
     assert watch.alive() == set()
+    assert output.isfinite().all()
 
 
 def test_the_callers_input_is_not_held(pipe: Pipe, checkpoint: str) -> None:

@@ -63,8 +63,9 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeou
     activation there too: on its way to another partition it is copied, and each end keeps its own.
 
     A tuple of several values is the arguments of the first layer if that takes as many, as in ``model(x, y)``, and one
-    argument if not. From layer to layer a tuple is one argument, as in GPipe; it is several where the next layer could
-    not take one, and always in a :class:`~torchgpipe.pipe.PipeSequential`.
+    argument if not; a list only if the layer could not take one. From layer to layer a tuple is one argument, as in
+    GPipe, or several where the next layer could not take one, and always in a
+    :class:`~torchgpipe.pipe.PipeSequential`.
 
     Args:
         module: the model, not yet wrapped
@@ -182,11 +183,12 @@ def _walk(
 
 def _spreads(module: nn.Sequential, layer: nn.Module, value: Any, *, first: bool) -> bool:
     """Whether a value is several arguments of a layer of the module."""
-    if not isinstance(value, tuple):
-        return False
-    if _takes(module, None, None):  # A plain Sequential takes one argument, and hands on one.
+    if isinstance(value, tuple) and _takes(module, None, None):  # A plain Sequential takes one, and hands on one.
         return True
-    return len(value) > 1 and _takes(layer, *value) and (first or not _takes(layer, value))
+    if not (isinstance(value, tuple) or (first and isinstance(value, list))) or len(value) < 2:
+        return False
+    preferred = first and isinstance(value, tuple)
+    return _takes(layer, *value) and (preferred or not _takes(layer, value))
 
 
 def _takes(layer: nn.Module, *arguments: Any) -> bool:
