@@ -389,8 +389,10 @@ def test_the_model_works_on(pipe: Pipe, plan: Plan, checkpoint: str, phase: str)
     for cell in [(0, 0), (1, 2), (2, 1)]:
         plan.add(cell, phase)
     if (phase, checkpoint) != ("recomputation", "never"):
+        layers.zero_grad()
         with pytest.raises(Fault):
             step(model, 3)
+        layers.zero_grad()  # A pass that fails leaves what it has added.
     plan.faults.clear()
     assert not is_checkpointing()
     assert not is_recomputing()

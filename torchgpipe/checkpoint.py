@@ -183,8 +183,11 @@ class Recomputation:
     def only_run(self, leaves: Leaves) -> Leaves:
         """Runs the function with a graph that begins at its inputs, and keeps the graph."""
         self._entrance = _Entrance(self.site.where, self.site.gradients.phony.device)
+        _forget_parametrizations()
         with torch.enable_grad():
             outputs = self.compute(self._entrance.enter(leaves))
+        self._forget_casts()
+        _forget_parametrizations()
         self._kept = _roots(outputs)
         return outputs
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from torchgpipe.backward_pass import current_pass, will_run
+from torchgpipe.backward_pass import at_end_of_pass, current_pass, will_run
 from torchgpipe.function import Edge, Function, accumulate, gradients
 from torchgpipe.hooks import has_hooks, without_hooks
 from torchgpipe.phony import get_phony
@@ -52,8 +53,7 @@ class ParameterGradients:
         self._parameters = parameters
         self._frozen = frozen
         self._replicated = replicated
-        #: By pass, the sum for each parameter that the pass asks for; None if the cells add to ``.grad``.
-        self._passes: dict[int, list[Leaf] | None] = {}
+        self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
         leaf = get_phony(device).requires_grad_()
         self.phony: Tensor = Deliver.apply(self._passes, leaf, *parameters)
         node: Any = self.phony.grad_fn
@@ -75,12 +75,18 @@ class ParameterGradients:
             the gradients of the leaves; None for one that was not used
 
         Raises:
-            RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters, and the pass
-                does not add to ``.grad``, so the gradient of that tensor would be lost.
+            RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters. If the pass
+                adds to ``.grad``, the tensor gets its gradient, but what was computed from it outside is used up once.
         """
         sums = self._sums()
-        if sums is None:
-            accumulate(roots, grads, keep_graph)
+        if sums.are_in_grad:
+            try:
+                with without_hooks(leaves):  # The layers have put them on the cell's own inputs, too.
+                    accumulate(roots, grads, keep_graph)
+            except RuntimeError:
+                # What was computed from a captured tensor is freed with the first cell that uses it.
+                _refuse_captured(roots, [*leaves, *self._parameters, *self._frozen])
+                raise
             result = [leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None  # A graph that is kept adds to it again.
@@ -96,19 +102,17 @@ class ParameterGradients:
             sums[k] = _sum(sums[k], grad)
         return result[: len(leaves)]
 
-    def _sums(self) -> list[Leaf] | None:
-        """Return the sums of this pass, or None if its cells add to ``.grad``; the first cell decides for all."""
-        this_pass = current_pass()
-        if this_pass not in self._passes:
-            # The leaf is asked for by no pass that names its inputs.
-            adds = will_run(self._leaf)
-            if adds and not self._has_listeners():
-                self._passes[this_pass] = None
-            elif adds or will_run(self.phony.grad_fn):
-                self._passes[this_pass] = [None] * len(self._parameters)
-            else:
-                self._passes[this_pass] = []
-        return self._passes[this_pass]
+    def _sums(self) -> Sums:
+        """Return the sums of this pass, for which the first cell decides what becomes of gradients."""
+        sums = self._passes.get(current_pass())
+        if sums is None:
+            # A pass that names its inputs does not ask for the leaf.
+            takes_all = will_run(self._leaf)
+            sums = Sums([None] * len(self._parameters) if takes_all or will_run(self.phony.grad_fn) else [])
+            sums.are_in_grad = takes_all and not self._has_listeners()
+            self._passes[current_pass()] = sums
+            at_end_of_pass(sums.clear)  # The pass alone keeps them, so they go with a pass that fails, too.
+        return sums
 
     def _has_listeners(self) -> bool:
         """Whether anything must see gradients whole, or cells would add to the ``.grad`` of what must get none.
@@ -122,18 +126,28 @@ class ParameterGradients:
         )
 
 
+class Sums(list[Leaf]):
+    """The sums of a pass, one for each parameter; empty if the pass asks for no gradient of a parameter.
+
+    Attributes:
+        are_in_grad: whether each cell adds to ``.grad`` instead
+    """
+
+    are_in_grad = False
+
+
 class Deliver(Function):
     """Forward: a phony for all cells that are differentiated here. Backward: the sums, if the pass has any."""
 
     @staticmethod
-    def forward(ctx: Any, passes: dict[int, list[Leaf] | None], leaf: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, passes: WeakValueDictionary[int, Sums], leaf: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.passes = passes
         return get_phony(leaf.device)
 
     @staticmethod
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = ctx.passes.pop(current_pass(), None)
+        sums = ctx.passes.get(current_pass())
         return None, None, *(sums or [None] * (len(ctx.needs_input_grad) - 2))
 
 
@@ -156,10 +170,9 @@ def _refuse_captured(roots: Iterable[Edge], known: Iterable[Tensor]) -> None:
     for node in pending:  # It grows meanwhile.
         if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known_ids:
             raise RuntimeError(
-                f"a layer uses a tensor of shape {tuple(node.variable.shape)} that requires grad but is neither its "
-                "input nor one of its parameters, so the gradient of the tensor would be lost where a parameter has a "
-                "hook, in DistributedDataParallel, and in torch.autograd.grad; register it as a parameter of the "
-                "layer, pass it as an input, or use checkpoint='never'"
+                f"a layer uses a tensor of shape {tuple(node.variable.shape)}, or one computed from it, that requires "
+                "grad but is neither an input nor a parameter of the layers, so its gradient would be lost; register "
+                "it as a parameter of the layer, pass it as an input, or use checkpoint='never'"
             )
         following = [end for end, _ in node.next_functions if end not in seen]
         seen.update(following)
