@@ -1,20 +1,22 @@
-# Every target sets up .venv first, once: again only when a file that says what to install has changed.
+# Every target but gpu sets up .venv first, once: again only when a file that says what to install has changed.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test quick coverage lint format types bench docs clean
+.PHONY: help demo test quick rounding coverage lint format types bench gpu docs clean
 
 help:
 	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
 	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
 	@echo "make quick     run the quick ones, in less than a minute: on one device, without processes and compilers"
+	@echo "make rounding  run those that compare, with products that round differently with their number of rows"
 	@echo "make coverage  run the tests, and list the lines that they leave out, at most 5%"
 	@echo "make lint      check the style; make format mends it"
 	@echo "make types     check the types"
 	@echo "make bench     measure the time that the pipeline itself takes"
+	@echo "make gpu       run all that needs a GPU, with the interpreter that is there (DRY=1: tiny, on the CPU)"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     remove .venv and everything else that was made here"
 
@@ -35,6 +37,14 @@ test: $(READY)
 
 quick: $(READY)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
+
+# A pipeline is compared with the plain model in these.
+COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py test_models.py test_checkpoint.py test_gpipe.py \
+	test_pipe.py test_docs.py test_balancing.py::test_balance_fits_gpipe practice/test_evaluation.py \
+	practice/test_sequences.py practice/test_taken_apart.py practice/test_compile.py::test_evaluation)
+
+rounding: $(READY)
+	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
 # In a process that was forked coverage itself warns, and these tests let no warning pass.
 FORKING = --deselect tests/test_threads.py::test_a_data_loader_that_forks \
@@ -59,6 +69,10 @@ types: $(READY)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.overhead $(ARGS)
+
+# On a machine that is lent for an hour there is no time for .venv, and perhaps no network.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
 
 docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -10,6 +10,7 @@ timeline of one step, as `torchgpipe.record` has seen it; the pictures stand one
 
     python -m benchmarks.ablation                 # a small U-Net over four partitions, on the CPU
     python -m benchmarks.ablation --size paper    # U-Net on GPUs
+    python -m benchmarks.ablation --size gpu --devices cuda:0 cpu cuda:0 --balance 3 1 4    # on one, with the CPU
     python -m benchmarks.ablation --draw          # only draws what was measured: results/ablation.svg
 
 The CPU is no place to see what streams give: its work is done when the call returns, so there is nothing to overlap.
@@ -35,8 +36,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.peers import Answer, Peer, Request, serve
-from benchmarks.pictures import INK, open_axes, save
-from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
+from benchmarks.pictures import INK, drawing, open_axes, save
+from benchmarks.records import RESULTS, Budget, environment, ratios, shown, spread, table, write
 from benchmarks.speed import placed
 
 PEERS = ("plain", "ours")
@@ -79,7 +80,12 @@ class Task(NamedTuple):
     partitions: int
 
 
-TASKS = {"small": Task(3, 8, 32, 16, 8, 4), "paper": Task(5, 64, 192, 64, 32, 8)}
+TASKS = {
+    "small": Task(3, 8, 32, 16, 8, 4),
+    # Large images in few channels: copies between the GPU and the CPU weigh against what the CPU computes.
+    "gpu": Task(3, 8, 256, 16, 8, 3),
+    "paper": Task(5, 64, 192, 64, 32, 8),
+}
 
 NOTE = (
     "On the CPU work is done when the call returns: streams have nothing to overlap there, and change nothing. What "
@@ -208,7 +214,7 @@ def places(devices: list[str], n: int) -> list[str]:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     task = TASKS[args.size]
     planned = list(experiments(args.peers))
-    balance: list[int] | None = None
+    balance: list[int] | None = args.balance
 
     def request(kind: str, plain: bool, ways: Ways) -> Request:
         n = 1 if plain else task.partitions
@@ -219,7 +225,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(planned) * (args.turns + 2), unit="run") as bar:
         with Peer("ours", Path(__file__).name) as peer:
-            for _ in range(args.turns):
+            for turn in range(args.turns):
+                if turn and args.seconds.spent():
+                    break
                 for (name, plain, ways), found in zip(planned, seconds, strict=True):
                     bar.set_description(name)
                     told = peer.ask(request("time", plain, ways))
@@ -266,6 +274,7 @@ def show(result: dict[str, Any]) -> None:
         print("\n" + result["note"])
 
 
+@drawing
 def draw(result: dict[str, Any], path: Path) -> None:
     """A timeline for each, one above the other on one scale."""
     from matplotlib.figure import Figure
@@ -317,6 +326,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="in a turn, whose figure is their median")
+    parser.add_argument("--balance", nargs="+", type=int, help="layers in each partition; by time, if not given")
+    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further turn after so many")
     parser.add_argument("--json", type=Path, default=RESULTS / "ablation.json")
     parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
     args = parser.parse_args()

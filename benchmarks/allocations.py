@@ -86,9 +86,10 @@ MODELS: dict[str, tuple[Callable[[int], nn.Sequential], int, int]] = {
 }
 
 
-def sample(model: str, m: int, device: torch.device) -> Tensor:
-    """A mini-batch."""
+def sample(model: str, m: int, device: torch.device, scale: int = 1) -> Tensor:
+    """A mini-batch, with ``scale`` times the rows that the model's micro-batches have."""
     make, width, rows = MODELS[model]
+    rows *= scale
     if make is conv_net:
         return torch.randn(m * rows, 3, 16, 16, device=device)
     if make is mlp:
@@ -183,11 +184,12 @@ def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
 
 
 def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
-    """The most bytes that a step takes above the level at rest, in each memory."""
+    """The most bytes that a step takes above the level at rest, in each memory. Beside GPUs the CPU is not counted."""
     gc.collect()
     if memories[0].type == "cpu":
         above = reports().measure(forward)
         return [max(above["forward"], above["backward"])]
+    memories = [device for device in memories if device.type != "cpu"]
     for device in memories:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -224,7 +226,7 @@ def answer(peer: str, request: Request) -> Answer:
         torch.manual_seed(0)
         make, width, _ = MODELS[request["model"]]
         layers = make(width).to(device)
-        x = sample(request["model"], m, device)
+        x = sample(request["model"], m, device, request["scale"])
     boundary = boundary_bytes(layers, x[: len(x) // m], balance)
 
     model: Callable[[Tensor], Tensor] = layers

@@ -29,11 +29,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.peers import PEERS, Answer, Peer, Request
-from benchmarks.pictures import COLORS, open_axes, save
-from benchmarks.records import RESULTS, environment, table, write
+from benchmarks.pictures import COLORS, drawing, open_axes, save
+from benchmarks.records import RESULTS, Budget, environment, table, write
 from benchmarks.speed import MODES, PIPELINES, placed
 from benchmarks.training import TASKS
 
+QUESTIONS = ("largest", "growth")
 GIB = 2**30
 MIB = 2**20
 
@@ -106,6 +107,10 @@ def request_for(model: str, ladder: Ladder, size: tuple[int, int]) -> Request:
     return {**about, "batch": ladder.batch, "m": ladder.chunks, "mode": "always"}
 
 
+#: On one large GPU the ladder is the same, and shorter where something does not fit.
+LADDERS["gpu"] = LADDERS["paper"]
+
+
 class Balances:
     """Balances by size, the same for all peers, found when they are needed for the first time."""
 
@@ -149,6 +154,8 @@ def largest(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
             for name in args.peers:
                 start = 0
                 for n in [1] if name == "plain" else args.partitions:
+                    if args.seconds.spent():
+                        return rows
                     experiment = f"{'naive' if name == 'plain' else 'pipeline'}-{n}"
                     bar.set_description(f"{model}: {experiment} {name}")
                     # A process of its own: where memory has run out, it is given back as a whole.
@@ -178,6 +185,8 @@ def growth(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         running = {name: stack.enter_context(Peer(name, "footprint.py")) for name in args.peers}
         for axis, m, n, mode in sweep(args):
+            if args.seconds.spent():
+                break
             row: dict[str, Any] = {"axis": axis, "m": m, "n": n, "mode": mode, "batch": task.batch}
             for name, peer in running.items():
                 if name == "plain" and rows:
@@ -258,16 +267,19 @@ def peak_of(answer: Answer) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    print("\nthe largest model that fits\n\n" + largest_table(result))
+    if result["largest"]:
+        print("\nthe largest model that fits\n\n" + largest_table(result))
     if result["devices"] == ["cpu"]:
         print(
             "\nThe CPU has one memory for all partitions: a model fits if its peak is within "
             f"{result['limit']:g} MiB a partition, all together."
         )
-    batch = result["growth"][0]["batch"]
-    print(f"\nresnet101, mini-batches of {batch}: activations at the peak\n\n" + growth_table(result))
+    if result["growth"]:
+        batch = result["growth"][0]["batch"]
+        print(f"\nresnet101, mini-batches of {batch}: activations at the peak\n\n" + growth_table(result))
 
 
+@drawing
 def draw(result: dict[str, Any], path: Path) -> None:
     """The largest models, and the peak over micro-batches and over partitions."""
     from matplotlib.figure import Figure
@@ -325,13 +337,15 @@ def draw_growth(axes: Any, rows: list[dict[str, Any]], axis: str, what: str) -> 
 def main() -> None:
     found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=list(LADDERS), default="small")
+    parser.add_argument("--size", choices=list(TASKS), default="small")
     parser.add_argument("--models", nargs="+", choices=list(LADDERS["small"]), default=list(LADDERS["small"]))
     parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["plain", "ours", "original"])
     parser.add_argument("--partitions", nargs="+", type=int, help="n: 1, 2, 4 and 8, as far as there are GPUs")
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the second question")
     parser.add_argument("--limit", type=float, help="MiB a partition on the CPU (4), GiB a device on GPUs (all it has)")
+    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument("--seconds", type=Budget, default=Budget(), help="try nothing further after so many")
     parser.add_argument("--json", type=Path, default=RESULTS / "capacity.json")
     parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
     args = parser.parse_args()
@@ -354,12 +368,13 @@ def main() -> None:
             "devices": args.devices,
             "limit": limit,
             "published": {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "figures": PUBLISHED},
-            "largest": largest(args, bar),
-            "growth": growth(args, bar),
+            "largest": largest(args, bar) if "largest" in args.questions else [],
+            "growth": growth(args, bar) if "growth" in args.questions else [],
         }
     show(result)
     write(args.json, result)
-    draw(result, args.json.with_suffix(".svg"))
+    if result["largest"] and result["growth"]:
+        draw(result, args.json.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

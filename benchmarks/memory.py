@@ -39,7 +39,7 @@ def devices(peer: str, request: Request) -> list[str]:
     return [request["device"]] * n
 
 
-def requests(size: str, device: str, steps: int) -> list[Request]:
+def requests(size: str, models: Sequence[str], device: str, steps: int, scale: int) -> list[Request]:
     shapes = [(4, 4, "inline"), (4, 32, "inline")]
     if size == "full":
         shapes = [(4, m, "inline") for m in (4, 8, 16, 32)] + [(n, 8, "inline") for n in (2, 8)]
@@ -56,8 +56,9 @@ def requests(size: str, device: str, steps: int) -> list[Request]:
             "accumulate": accumulate,
             "device": device,
             "steps": steps,
+            "scale": scale,
         }
-        for model in MODELS[size]
+        for model in models
         for accumulate in (False, True)
         for mode in MODES
         for n, m, threads in shapes
@@ -135,16 +136,19 @@ def kib(value: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=["small", "full"], default="small")
+    parser.add_argument("--models", nargs="+", choices=MODELS["full"], help="all of that size, if none is given")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=3, help="steps counted; their largest figure is kept")
+    parser.add_argument("--scale", type=int, default=1, help="how many times the usual rows of a micro-batch")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    asked = requests(args.size, args.device, args.steps)
+    models = args.models or MODELS[args.size]
+    asked = requests(args.size, models, args.device, args.steps, args.scale)
     measured = measure(args.peers, asked)
     rows = [summary(request, answers) for request, answers in zip(asked, measured, strict=True)]
-    grown = growth(rows, args.peers, MODELS[args.size])
+    grown = growth(rows, args.peers, models)
 
     header = ["model", "gradients", "mode", "threads", "n", "m", *args.peers, "ours/original"]
     lines = [
@@ -180,7 +184,14 @@ def main() -> None:
     name = "memory.json" if args.device == "cpu" else "memory-cuda.json"
     write(
         args.json or RESULTS / name,
-        {"unit": "bytes", "environment": environment(), "device": args.device, "rows": rows, "growth": grown},
+        {
+            "unit": "bytes",
+            "environment": environment(),
+            "device": args.device,
+            "scale": args.scale,
+            "rows": rows,
+            "growth": grown,
+        },
     )
 
 

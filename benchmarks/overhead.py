@@ -8,6 +8,7 @@ is its lowest step, because what is above it is the machine's; every figure show
 
     python -m benchmarks.overhead               # all modes, in the caller's thread and through workers
     python -m benchmarks.overhead --size full   # and growth with cells and partitions, and 2000 layers
+    python -m benchmarks.overhead --device cuda:0   # of layers on a GPU, and on it and the CPU in turn
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PEERS, Answer, Peer, Request
-from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
+from benchmarks.records import RESULTS, Budget, environment, ratios, shown, spread, table, write
 
 MODES = ("always", "except_last", "never")
 PARTS = ("forward", "backward")
@@ -31,12 +32,17 @@ GROWTH = 1.6
 Measured = dict[str, list[Answer]]  # peer -> one answer a round
 
 
-def devices(peer: str, threads: str, n: int) -> list[str]:
+def devices(peer: str, threads: str, n: int, device: str = "cpu") -> list[str]:
     """'inline' is one device for all; 'workers' is a device, and so in ours a worker, for each partition.
+
+    Beside one GPU there is only the CPU: there 'workers' has both in turn, with a copy at each boundary.
 
     The original runs every partition of 'cpu' in one worker thread, and makes no difference between
     'cpu:0' and 'cpu:1': both of its columns are the same.
     """
+    if device != "cpu":
+        both = [device, "cpu"] if threads == "workers" and peer != "plain" else [device]
+        return [both[j % len(both)] for j in range(n)]
     if threads == "workers" and peer == "ours":
         return [f"cpu:{j}" for j in range(n)]
     return ["cpu"] * n
@@ -66,10 +72,12 @@ def requests(n: int, m: int, size: str, turns: int) -> list[Request]:
     return asked
 
 
-def measure(peers: list[str], asked: list[Request], rounds: int) -> list[Measured]:
+def measure(peers: list[str], asked: list[Request], rounds: int, device: str, budget: Budget) -> list[Measured]:
     """One list of answers a request, by peer: one answer a turn."""
     measured: list[Measured] = [{name: [] for name in peers} for _ in asked]
     for round in range(rounds):
+        if round and budget.spent():
+            break
         # Every other round starts from the other end: who comes first has no advantage.
         order = peers if round % 2 == 0 else peers[::-1]
         with ExitStack() as stack:
@@ -82,7 +90,7 @@ def measure(peers: list[str], asked: list[Request], rounds: int) -> list[Measure
                 for _ in range(request["turns"]):
                     for name, peer in running.items():
                         if name != "plain" or known is None:
-                            where = devices(name, request["threads"], request["n"])
+                            where = devices(name, request["threads"], request["n"], device)
                             answers[name].append(peer.ask({**request, "devices": where}))
                 if known is not None:
                     answers["plain"] += known[: request["turns"]]
@@ -160,6 +168,8 @@ def main() -> None:
     parser.add_argument("--size", choices=["small", "full"], default="small")
     parser.add_argument("--rounds", type=int, default=4, help="of fresh processes")
     parser.add_argument("--turns", type=int, default=3, help="of each peer in a round")
+    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further round after so many")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--partitions", type=int, default=8, help="n")
     parser.add_argument("--chunks", type=int, default=32, help="m")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
@@ -168,7 +178,7 @@ def main() -> None:
 
     asked = requests(args.partitions, args.chunks, args.size, args.turns)
     before = environment()
-    measured = measure(args.peers, asked, args.rounds)
+    measured = measure(args.peers, asked, args.rounds, args.device, args.seconds)
 
     modes, cell_sweep, partition_sweep, deep = [], [], [], []
     head = 2 * len(MODES)
@@ -186,6 +196,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "unit": "us per cell; deep: ms",
         "environment": before,
+        "device": args.device,
         "rounds": args.rounds,
         "turns": args.turns,
         "modes": modes,

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLORS", "INK", "open_axes", "save"]
+__all__ = ["COLORS", "INK", "drawing", "open_axes", "save"]
 
 INK = "#404040"
 COLORS = ("#1f6f8b", "#e07a1f", "#8a5fbf", "#c2407a", "#7a8a1f", "#909090")
+
+
+def drawing(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[dict[str, Any], Path], None]:
+    """Let a function that draws a result say so where it cannot: figures are worth having without their picture."""
+
+    @wraps(draw)
+    def drawn(result: dict[str, Any], path: Path) -> None:
+        if find_spec("matplotlib") is None:
+            print(f"\nnot drawn, for Matplotlib is missing: {path.name}")
+        else:
+            draw(result, path)
+
+    return drawn
 
 
 def open_axes(axes: Any, **settings: Any) -> None:

@@ -7,6 +7,7 @@ turn, and then their median: the load of a shared machine moves both sides of a 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -15,11 +16,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
+__all__ = ["RESULTS", "Budget", "environment", "ratios", "shown", "spread", "table", "write"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -42,6 +44,30 @@ def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
+class Budget:
+    """The seconds in which a benchmark may start something new; then it writes what it has.
+
+    Args:
+        seconds: from now on
+    """
+
+    def __init__(self, seconds: float | str = math.inf) -> None:
+        self._start = monotonic()
+        self._seconds = float(seconds)
+
+    def passed(self) -> float:
+        """Return the seconds that have passed."""
+        return monotonic() - self._start
+
+    def left(self) -> float:
+        """Return the seconds that are left, at least 0."""
+        return max(0.0, self._seconds - self.passed())
+
+    def spent(self, share: float = 1.0) -> bool:
+        """Return whether this share of the seconds has passed."""
+        return self.passed() >= share * self._seconds
+
+
 def environment() -> dict[str, Any]:
     """What the figures depend on. No names of users, hosts or folders."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -51,6 +77,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),

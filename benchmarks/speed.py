@@ -16,6 +16,7 @@ twice. What share of a step forward is, is measured: of `micro-batches`. (Taken 
 
     python -m benchmarks.speed                 # small models, a minute or two on two cores
     python -m benchmarks.speed --size paper    # the real ones, on GPUs
+    python -m benchmarks.speed --size gpu      # the same with smaller mini-batches, on one large GPU
     python -m benchmarks.speed --scale 16      # mini-batches, and so micro-batches, of sixteen times the size
     python -m benchmarks.speed --draw          # only draws what was measured: results/speed.svg
 
@@ -42,8 +43,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.peers import Answer, Peer, Request
-from benchmarks.pictures import COLORS, INK, open_axes, save
-from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
+from benchmarks.pictures import COLORS, INK, drawing, open_axes, save
+from benchmarks.records import RESULTS, Budget, environment, ratios, shown, spread, table, write
 from benchmarks.training import TASKS, TINY
 
 PIPELINES = ("ours", "original")
@@ -61,7 +62,7 @@ TWO, FEW = "2 micro-batches", "k micro-batches"
 #: for one peer longer than for another. The GNU C library reads this, others do not.
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0"}
 
-PARTITIONS = {"small": (1, 2), "paper": (1, 2, 4, 8)}
+PARTITIONS = {"small": (1, 2), "gpu": (1, 4), "paper": (1, 2, 4, 8)}
 
 #: What is aimed at, as ratios of speeds: to the limit on one device, to checkpoint_sequential in equal memory, and to
 #: the original, in general and where the host is the limit.
@@ -151,7 +152,7 @@ def proposal(peer: Peer, args: argparse.Namespace, model: str) -> Proposal:
         "rows": max(1, batch_size(args, model) // task.chunks),
         "device": args.devices[0],
         "partitions": args.partitions,
-        "seconds": 10.0 if args.size == "paper" else 0.5,
+        "seconds": {"small": 0.5, "gpu": 3.0, "paper": 10.0}[args.size],
     }
     answer = peer.ask(request)
     return Proposal(dict(zip(args.partitions, answer["balances"], strict=True)), answer["segments"])
@@ -172,27 +173,29 @@ def request_for(
         **found.balances.get(n, {}),
         "split": experiment == SPLIT,
         "devices": placed(args.devices, n),
-        "warm_up": 2 if args.size == "paper" else 1,
+        "warm_up": 1 if args.size == "small" else 2,
         "steps": args.steps,
     }
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each experiment on each model: each peer's throughput, turn by turn."""
+def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """One row for each experiment on each model: each peer's throughput, turn by turn. Yields the rows so far."""
     planned = list(experiments(args.peers, args.partitions, args.checkpoint))
-    rows = []
+    rows: list[dict[str, Any]] = []
     found: dict[str, Proposal] = {}
     total = len(args.models) * args.turns * sum(len(peers) for *_, peers in planned)
     with ExitStack() as stack:
         running = {name: stack.enter_context(Peer(name, script(name), KEEP_MEMORY)) for name in args.peers}
         proposing = running.get("ours") or stack.enter_context(Peer("ours", "training.py"))
         bar = stack.enter_context(tqdm(total=total, unit="run"))
-        for model in args.models:
+        for k, model in enumerate(args.models, 1):
             task = TASKS[args.size][model]
             bar.set_description(f"{model}: balancing")
             found[model] = proposal(proposing, args, model)
             answers: list[dict[str, list[Answer]]] = [{peer: [] for peer in peers} for *_, peers in planned]
-            for _ in range(args.turns):
+            for turn in range(args.turns):
+                if turn and args.seconds.spent(k / len(args.models)):
+                    break
                 for (name, n, mode, peers), answered in zip(planned, answers, strict=True):
                     bar.set_description(f"{model}: {name} {mode}")
                     for peer in peers:
@@ -200,8 +203,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         answered[peer].append(running[peer].ask(request))
                         bar.update()
             rows += summary(model, batch_size(args, model), task.chunks, found[model], planned, answers)
+            yield rows
     add_memory(args, rows, found)
-    return rows
+    yield rows
 
 
 def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, Proposal]) -> None:
@@ -379,6 +383,7 @@ def show(result: dict[str, Any]) -> None:
     print("\ntorchgpipe 0.0.3's own figures, of models of full size on Tesla P40\n\n" + published_table(PUBLISHED))
 
 
+@drawing
 def draw(result: dict[str, Any], path: Path) -> None:
     """Speed-up over the number of partitions, a panel for each model but the host-bound ones."""
     from matplotlib.figure import Figure
@@ -443,24 +448,26 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="how many times the usual mini-batch")
     parser.add_argument("--turns", type=int, default=None, help="of each peer at each experiment")
     parser.add_argument("--steps", type=int, default=None, help="in a turn, whose figure is their median")
+    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further turn after so many")
     parser.add_argument("--json", type=Path, default=RESULTS / "speed.json")
     parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
     args = parser.parse_args()
     args.partitions = args.partitions or list(PARTITIONS[args.size])
-    args.turns = args.turns or (5 if args.size == "paper" else 3)
-    args.steps = args.steps or (5 if args.size == "paper" else 1)
+    args.turns = args.turns or {"small": 3, "gpu": 3, "paper": 5}[args.size]
+    args.steps = args.steps or {"small": 1, "gpu": 3, "paper": 5}[args.size]
 
     if args.draw:
         draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
         return
     before = environment()
-    rows = measure(args)
     published = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
     about = {"size": args.size, "scale": args.scale, "devices": args.devices, "turns": args.turns, "steps": args.steps}
-    figures = {"published": published, "rows": rows, "targets": targets(rows)}
-    result = {"unit": "samples/s", "environment": before, **about, **figures}
+    result: dict[str, Any] = {"unit": "samples/s", "environment": before, **about, "published": published}
+    # After each model: what was measured of the first is there, whatever becomes of the last.
+    for rows in measure(args):
+        result |= {"rows": rows, "targets": targets(rows)}
+        write(args.json, result)
     show(result)
-    write(args.json, result)
     draw(result, args.json.with_suffix(".svg"))
 
 

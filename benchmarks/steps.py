@@ -2,7 +2,8 @@
 
 A layer is a Linear of 4 x 4 on 2 rows: it computes for a fraction of a microsecond, and has parameters,
 so that its backward does what a real layer's does. Forward ends when `forward` returns; backward includes
-the release of the graph, which a training loop pays as well.
+the release of the graph, which a training loop pays as well. On a GPU neither waits for what it has launched: a step
+starts when the GPU has nothing to do, and what is timed is the host.
 
 The garbage collector is off while a step is timed and has nothing left to do when it starts, for every
 peer alike; gradients are absent when a step starts, as after `zero_grad()`.
@@ -49,6 +50,8 @@ def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> 
     """Seconds of one forward and of one backward: by the clock, and of CPU in all threads."""
     layers.zero_grad(set_to_none=True)
     gc.collect()
+    if grad.is_cuda or x.is_cuda:
+        torch.cuda.synchronize()
 
     cpu_start, start = process_time(), perf_counter()
     output = model(x)
@@ -67,11 +70,12 @@ def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> 
 
 def step(peer: str, request: Request) -> Answer:
     """Microseconds per cell: of each figure the lowest of the steps asked for, and the median."""
-    layers = tiny_layers(sum(request["balance"]))
+    first, last = request["devices"][0], request["devices"][-1]
+    layers = tiny_layers(sum(request["balance"])).to(first)
     model = wrap(peer, layers, request)
     m = request["m"]
-    x = torch.randn(m * ROWS, WIDTH)
-    grad = torch.ones(m * ROWS, WIDTH)
+    x = torch.randn(m * ROWS, WIDTH).to(first)
+    grad = torch.ones(m * ROWS, WIDTH).to(last)
 
     for _ in range(2):
         timed_step(layers, model, x, grad)

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.ablation import ablation_table
 from benchmarks.capacity import growth_table, largest_table
 from benchmarks.distributed import distributed_table
+from benchmarks.gpu import gpu_table
 from benchmarks.records import RESULTS, shown, table
 from benchmarks.speed import PIPELINES, SCHEDULES, published_table, targets_table
 from benchmarks.timeline import timeline_table
@@ -287,6 +288,10 @@ def distributed() -> str:
     return distributed_table(_result("distributed"))
 
 
+def gpu() -> str:
+    return gpu_table()
+
+
 def summary() -> str:
     """What is new beside the original, in a few lines."""
     overhead = {(row["threads"], row["mode"]): row for row in _result("overhead")["modes"]}
@@ -378,6 +383,7 @@ TABLES: dict[str, Callable[[], str]] = {
         transparency,
         ablation,
         timeline,
+        gpu,
         summary,
     )
 }

@@ -12,7 +12,8 @@ Idle: the engine asks for a recorder once for each call and cell, and for each c
 questions does not exist any more, so they are timed alone, as often as a step asks them, and put beside a step. Inline
 there are no copies. Workers are counted with those that they make between accelerators, though CPUs share a memory.
 
-    python -m benchmarks.timeline      # -> results/timeline.json, about two minutes
+    python -m benchmarks.timeline                    # -> results/timeline.json, about two minutes
+    python -m benchmarks.timeline --device cuda:0    # on a GPU, and on it and the CPU in turn
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from benchmarks.records import RESULTS, environment, shown, spread, table, write
+from benchmarks.records import RESULTS, Budget, environment, shown, spread, table, write
 from torchgpipe import GPipe
 from torchgpipe.timeline.label import labelled
 from torchgpipe.timeline.record import recorded
@@ -44,9 +45,10 @@ RECORDING_TARGET = 0.03
 M, N = 8, 4
 
 
-def pipeline(mode: str, threads: str) -> GPipe:
+def pipeline(mode: str, threads: str, device: str) -> GPipe:
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(N)])
-    devices = ["cpu"] * N if threads == "inline" else [f"cpu:{j}" for j in range(N)]
+    several = [f"cpu:{j}" for j in range(N)] if device == "cpu" else [device, "cpu"] * N
+    devices = [device] * N if threads == "inline" else several[:N]
     return GPipe(layers, [1] * N, devices=devices, chunks=M, checkpoint=mode)
 
 
@@ -104,8 +106,8 @@ def idle(threads: str) -> float:
     return (call + M * N * cell + copies * copy) / (M * N) * 1e6
 
 
-def turn(mode: str, threads: str, pairs: int, steps: int) -> dict[str, float]:
-    model, x = pipeline(mode, threads), torch.randn(2 * M, 4)
+def turn(mode: str, threads: str, device: str, pairs: int, steps: int) -> dict[str, float]:
+    model, x = pipeline(mode, threads, device), torch.randn(2 * M, 4).to(device)
     times: dict[bool, list[float]] = {False: [], True: []}
     for k in range(-1, pairs):
         for records in (False, True) if k % 2 else (True, False):
@@ -138,9 +140,11 @@ def timeline_table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=8, help="in a turn, with and without a recorder")
     parser.add_argument("--steps", type=int, default=10, help="in a row")
+    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further turn after so many")
     parser.add_argument("--json", type=Path, default=RESULTS / "timeline.json")
     args = parser.parse_args()
 
@@ -149,18 +153,20 @@ def main() -> None:
     gc.freeze()  # What is there by now is not looked at again: collecting is cheap.
     before = environment()
     rows: list[dict[str, Any]] = []
-    for threads in ("inline", "workers"):
-        for mode in MODES:
-            turns = [turn(mode, threads, args.pairs, args.steps) for _ in range(args.turns)]
-            rows.append(
-                {"threads": threads, "mode": mode}
-                | {name: spread(figures[name] for figures in turns) for name in turns[0]}
-            )
-            print(f"{threads}, {mode} done", flush=True)
+    planned = [(threads, mode) for threads in ("inline", "workers") for mode in MODES]
+    for k, (threads, mode) in enumerate(planned, 1):
+        turns: list[dict[str, float]] = []
+        while len(turns) < args.turns and not (turns and args.seconds.spent(k / len(planned))):
+            turns.append(turn(mode, threads, args.device, args.pairs, args.steps))
+        rows.append(
+            {"threads": threads, "mode": mode} | {name: spread(figures[name] for figures in turns) for name in turns[0]}
+        )
+        print(f"{threads}, {mode} done", flush=True)
 
     result = {
         "unit": "us per cell of a micro-batch on a partition: forward, recomputation and backward",
         "environment": before,
+        "device": args.device,
         "size": {"m": M, "n": N},
         "turns": args.turns,
         "pairs": args.pairs,

@@ -61,6 +61,14 @@ TASKS: dict[str, dict[str, Task]] = {
         "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
         **TINY,
     },
+    # What trains on one large GPU also without a pipeline.
+    "gpu": {
+        "resnet101": Task(resnet101, (3, 224, 224), 128, 8),
+        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 128), (3, 224, 224), 64, 8),
+        "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 32, 8),
+        "gpt": Task(lambda: gpt(50257, 12, 12, 768, 1024), (1024,), 16, 8),
+        **TINY,
+    },
     "paper": {
         "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
         "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from tests.conftest import Devices, Pipe
 from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.random import sharing_generator
 
 CHECKPOINTED = ["always", "except_last"]
 
@@ -502,11 +503,27 @@ def test_what_is_forgotten_is_not_drawn_anew() -> None:
         if fails.pop():
             raise KeyboardInterrupt
 
-    output.grad_fn.register_hook(fail)
+    ((checkpointed, _),) = output.grad_fn.next_functions  # behind the concatenation
+    checkpointed.register_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         output.sum().backward()
     with pytest.raises(RuntimeError, match="call the pipeline again"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("devices", "sharing"),
+    [
+        (["cpu", "cpu"], {"cpu"}),
+        (["cuda:0", "cuda:0"], {"cuda:0"}),
+        (["cuda:0", "cuda:1"], set()),
+        (["cpu:0", "cuda:0", "cpu:1"], {"cpu:0", "cpu:1"}),
+    ],
+    ids=str,
+)
+def test_devices_with_one_generator(devices: list[str], sharing: set[str]) -> None:
+    """A partition on the CPU once made all GPUs beside it take turns."""
+    assert sharing_generator([*map(torch.device, devices)]) == {*map(torch.device, sharing)}
 
 
 @pytest.mark.xfail(strict=True, reason="what draws and puts the generator back seems to have drawn nothing")

@@ -15,6 +15,10 @@ pytestmark = [
 ]
 
 GPU = "cuda:0"
+
+#: Seconds that the clocks of the host and of the GPU may differ by: many times what they do, and a fraction of `slept`.
+APART = 1e-3
+
 CYCLES = 20_000_000
 
 
@@ -57,8 +61,7 @@ def test_spans_are_those_of_the_work(devices: list[str], mode: str) -> None:
             assert span.seconds > least
     by_cell = {(span.micro_batch, span.partition): span for span in forwards}
     for i in range(3):
-        # Clocks of different devices agree to less than the slow layer takes.
-        assert by_cell[i, 0].end < by_cell[i, 1].end
+        assert by_cell[i, 0].end < by_cell[i, 1].end + APART
     copies = [span for span in timeline.spans if span.kind == "copy"]
     assert len(copies) == (0 if devices == [GPU, GPU] else 6)
 

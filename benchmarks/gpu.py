@@ -1,0 +1,430 @@
+"""All that needs a GPU, on a machine that has one large GPU, for as long as it is to be had.
+
+First the tests marked `cuda`, and then the benchmarks at sizes for one GPU. Each is a slice: a process with a time
+limit of its own, that writes what it has found out, and on what, to `results/gpu/`, with its log beside. A slice that
+has passed is not run again, so the run can be stopped and started as often as it takes; one that fails or hangs does
+not keep the others from running.
+
+    make gpu                                    # with the interpreter that is there: PYTHON=..., ARGS='--limit 500'
+    python -m benchmarks.gpu --list             # the slices, and what has become of them
+    python -m benchmarks.gpu --only tests speed
+    python -m benchmarks.gpu --dry-run          # the same commands, tiny and on the CPU, into a temporary folder
+
+The library need not be installed, and there need be no network: torchgpipe 0.0.7 is measured where it is in `.peers/`
+(`python -m benchmarks.gpu --peers` puts it there) or can be installed, and left out elsewhere. One GPU makes two
+devices with the CPU; where a benchmark has several devices, it has these in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.peers import CHECKOUT, Peer, install
+from benchmarks.records import RESULTS, Budget, environment, table, write
+
+GPU = "cuda:0"
+FOLDER = RESULTS / "gpu"
+
+#: Seconds for all slices. One that would have to end before half of its own limit is not started.
+LIMIT = 1500.0
+
+#: The share of its limit after which a slice starts nothing further, and comes to an end by itself.
+SOFT = 0.7
+
+#: Of memory libraries get for every thread: nothing beside the tensors of small models, in place of 32 MiB.
+SMALL_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
+
+
+class Slice(NamedTuple):
+    """A part of the run.
+
+    Attributes:
+        name: of the slice, and of its files
+        module: what is run, one of the benchmarks
+        arguments: of the module, on a GPU
+        tiny: the same on a CPU, for the dry run
+        limit: seconds after which the slice is killed
+        shown: its key figures, of its result
+        peers: whether it takes peers, the original among them
+        budget: whether it takes the seconds after which nothing further is started
+        environment: variables that it is given beside the usual ones
+        needs: packages that it cannot do without
+    """
+
+    name: str
+    module: str
+    arguments: str
+    tiny: str
+    limit: float
+    shown: Callable[[dict[str, Any]], str]
+    peers: bool = True
+    budget: bool = True
+    environment: Mapping[str, str] = MappingProxyType({})
+    needs: tuple[str, ...] = ()
+
+
+# ---- The figures that stand for a result.
+
+
+def _tests(result: dict[str, Any]) -> str:
+    cut = "" if result["through"] else ", and not through"
+    return ", ".join(f"{count} {name}" for name, count in result["counts"].items()) + cut
+
+
+def _overhead(result: dict[str, Any]) -> str:
+    told = []
+    for row in result["modes"]:
+        if row["mode"] == "except_last":
+            peers = [peer for peer in ("ours", "original", "plain") if peer in row["forward"]]
+            each = [f"{peer} {sum(row[part][peer]['median'] for part in PARTS):.0f}" for peer in peers]
+            told.append(f"{row['threads']}: {', '.join(each)} us")
+    return "a cell, " + "; ".join(told)
+
+
+PARTS = ("forward", "backward")
+
+
+def _memory(result: dict[str, Any]) -> str:
+    if "ratio" not in result["rows"][0]:
+        return f"{len(result['rows'])} peaks"
+    modes = dict.fromkeys(row["mode"] for row in result["rows"])
+    found = {mode: [row["ratio"] for row in result["rows"] if row["mode"] == mode] for mode in modes}
+    return "ours/original, " + "; ".join(f"{mode}: {min(own):.2f} - {max(own):.2f}" for mode, own in found.items())
+
+
+def _timeline(result: dict[str, Any]) -> str:
+    from benchmarks.timeline import share
+
+    added = max(share(row, result["size"]["m"]) for row in result["rows"])
+    return f"recording adds at most {added:.1%} of runs of a millisecond"
+
+
+def _ablation(result: dict[str, Any]) -> str:
+    ways = [row for row in result["rows"] if row["spans"]]
+    return "over none, " + "; ".join(f"{row['experiment']}: {row['over none']['median']:.2f}" for row in ways[1:])
+
+
+def _speed(result: dict[str, Any]) -> str:
+    told = []
+    for row in result["rows"]:
+        ours = row.get("ours", {})
+        if (row["experiment"], row["mode"]) == ("pipeline-1", "except_last") and "throughput" in ours:
+            ratios = {"plain": "speed-up", "original": "over original"}
+            each = [f"{ours[key]['median']:.2f} of {peer}" for peer, key in ratios.items() if key in ours]
+            told.append(f"{row['model']}: {', '.join(each)} (ideal {row['ideal']:.2f})")
+    return "; ".join(told)
+
+
+def _capacity(result: dict[str, Any]) -> str:
+    best: dict[str, float] = {}
+    for row in result["largest"]:
+        if row["fits"]:
+            best[f"{row['model']} {row['experiment']} {row['peer']}"] = row["parameters"] / 1e6
+    return "millions of parameters, " + "; ".join(f"{name}: {count:.3g}" for name, count in best.items())
+
+
+def _growth(result: dict[str, Any]) -> str:
+    rows = [row for row in result["growth"] if row["mode"] == "always" and row["axis"] == "m"]
+    last = max(rows, key=lambda row: row["m"])
+    peers = [peer for peer in ("ours", "original", "plain") if "activations" in last.get(peer, {})]
+    each = [f"{peer} {max(last[peer]['activations']) / 2**20:.0f}" for peer in peers]
+    return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(each)} MiB"
+
+
+ON_GPU = f"--device {GPU}"
+SLICES = (
+    Slice(
+        "tests",
+        "cuda_tests",
+        "",
+        "tests/test_cuda.py tests/timeline/test_recorder_cuda.py",
+        480,
+        _tests,
+        peers=False,
+    ),
+    Slice(
+        "overhead",
+        "overhead",
+        f"{ON_GPU} --rounds 3",
+        "--rounds 1 --turns 1",
+        200,
+        _overhead,
+    ),
+    Slice(
+        "memory",
+        "memory",
+        f"{ON_GPU} --scale 64",
+        "--steps 1 --models mlp",
+        200,
+        _memory,
+        budget=False,
+        environment=SMALL_WORKSPACES,
+    ),
+    Slice(
+        "timeline",
+        "timeline",
+        f"{ON_GPU} --turns 3",
+        "--turns 1 --pairs 1 --steps 1",
+        120,
+        _timeline,
+        peers=False,
+    ),
+    Slice(
+        "ablation",
+        "ablation",
+        f"--size gpu --devices {GPU} cpu {GPU} --balance 3 1 4 --turns 5",
+        "--devices cpu --turns 1 --steps 1 --balance 2 2 2 2",
+        150,
+        _ablation,
+        peers=False,
+        needs=("matplotlib", "tqdm"),
+    ),
+    Slice(
+        "speed",
+        "speed",
+        f"--size gpu --devices {GPU} --models resnet101 unet gpt gpt-tiny mlp-tiny",
+        "--devices cpu --models mlp-tiny --partitions 1 --checkpoint except_last --turns 1",
+        560,
+        _speed,
+        needs=("tqdm",),
+    ),
+    Slice(
+        "growth",
+        "capacity",
+        f"--size gpu --devices {GPU} --questions growth --partitions 1 4",
+        "--devices cpu --questions growth --partitions 1 --chunks 2",
+        200,
+        _growth,
+        needs=("tqdm",),
+    ),
+    Slice(
+        "capacity",
+        "capacity",
+        f"--size gpu --devices {GPU} --questions largest --partitions 1 --limit 22.4",
+        "--devices cpu --questions largest --partitions 1 --limit 3 --models unet",
+        400,
+        _capacity,
+        needs=("tqdm",),
+    ),
+)
+
+
+# ---- Running them.
+
+
+def command(one: Slice, path: Path, limit: float, dry: bool, original: bool) -> list[str]:
+    line = [sys.executable, "-m", f"benchmarks.{one.module}", *(one.tiny if dry else one.arguments).split()]
+    if one.peers:
+        also = ["checkpoint_sequential"] if one.name == "speed" and not dry else []
+        line += ["--peers", "plain", "ours", *also, *(["original"] if original else [])]
+    if one.budget:
+        line += ["--seconds", f"{SOFT * limit:.0f}"]
+    return [*line, "--json", str(path)]
+
+
+def run(one: Slice, folder: Path, limit: float, *, dry: bool, original: bool, about: dict[str, Any]) -> dict[str, Any]:
+    """Run a slice; return, and write, what has become of it."""
+    path = folder / f"{one.name}.json"
+    path.unlink(missing_ok=True)
+    missing = [name for name in one.needs if find_spec(name) is None]
+    clock = Budget()
+    if missing:
+        outcome = f"failed, for it needs {' and '.join(missing)}"
+    else:
+        outcome = watch(command(one, path, limit, dry, original), folder / f"{one.name}.log", limit, one.environment)
+    result = json.loads(path.read_text()) if path.is_file() else None
+    done = {
+        "slice": one.name,
+        "outcome": outcome if result is not None or outcome != "passed" else "failed, for there is no result",
+        "seconds": round(clock.passed(), 1),
+        "dry run": dry,
+        "about": about,
+        "variables": dict(one.environment),
+        "result": result,
+    }
+    write(path, done)
+    return done
+
+
+def watch(line: list[str], log: Path, limit: float, environment: Mapping[str, str]) -> str:
+    """Run a command for so many seconds at most, with its output in a file; return how it ended.
+
+    All processes that it has started and left in its session have ended then, too.
+    """
+    paths = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    variables = {**os.environ, **environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "5"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            line,
+            cwd=CHECKOUT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that it can be killed with all that it has started
+        )
+        try:
+            code = process.wait(limit)
+            return "passed" if code == 0 else f"failed with {code}"
+        except subprocess.TimeoutExpired:
+            return f"killed after {limit:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):  # Usually all have ended.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def read(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return what became of a slice; None if it has not been run, or was cut off."""
+    path = folder / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found if "outcome" in found else None
+
+
+def figures(one: Slice, done: dict[str, Any]) -> str:
+    """Return the key figures of a slice, as far as there are any."""
+    try:
+        return one.shown(done["result"]) if done.get("result") else ""
+    except (KeyError, IndexError, ValueError) as error:  # A result that was cut off lacks some.
+        return f"no figures: {error!r}"
+
+
+def gpu_table(folder: Path = FOLDER) -> str:
+    """Return a table of all slices: outcome, seconds and key figures."""
+    rows = []
+    for one in SLICES:
+        done = read(folder, one.name)
+        if done is None:
+            rows.append([one.name, "not measured yet", "", "", ""])
+        else:
+            about = done["about"]
+            on = f"{', '.join(about['gpus']) or 'CPU'}, PyTorch {about['torch']}"
+            rows.append([one.name, done["outcome"], f"{done['seconds']:.0f}", on, figures(one, done)])
+    return table(rows, ["slice", "outcome", "seconds", "on", "key figures"])
+
+
+# ---- What is there, and what it cannot do.
+
+
+def versions() -> dict[str, Any]:
+    """Return on what is measured."""
+    import numpy
+
+    about = {**environment(), "numpy": numpy.__version__}
+    if torch.cuda.is_available():
+        about["memory of the GPU"] = torch.cuda.get_device_properties(GPU).total_memory
+    return about
+
+
+#: The oldest PyTorch that `pyproject.toml` asks for, and what older ones are known not to do.
+OLDEST = (2, 13)
+OLDER = """\
+PyTorch {version} is older than 2.13, which the package asks for. Seen with 2.11 on a CPU: everything can be imported;
+stages of several processes cannot send integers; `torch.compile` gives other values where layers ask for their phase;
+torch.profiler warns when it starts, which fails a test. No slice needs any of this. What fails here and is not on this
+list may still be the version's, and not the GPU's."""
+
+
+def has_original(dry: bool) -> bool:
+    """Return whether torchgpipe 0.0.7 is there and trains on these devices."""
+    if dry:
+        return False
+    # Without a network, pip would go on trying.
+    os.environ.setdefault("PIP_RETRIES", "0")
+    os.environ.setdefault("PIP_DEFAULT_TIMEOUT", "10")
+    try:
+        install("original")
+        with Peer("original", "steps.py") as peer:
+            for devices in ([GPU, GPU], [GPU, "cpu"]):
+                shape = {"kind": "step", "m": 2, "mode": "always", "balance": [1, 1], "steps": 1}
+                peer.ask({**shape, "devices": devices})
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        print(f"torchgpipe 0.0.7 is left out, ours and the plain model are measured: {error}")
+        return False
+    return True
+
+
+def main() -> int:
+    names = [one.name for one in SLICES]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help="these slices")
+    parser.add_argument("--again", action="store_true", help="also slices that have passed")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all slices together")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the results")
+    parser.add_argument("--list", action="store_true", help="only list the slices")
+    parser.add_argument("--peers", action="store_true", help="only install torchgpipe 0.0.7 into .peers/")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU, into a temporary folder")
+    args = parser.parse_args()
+
+    if args.peers:
+        install("original")
+        return 0
+    if args.list:
+        print(gpu_table(args.out))
+        return 0
+    if args.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        with tempfile.TemporaryDirectory() as folder:
+            return run_all(args, Path(folder))
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here; --dry-run takes the CPU, to see whether everything runs")
+    return run_all(args, args.out.resolve())
+
+
+def run_all(args: argparse.Namespace, folder: Path) -> int:
+    """Run the slices that are wanted and have not passed; return whether one has not passed, as an exit code."""
+    budget = Budget(args.limit)
+    about = versions()
+    print(f"PyTorch {torch.__version__}, Python {about['python']}, {', '.join(about['gpus']) or about['cpu']}")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
+        print(OLDER.format(version=torch.__version__))
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [one for one in SLICES if one.name in args.only]
+    original = any(one.peers for one in wanted) and has_original(args.dry_run)
+
+    def attempt(one: Slice) -> str:
+        before = read(folder, one.name)
+        limit = min(one.limit, budget.left())
+        if before is not None and before["outcome"] == "passed" and not args.again:
+            outcome, key = "passed", "before"
+        elif limit < one.limit / 2:
+            outcome, key = "not started", f"{budget.left():.0f} s are left, and it may take {one.limit:.0f}"
+        else:
+            print(f"{one.name} ...", flush=True)
+            done = run(one, folder, limit, dry=args.dry_run, original=original, about=about)
+            outcome, key = done["outcome"], figures(one, done)
+            if outcome != "passed":
+                print(tail(folder / f"{one.name}.log"))
+        print(f"{one.name}: {outcome}, {key}", flush=True)
+        return outcome
+
+    # What has failed before comes after what has not been tried.
+    wanted.sort(key=lambda one: read(folder, one.name) is not None)
+    with ThreadPoolExecutor(2) as pool:  # Nothing is measured in a dry run.
+        outcomes = list((pool.map if args.dry_run else map)(attempt, wanted))
+    print("\n" + gpu_table(folder))
+    print("\nwritten to", "a temporary folder" if args.dry_run else folder)
+    return 0 if all(outcome == "passed" for outcome in outcomes) else 1
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:]) if log.is_file() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

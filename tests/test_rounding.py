@@ -1,0 +1,79 @@
+"""The switch `--rounding`, under which rows round differently with their number."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.rounding import rounding
+
+
+@pytest.fixture(autouse=True)
+def _rounding() -> Iterator[None]:
+    with rounding():
+        yield
+
+
+def attention(x: Tensor) -> Tensor:
+    x = x.reshape(-1, 2, 8, 8)
+    return F.scaled_dot_product_attention(x, x, x).flatten(1)
+
+
+PRODUCTS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "product": lambda: nn.Linear(128, 8, bias=False),
+    "product and bias": lambda: nn.Linear(128, 8),
+    "vector": lambda: partial(torch.mv, vec=torch.randn(128)),
+    "batched product": lambda: lambda x: torch.einsum("nij,nkj->nik", x.reshape(-1, 8, 16), x.reshape(-1, 8, 16)),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 8, 8)), nn.Conv2d(2, 3, 3, padding=1), nn.Flatten()),
+    "attention": lambda: attention,
+    "recurrent layer": lambda: nn.Sequential(nn.Unflatten(1, (8, 16)), nn.LSTM(16, 8, batch_first=True)),
+}
+
+
+def step(layer: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Return the output and the gradient of the input, which have a row for each row of ``x``."""
+    x = x.detach().clone().requires_grad_()
+    output = layer(x)
+    output = output[0] if isinstance(output, tuple) else output
+    output.sin().sum().backward()
+    assert x.grad is not None
+    return [output.detach(), x.grad]
+
+
+@pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
+def test_rows_round_differently_with_their_number(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    layer, x = make(), torch.randn(4, 128)
+    whole, again, half = step(layer, x), step(layer, x), step(layer, x[:2])
+    for a, b, c in zip(whole, again, half, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a[:2], c)
+        torch.testing.assert_close(a[:2], c)
+
+
+def test_sums_that_are_exact_in_any_order_stay_exact() -> None:
+    a, b = torch.arange(12.0).reshape(3, 4), torch.arange(8.0).reshape(4, 2)
+    assert (a @ b).tolist() == [[28.0, 34.0], [76.0, 98.0], [124.0, 162.0]]
+    assert (torch.tensor([[float("inf"), 1.0]]) @ torch.ones(2, 1)).item() == float("inf")
+
+
+def test_all_threads_round_alike() -> None:
+    layer, x = nn.Linear(128, 8), torch.randn(4, 128)
+    found: list[list[Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(step(layer, x)))
+    thread.start()
+    thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(found[0], step(layer, x), strict=True))
+
+
+def test_kernels_are_put_back() -> None:
+    layer, x = nn.Linear(128, 8), torch.randn(4, 128)
+    inside = step(layer, x)
+    with rounding():
+        pass
+    assert all(torch.equal(a, b) for a, b in zip(inside, step(layer, x), strict=True))
