@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
 
+from tests.rounding import rounding
 from torchgpipe import GPipe
 
 # Sums of floating point numbers depend on how many threads share the work.
@@ -33,6 +35,18 @@ settings.register_profile("ci", derandomize=True, database=None, max_examples=30
 settings.register_profile("quick", derandomize=True, database=None, max_examples=5, **_COMMON)
 settings.register_profile("campaign", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "5000")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounding", action="store_true", help="let products round differently with their number of rows")
+    parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--rounding"):
+        stack = ExitStack()
+        stack.enter_context(rounding())
+        config.add_cleanup(stack.close)
 
 
 class Devices(Protocol):
@@ -88,10 +102,6 @@ def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     monkeypatch.setattr("torchgpipe.device._accelerator", lambda: torch.device("cpu") if n else None)
     for module in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(module, "device_count", lambda: n)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

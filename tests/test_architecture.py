@@ -24,7 +24,7 @@ FLOORS: list[list[str]] = [
     ["device", "old_keys", "timeline.record"],
     ["timeline.label", "function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
     ["ambient", "arguments", "phony", "copy", "random", "statistics", "partition", "batchnorm"],
-    ["worker", "dependency", "accumulation", "skip.portal"],
+    ["worker", "dependency", "gradients", "skip.portal"],
     ["checkpoint", "skip.tracker"],
     ["cell", "skip.skippable"],
     ["recorded"],
