@@ -107,9 +107,11 @@ class _Crew:
         for number, (i, j) in enumerate(self._cells):
             numbers[i, j] = number
             worker = worker_of[j]
-            needs = set() if j == 0 else {numbers[i, j - 1]}
+            needs = [] if j == 0 else [numbers[i, j - 1]]
             if worker.stream.device in in_turn:
-                needs |= set() if turn is None else {turn}
+                # Its turn comes after that of the cell before it, on a device of the same kind: one message will do.
+                needs = [need for need in needs if worker_of[j - 1].stream.device not in in_turn]
+                needs += [] if turn is None else [turn]
                 turn = number
             foreign = [need for need in needs if worker_of[self._cells[need][1]] is not worker]
             for need in foreign:
