@@ -588,9 +588,9 @@ MUTATIONS = [
     Mutation(
         "a cell waits for its input",
         "_Crew._divide",
-        "set() if j == 0 else {numbers[i, j - 1]}",
-        "set()",
-        "threads faults",
+        "[] if j == 0 else [numbers[i, j - 1]]",
+        "[]",
+        "threads",
     ),
     Mutation(
         "workers leave together",

@@ -116,20 +116,20 @@ def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torchgpipe.pipeline, "sharing_generator", lambda devices: set())
     ahead = threading.Event()
 
-    class Slow(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            assert input[0, 0].item() > 0 or ahead.wait(TIMEOUT)
-            return input
-
     class Fast(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             if input[0, 0].item() == 2:
                 ahead.set()
+            return input + 10
+
+    class Slow(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            assert input[0, 0].item() > 10 or ahead.wait(TIMEOUT)
             return input
 
     model = GPipe(nn.Sequential(Fast(), Slow()), [1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
     x = torch.arange(4.0)[:, None]
-    assert torch.equal(model(x), x)
+    assert torch.equal(model(x), x + 10)
 
 
 def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
