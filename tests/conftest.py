@@ -99,7 +99,7 @@ def checkpoint(request: pytest.FixtureRequest) -> str:
 
 def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Makes the machine one with ``n`` accelerators, ``'cpu:0'``, ``'cpu:1'``, ..., or with none."""
-    monkeypatch.setattr("torchgpipe.device._accelerator", lambda: torch.device("cpu") if n else None)
+    monkeypatch.setattr("torchgpipe.devices.device._accelerator", lambda: torch.device("cpu") if n else None)
     for module in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(module, "device_count", lambda: n)
 

@@ -711,9 +711,9 @@ def test_no_autograd_function_without_gradients(
     def refuse(*args: Any) -> None:
         raise AssertionError("an autograd function was applied")
 
-    from torchgpipe.checkpoint import Checkpoint, Recompute
-    from torchgpipe.copy import Copy, Wait
-    from torchgpipe.dependency import Fork, Join
+    from torchgpipe.engine.checkpoint import Checkpoint, Recompute
+    from torchgpipe.engine.copy import Copy, Wait
+    from torchgpipe.engine.dependency import Fork, Join
 
     for function in (Checkpoint, Recompute, Copy, Wait, Fork, Join):
         monkeypatch.setattr(function, "forward", staticmethod(refuse))

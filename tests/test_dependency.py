@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import GPipe
-from torchgpipe.dependency import fork, join
-from torchgpipe.phony import get_phony
+from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.phony import get_phony
 
 CPU = torch.device("cpu")
 

@@ -23,11 +23,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchgpipe.backward_pass import at_end_of_pass, current_pass, will_run
-from torchgpipe.function import Edge, Function, accumulate, gradients
-from torchgpipe.hooks import has_hooks, without_hooks
-from torchgpipe.phony import get_phony
-from torchgpipe.typing import Leaf
+from torchgpipe.devices.backward_pass import at_end_of_pass, current_pass, will_run
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.function import Edge, Function, accumulate, gradients
+from torchgpipe.engine.hooks import has_hooks, without_hooks
+from torchgpipe.engine.phony import get_phony
 
 __all__ = ["ParameterGradients"]
 

@@ -17,21 +17,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.ambient import Ambient
-from torchgpipe.backward_pass import current_pass
-from torchgpipe.checkpoint import Checkpoint, Keep, Recomputation, Recompute, Site
-from torchgpipe.copy import Route, copy, wait
-from torchgpipe.dependency import fork, join
-from torchgpipe.gradients import ParameterGradients
-from torchgpipe.microbatch import Batch, Skips
-from torchgpipe.partition import Partition
-from torchgpipe.random import RandomStates
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.typing import Leaves
+from torchgpipe.engine.checkpoint import Checkpoint, Keep, Recomputation, Recompute, Site
+from torchgpipe.engine.copy import Route, copy, wait
+from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.gradients import ParameterGradients
+from torchgpipe.engine.portal import Portal
+from torchgpipe.model.microbatch import Batch, Skips
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.skip.layout import is_skippable
-from torchgpipe.skip.portal import Portal
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.statistics import STATISTICS, Norm, exclusive, scratch_statistics
-from torchgpipe.stream import Stream
-from torchgpipe.typing import Leaves
 
 __all__ = ["Cell", "Lane", "Stage", "tie"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.typing import Leaf
+from torchgpipe.devices.typing import Leaf
 
 __all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms"]
 

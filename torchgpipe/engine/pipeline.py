@@ -21,22 +21,22 @@ from itertools import chain
 import torch
 from torch import nn
 
-from torchgpipe.ambient import Ambient
-from torchgpipe.cell import Cell, Lane, Stage, tie
-from torchgpipe.copy import Route
-from torchgpipe.function import refuse_transforms
-from torchgpipe.microbatch import Batch
-from torchgpipe.partition import Partition
-from torchgpipe.random import RandomStates, sharing_generator
-from torchgpipe.recorded import RecordedCell
-from torchgpipe.replicas import is_replicated
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.engine.cell import Cell, Lane, Stage, tie
+from torchgpipe.engine.copy import Route
+from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.label import labelled
+from torchgpipe.engine.portal import Portal
+from torchgpipe.engine.record import Place, Recorder, Step
+from torchgpipe.engine.recorded_cell import RecordedCell
+from torchgpipe.engine.workers import run_in_workers
+from torchgpipe.model.data_parallel import is_replicated
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.portal import Portal
-from torchgpipe.stream import Stream, Streams
-from torchgpipe.timeline.label import labelled
-from torchgpipe.timeline.record import Place, Recorder, Step
-from torchgpipe.worker import run_in_workers
 
 __all__ = ["Mechanisms", "Pipeline"]
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.backward_pass import current_pass
-from torchgpipe.cell import Cell, Stage
-from torchgpipe.dependency import fork
-from torchgpipe.microbatch import Batch
-from torchgpipe.timeline.record import Kind, Open, Step, begin
-from torchgpipe.typing import Leaf, Leaves
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.cell import Cell, Stage
+from torchgpipe.engine.dependency import fork
+from torchgpipe.engine.record import Kind, Open, Step, begin
+from torchgpipe.model.microbatch import Batch
 
 __all__ = ["RecordedCell"]
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class RecordedCell(Cell):
-    """See :class:`torchgpipe.cell.Cell`.
+    """See :class:`torchgpipe.engine.cell.Cell`.
 
     Args:
         step: listens to the mini-batch
