@@ -647,3 +647,23 @@ def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
     else:
         with pytest.raises(RuntimeError, match="register it as a parameter"):
             differentiate()
+
+
+@pytest.mark.parametrize("inner", ["always", "except_last", "never"])
+def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: str) -> None:
+    """Its phonies were once taken for tensors that the layer has captured."""
+    within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    layer = GPipe(within, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    expected = torch.autograd.grad(model(x).square().sum(), [x, *module.parameters()])
+    heard: list[Tensor] = []
+    hooks = [parameter.register_hook(heard.append) for parameter in module.parameters()]
+    model(x).square().sum().backward()
+    assert len(heard) == len(hooks)
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+    plain = torch.autograd.grad(
+        torch.cat([module[2](within(module[0](part))) for part in x.chunk(CHUNKS)]).square().sum(), [x]
+    )
+    torch.testing.assert_close(x.grad, plain[0], rtol=1e-12, atol=1e-12)

@@ -159,7 +159,7 @@ def _sum(total: Leaf, grad: Leaf) -> Leaf:
 
 
 def _refuse_captured(roots: Iterable[Edge], known: Iterable[Tensor]) -> None:
-    """Raises if a graph ends in a leaf that is not known.
+    """Raises if a graph ends in a leaf that is not known. A leaf without elements, a phony, has no gradient to lose.
 
     Raises:
         RuntimeError: the same, with the shape of the leaf.
@@ -168,7 +168,7 @@ def _refuse_captured(roots: Iterable[Edge], known: Iterable[Tensor]) -> None:
     pending: list[Any] = [root.node for root in roots]
     seen = {None, *pending}
     for node in pending:  # It grows meanwhile.
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known_ids:
+        if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
             raise RuntimeError(
                 f"a layer uses a tensor of shape {tuple(node.variable.shape)}, or one computed from it, that requires "
                 "grad but is neither an input nor a parameter of the layers, so its gradient would be lost; register "
