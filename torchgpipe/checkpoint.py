@@ -162,7 +162,7 @@ class Recomputation:
     _versions: list[int]
     _entrance: _Entrance
     #: Of a graph that is kept, where the gradients of the outputs enter.
-    _kept: list[Edge | None] | None
+    _kept: list[Edge | None]
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -258,18 +258,10 @@ class Recomputation:
             grads: those of the outputs
             needed: which leaves require grad
         """
-        if self._kept is None:
-            raise RuntimeError(
-                f"the graph of {self.site.where} was freed by an earlier backward pass; to differentiate it again, let "
-                "that one keep the graph: backward(retain_graph=True)"
-            )
-        roots, keep_graph, entrance = self._kept, keeps_graph(), self._entrance
-        if not keep_graph:
-            self._kept = None
         if all([grad is None for grad in grads]):
             return []
-        with entrance.taking() as taken:
-            self._differentiate(roots, grads, [entrance.leaf] if any(needed) else [], keep_graph)
+        with self._entrance.taking() as taken:
+            self._differentiate(self._kept, grads, [self._entrance.leaf] if any(needed) else [], keeps_graph())
         result = iter(taken or [None] * sum(needed))
         return [next(result) if need else None for need in needed]
 

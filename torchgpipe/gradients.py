@@ -87,10 +87,7 @@ class ParameterGradients:
                 # What was computed from a captured tensor is freed with the first cell that uses it.
                 self._refuse_captured(roots, leaves)
                 raise
-            result = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None  # A graph that is kept adds to it again.
-            return result
+            return [leaf.grad for leaf in leaves]
         self._refuse_captured(roots, leaves)
         wanted = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad] if sums else []
         inputs = [*leaves, *[self._parameters[k] for k in wanted]]
