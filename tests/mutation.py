@@ -580,9 +580,9 @@ MUTATIONS = [
     ),
     Mutation(
         "after an error no later cell starts",
-        "_Crew._fail",
-        "self._stop(number)",
-        "self._stop(len(self._cells))",
+        "_Crew._run_cells",
+        "number >= self._end",
+        "False",
         "faults",
     ),
     Mutation(
@@ -659,7 +659,7 @@ MUTATIONS = [
     Mutation(
         "a gradient that would get lost is refused",
         "ParameterGradients.differentiate",
-        "_refuse_captured(roots, [*leaves, *self._parameters, *self._frozen])\nwanted = [k for k, parameter in "
+        "self._refuse_captured(roots, leaves)\nwanted = [k for k, parameter in "
         "enumerate(self._parameters) if parameter.requires_grad] if sums else []",
         "wanted = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad] if sums else []",
         "gradients",
@@ -691,13 +691,6 @@ MUTATIONS = [
         "len(handle.hooks_dict_ref()) > 1",
         "False",
         "autograd gradients",
-    ),
-    Mutation(
-        "... or DistributedDataParallel is around the call",
-        "is_replicated",
-        "_active() is not None",
-        "False",
-        "ddp",
     ),
     Mutation(
         "... or the pass names its inputs",
@@ -742,13 +735,6 @@ MUTATIONS = [
         "gradients",
     ),
     Mutation(
-        "a gradient of the inputs is taken once where the graph is kept",
-        "ParameterGradients.differentiate",
-        "leaf.grad = None",
-        "pass",
-        "autograd gradients",
-    ),
-    Mutation(
         "the last micro-batch is not in the caller's graph",
         "Pipeline._cell",
         "checkpoint_stop > 0",
@@ -763,16 +749,9 @@ MUTATIONS = [
         "leaks",
     ),
     Mutation(
-        "... which goes with the backward pass",
-        "Recomputation.differentiate_kept",
-        "self._kept = None",
-        "pass",
-        "leaks gradients",
-    ),
-    Mutation(
         "... and takes gradients from its own outputs only",
         "_Entrance.take",
-        "not self.is_open",
+        "taken is None",
         "False",
         "gradients",
     ),

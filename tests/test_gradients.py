@@ -647,3 +647,53 @@ def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
     else:
         with pytest.raises(RuntimeError, match="register it as a parameter"):
             differentiate()
+
+
+@pytest.mark.parametrize("inner", ["always", "except_last", "never"])
+def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: str) -> None:
+    """Its phonies were once taken for tensors that the layer has captured."""
+    within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    layer = GPipe(within, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    expected = torch.autograd.grad(model(x).square().sum(), [x, *module.parameters()])
+    heard: list[Tensor] = []
+    hooks = [parameter.register_hook(heard.append) for parameter in module.parameters()]
+    model(x).square().sum().backward()
+    assert len(heard) == len(hooks)
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+    plain = torch.autograd.grad(
+        torch.cat([module[2](within(module[0](part))) for part in x.chunk(CHUNKS)]).square().sum(), [x]
+    )
+    torch.testing.assert_close(x.grad, plain[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkpoint: str, kind: str) -> None:
+    """It was once called for each micro-batch."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    _, model = model_of(pipe, checkpoint, Captures(leaf))
+    calls: list[Tensor] = []
+    getattr(leaf, kind)(calls.append)
+    if checkpoint == "never":
+        model(batch()).sum().backward()
+        assert len(calls) == 1
+    else:
+        with pytest.raises(RuntimeError, match="a hook of it would hear parts"):
+            model(batch()).sum().backward()
+        assert not calls
+
+
+def test_a_pass_from_the_midst_of_another_through_the_same_graph(pipe: Pipe, checkpoint: str) -> None:
+    """The inner one once took for itself what the outer one waited for."""
+    layer = Calls()
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    output = model(x)
+    first, second = output.square().sum(), output.sum()
+    layer.callbacks = [lambda: first.backward(retain_graph=True)]
+    second.backward(retain_graph=True)
+    expected = torch.autograd.grad(module(x).square().sum() + module(x).sum(), [x, *module.parameters()])
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)

@@ -22,8 +22,9 @@ until those of all other micro-batches are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -83,17 +84,15 @@ class _Entrance:
 
     Attributes:
         leaf: where the graph ends, in place of the inputs
-        grads: the gradients of the inputs that require grad, None before they are there
-        is_open: whether the cell's own backward pass is under way
     """
 
-    __slots__ = ("grads", "is_open", "leaf", "where")
+    __slots__ = ("_taken", "_where", "leaf")
 
     def __init__(self, where: str, device: torch.device) -> None:
-        self.where = where
         self.leaf = get_phony(device).requires_grad_()
-        self.is_open = False
-        self.grads: Leaves | None = None
+        self._where = where
+        #: By thread, what a backward pass of the cell has taken: two threads may differentiate a graph that is kept.
+        self._taken: dict[int, list[Leaf]] = {}
 
     def enter(self, leaves: Leaves) -> Leaves:
         """Return the inputs for a graph that begins here."""
@@ -108,12 +107,28 @@ class _Entrance:
         Raises:
             RuntimeError: they come from elsewhere than the outputs of the cell.
         """
-        if not self.is_open:
+        taken = self._taken.get(get_ident())
+        if taken is None:
             raise RuntimeError(
-                f"a tensor from the midst of {self.where} was differentiated by itself, so the layers before that "
+                f"a tensor from the midst of {self._where} was differentiated by itself, so the layers before that "
                 "would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
             )
-        self.grads = grads
+        taken[:] = grads
+
+    @contextmanager
+    def taking(self) -> Iterator[list[Leaf]]:
+        """Give the gradients of the inputs that require grad, once a backward pass in the ``with`` block has them."""
+        here = get_ident()
+        outer = self._taken.get(here)  # The pass may start from the midst of another one, through the same graph.
+        taken: list[Leaf] = []
+        self._taken[here] = taken
+        try:
+            yield taken
+        finally:
+            if outer is None:
+                del self._taken[here]
+            else:
+                self._taken[here] = outer
 
 
 class Enter(Function):
@@ -147,7 +162,7 @@ class Recomputation:
     _versions: list[int]
     _entrance: _Entrance
     #: Of a graph that is kept, where the gradients of the outputs enter.
-    _kept: list[Edge | None] | None
+    _kept: list[Edge | None]
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -243,22 +258,11 @@ class Recomputation:
             grads: those of the outputs
             needed: which leaves require grad
         """
-        if self._kept is None:
-            raise RuntimeError(
-                f"the graph of {self.site.where} was freed by an earlier backward pass; to differentiate it again, let "
-                "that one keep the graph: backward(retain_graph=True)"
-            )
-        roots, keep_graph, entrance = self._kept, keeps_graph(), self._entrance
-        if not keep_graph:
-            self._kept = None
         if all([grad is None for grad in grads]):
             return []
-        entrance.is_open = True
-        try:
-            self._differentiate(roots, grads, [entrance.leaf] if any(needed) else [], keep_graph)
-        finally:
-            entrance.is_open = False
-        result, entrance.grads = iter(entrance.grads or [None] * sum(needed)), None
+        with self._entrance.taking() as taken:
+            self._differentiate(self._kept, grads, [self._entrance.leaf] if any(needed) else [], keeps_graph())
+        result = iter(taken or [None] * sum(needed))
         return [next(result) if need else None for need in needed]
 
     def _differentiate(

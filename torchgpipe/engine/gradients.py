@@ -16,7 +16,7 @@ the sums, and one more while a cell is differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -78,20 +78,17 @@ class ParameterGradients:
             RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters. If the pass
                 adds to ``.grad``, the tensor gets its gradient, but what was computed from it outside is used up once.
         """
-        sums = self._sums()
+        sums = self._sums(roots, leaves)
         if sums.are_in_grad:
             try:
                 with without_hooks(leaves):  # The layers have put them on the cell's own inputs, too.
                     accumulate(roots, grads, keep_graph)
             except RuntimeError:
                 # What was computed from a captured tensor is freed with the first cell that uses it.
-                _refuse_captured(roots, [*leaves, *self._parameters, *self._frozen])
+                self._refuse_captured(roots, leaves)
                 raise
-            result = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None  # A graph that is kept adds to it again.
-            return result
-        _refuse_captured(roots, [*leaves, *self._parameters, *self._frozen])
+            return [leaf.grad for leaf in leaves]
+        self._refuse_captured(roots, leaves)
         wanted = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad] if sums else []
         inputs = [*leaves, *[self._parameters[k] for k in wanted]]
         if not inputs:
@@ -102,14 +99,26 @@ class ParameterGradients:
             sums[k] = _sum(sums[k], grad)
         return result[: len(leaves)]
 
-    def _sums(self) -> Sums:
-        """Return the sums of this pass, for which the first cell decides what becomes of gradients."""
+    def _sums(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> Sums:
+        """Return the sums of this pass, for which the first cell decides what becomes of gradients.
+
+        Args:
+            roots: where the graph of the cell is entered
+            leaves: the inputs of the cell that require grad
+
+        Raises:
+            RuntimeError: a captured tensor has a hook, which would be called with the gradient of each micro-batch.
+        """
         sums = self._passes.get(current_pass())
         if sums is None:
             # A pass that names its inputs does not ask for the leaf.
             takes_all = will_run(self._leaf)
             sums = Sums([None] * len(self._parameters) if takes_all or will_run(self.phony.grad_fn) else [])
             sums.are_in_grad = takes_all and not self._has_listeners()
+            if sums.are_in_grad:
+                for tensor, node in _leaves(roots, [*leaves, *self._parameters, *self._frozen]):
+                    if has_hooks(tensor, node):
+                        raise _captured(tensor)
             self._passes[current_pass()] = sums
             at_end_of_pass(sums.clear)  # The pass alone keeps them, so they go with a pass that fails, too.
         return sums
@@ -124,6 +133,11 @@ class ParameterGradients:
             or any([one.requires_grad for one in self._frozen])
             or any([not one.is_leaf or has_hooks(one, end) for one, end in zip(self._parameters, self._ends)])
         )
+
+    def _refuse_captured(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> None:
+        """Raise if the graph of a cell ends in a leaf that is neither one of its inputs nor a parameter."""
+        for tensor, _ in _leaves(roots, [*leaves, *self._parameters, *self._frozen]):
+            raise _captured(tensor)
 
 
 class Sums(list[Leaf]):
@@ -158,22 +172,22 @@ def _sum(total: Leaf, grad: Leaf) -> Leaf:
     return total + grad if total.layout is torch.strided else grad + total
 
 
-def _refuse_captured(roots: Iterable[Edge], known: Iterable[Tensor]) -> None:
-    """Raises if a graph ends in a leaf that is not known.
-
-    Raises:
-        RuntimeError: the same, with the shape of the leaf.
-    """
+def _leaves(roots: Iterable[Edge], known: Iterable[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+    """Yield the leaves that a graph ends in, with their nodes, but for phonies and those that are known."""
     known_ids = set(map(id, known))
     pending: list[Any] = [root.node for root in roots]
     seen = {None, *pending}
     for node in pending:  # It grows meanwhile.
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known_ids:
-            raise RuntimeError(
-                f"a layer uses a tensor of shape {tuple(node.variable.shape)}, or one computed from it, that requires "
-                "grad but is neither an input nor a parameter of the layers, so its gradient would be lost; register "
-                "it as a parameter of the layer, pass it as an input, or use checkpoint='never'"
-            )
+        if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
+            yield node.variable, node
         following = [end for end, _ in node.next_functions if end not in seen]
         seen.update(following)
         pending += following
+
+
+def _captured(tensor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a layer uses a tensor of shape {tuple(tensor.shape)}, or one computed from it, that requires grad but is "
+        "neither an input nor a parameter of the layers of its partition, so its gradient would be lost, or a hook of "
+        "it would hear parts; register it as a parameter of the layer, pass it as an input, or use checkpoint='never'"
+    )
