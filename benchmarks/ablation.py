@@ -99,7 +99,7 @@ NOTE = (
 def wrapped(request: Request) -> tuple[nn.Module, Any]:
     """The model with what is on, and its input."""
     from torchgpipe import GPipe
-    from torchgpipe.stream import Stream, Streams
+    from torchgpipe.devices.stream import Stream, Streams
 
     if EXAMPLES not in sys.path:
         sys.path.append(EXAMPLES)

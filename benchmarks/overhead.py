@@ -26,6 +26,8 @@ PARTS = ("forward", "backward")
 
 #: How many times lower than the original's, at least: (forward, backward); None where nothing is promised.
 TARGETS: dict[str, tuple[float, float | None]] = {"inline": (4.0, 1.7), "workers": (1.3, None)}
+#: Parameters in a cell: a block of a transformer, and four of them with a Linear.
+SEVERAL = (12, 50)
 #: How much a cell's time may grow over a sweep.
 GROWTH = 1.6
 
@@ -64,6 +66,11 @@ def cells(n: int, m: int, mode: str, threads: str = "inline") -> Request:
 def requests(n: int, m: int, size: str, turns: int) -> list[Request]:
     """All that is measured in a round."""
     asked = [{**cells(n, m, mode, threads), "turns": turns} for threads in ("inline", "workers") for mode in MODES]
+    asked += [
+        {**cells(4, 8, mode), "parameters": count, "steps": 300 // count, "turns": turns}
+        for count in SEVERAL
+        for mode in MODES
+    ]
     if size == "full":
         for mode in ("always", "never"):
             asked += [cells(8, count, mode) for count in (8, 32, 128, 512)]
@@ -83,9 +90,9 @@ def measure(peers: list[str], asked: list[Request], rounds: int, device: str, bu
         with ExitStack() as stack:
             running = {name: stack.enter_context(Peer(name, "steps.py")) for name in order}
             # The plain layers know no modes and no devices: they are asked once for each size.
-            plain: dict[tuple[str, int, int], list[Answer]] = {}
+            plain: dict[tuple[object, ...], list[Answer]] = {}
             for request, answers in zip(asked, measured, strict=True):
-                size = (request["kind"], request["n"], request["m"])
+                size = (request["kind"], request["n"], request["m"], request.get("parameters"))
                 known = plain.get(size)
                 for _ in range(request["turns"]):
                     for name, peer in running.items():
@@ -102,7 +109,7 @@ def measure(peers: list[str], asked: list[Request], rounds: int, device: str, bu
 
 def summary(request: Request, measured: Measured, parts: tuple[str, ...]) -> dict[str, Any]:
     """A row of the result: each peer's figures, turn by turn and as a spread, and the ratio original / ours."""
-    row: dict[str, Any] = {key: request[key] for key in ("n", "m", "mode", "threads")}
+    row: dict[str, Any] = {key: request[key] for key in ("n", "m", "mode", "threads", "parameters") if key in request}
     for part in parts:
         figures = {name: [answer[part] for answer in answers] for name, answers in measured.items()}
         row[part] = {name: {**spread(values), "turns": values} for name, values in figures.items()}
@@ -151,13 +158,14 @@ def print_rows(
     *,
     targets: bool = False,
 ) -> None:
-    header = ["threads", "n", "m", "mode", "part", *peers, "original/ours", "of CPU time"]
+    header = ["threads", "n", "m", "parameters", "mode", "part", *peers, "original/ours", "of CPU time"]
     lines = []
     for row in rows:
         for part in parts:
             figures = [shown(row[part][name]) for name in peers]
             ratio = [shown(row[part][key], 2) if key in row[part] else "-" for key in ("ratio", "ratio_cpu")]
-            lines.append([row["threads"], row["n"], row["m"], row["mode"], part, *figures, *ratio])
+            size = [row["threads"], row["n"], row["m"], row.get("parameters", 2)]
+            lines.append([*size, row["mode"], part, *figures, *ratio])
             if targets:
                 lines[-1].append(verdict(row, part))
     print(f"\n{title}\n\n" + table(lines, header + (["target"] if targets else [])))
@@ -180,11 +188,13 @@ def main() -> None:
     before = environment()
     measured = measure(args.peers, asked, args.rounds, args.device, args.seconds)
 
-    modes, cell_sweep, partition_sweep, deep = [], [], [], []
-    head = 2 * len(MODES)
+    modes, several, cell_sweep, partition_sweep, deep = [], [], [], [], []
+    head = (2 + len(SEVERAL)) * len(MODES)
     for index, (request, answers) in enumerate(zip(asked, measured, strict=True)):
         if request["kind"] == "deep":
             deep.append(summary(request, answers, ("construct", *PARTS)))
+        elif "parameters" in request:
+            several.append(summary(request, answers, PARTS))
         elif index < head:
             modes.append(summary(request, answers, PARTS))
         elif (index - head) % 8 < 4:
@@ -193,6 +203,7 @@ def main() -> None:
             partition_sweep.append(summary(request, answers, PARTS))
 
     print_rows("us per cell: median of turns (lowest-highest turn)", modes, args.peers, targets=True)
+    print_rows("us per cell of several parameters", several, args.peers)
     result: dict[str, Any] = {
         "unit": "us per cell; deep: ms",
         "environment": before,
@@ -200,6 +211,7 @@ def main() -> None:
         "rounds": args.rounds,
         "turns": args.turns,
         "modes": modes,
+        "several": several,
     }
     if args.size == "full":
         grown = growth(cell_sweep, "m", args.peers) + growth(partition_sweep, "n", args.peers)

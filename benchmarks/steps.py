@@ -1,7 +1,8 @@
 """The child of overhead.py: times steps of tiny layers, where all time is host time.
 
 A layer is a Linear of 4 x 4 on 2 rows: it computes for a fraction of a microsecond, and has parameters,
-so that its backward does what a real layer's does. Forward ends when `forward` returns; backward includes
+so that its backward does what a real layer's does. For cells of many parameters it is tiny blocks of a transformer,
+of 12 parameters each, and a Linear for what is left. Forward ends when `forward` returns; backward includes
 the release of the graph, which a training loop pays as well. On a GPU neither waits for what it has launched: a step
 starts when the GPU has nothing to do, and what is timed is the host.
 
@@ -42,8 +43,26 @@ def wrap(peer: str, layers: nn.Sequential, request: Request) -> Model:
     return model
 
 
-def tiny_layers(count: int) -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+def tiny_layers(count: int, parameters: int = 2) -> nn.Sequential:
+    """Return layers of so many parameters each."""
+    return nn.Sequential(*[_tiny_layer(parameters) for _ in range(count)])
+
+
+def _tiny_layer(parameters: int) -> nn.Module:
+    if parameters == 2:
+        return nn.Linear(WIDTH, WIDTH)
+    blocks: list[nn.Module] = [
+        nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(parameters // 12)
+    ]
+    layer = nn.Sequential(*blocks, *[nn.Linear(WIDTH, WIDTH) for _ in range(parameters % 12 // 2)])
+    assert len(list(layer.parameters())) == parameters
+    return layer
+
+
+def tiny_shape(request: Request) -> tuple[int, ...]:
+    """Return the shape of a mini-batch."""
+    rows = request["m"] * ROWS
+    return (rows, WIDTH) if request.get("parameters", 2) == 2 else (rows, ROWS, WIDTH)
 
 
 def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> dict[str, float]:
@@ -71,11 +90,11 @@ def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> 
 def step(peer: str, request: Request) -> Answer:
     """Microseconds per cell: of each figure the lowest of the steps asked for, and the median."""
     first, last = request["devices"][0], request["devices"][-1]
-    layers = tiny_layers(sum(request["balance"])).to(first)
+    layers = tiny_layers(sum(request["balance"]), request.get("parameters", 2)).to(first)
     model = wrap(peer, layers, request)
     m = request["m"]
-    x = torch.randn(m * ROWS, WIDTH).to(first)
-    grad = torch.ones(m * ROWS, WIDTH).to(last)
+    x = torch.randn(tiny_shape(request)).to(first)
+    grad = torch.ones(tiny_shape(request)).to(last)
 
     for _ in range(2):
         timed_step(layers, model, x, grad)

@@ -51,6 +51,17 @@ def host_time() -> str:
 RATIOS = {"ratio": "original/ours", "ratio_cpu": "of CPU time"}
 
 
+def several() -> str:
+    peers = ("ours", "original", "plain")
+    rows = [
+        [row["parameters"], row["mode"], part, *(f"{row[part][peer]['median']:.0f}" for peer in peers)]
+        + [shown(row[part][key], 2) for key in RATIOS]
+        for row in _result("overhead")["several"]
+        for part in ("forward", "backward")
+    ]
+    return table(rows, ["parameters", "mode", "part", "ours, us", "original, us", "plain, us", *RATIOS.values()])
+
+
 def growth() -> str:
     peers = ("ours", "original", "plain")
     sweeps = {"m": "m = 8 to 512, n = 8", "n": "n = 2 to 64, m = 32"}
@@ -362,6 +373,7 @@ TABLES: dict[str, Callable[[], str]] = {
         host_time_by_mode,
         growth,
         deep,
+        several,
         memory,
         memory_by_mode,
         random_memory,

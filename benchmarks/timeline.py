@@ -33,8 +33,8 @@ from torch import Tensor, nn
 import torchgpipe
 from benchmarks.records import RESULTS, Budget, environment, shown, spread, table, write
 from torchgpipe import GPipe
-from torchgpipe.timeline.label import labelled
-from torchgpipe.timeline.record import recorded
+from torchgpipe.engine.label import labelled
+from torchgpipe.engine.record import recorded
 
 MODES = ("always", "except_last", "never")
 

@@ -220,20 +220,20 @@ def order() -> None:
 
 
 def sums() -> None:
-    """How the gradients of one partition's large parameters are summed over its micro-batches."""
-    picture = Picture("Checkpoints of three micro-batches add to the sums, which Accumulate hands over", 640, 232)
+    """How the gradients of one partition's parameters are summed over its micro-batches."""
+    picture = Picture("Cells of three micro-batches add to .grad, or to sums, which Deliver returns", 640, 232)
     picture.text(78, 14, "parameters", "middle")
     picture.arrow([(78, 84), (78, 26)], BACKWARD, 2)
     picture.text(86, 40, "once", size=12)
-    picture.box(20, 84, 116, 34, BACKWARD, "Accumulate")
-    picture.box(210, 160, 416, 30, ROW, "sums")
+    picture.box(20, 84, 116, 34, BACKWARD, "Deliver")
+    picture.box(210, 160, 416, 30, ROW, "sums, or .grad")
     picture.arrow([(210, 175), (78, 175), (78, 118)], BACKWARD, 2)
     for i in range(3):
         x = 210 + 150 * i
         start = [(136, 101), (172, 101), (172, 56)] if i == 0 else [(x - 92, 56)]
         picture.arrow([*start, (x + 58, 56), (x + 58, 82)], COPY, 2, "4 3")
         picture.text(x + 58, 36, f"micro-batch {i}", "middle")
-        picture.box(x, 84, 116, 34, FORWARD, "Checkpoint")
+        picture.box(x, 84, 116, 34, FORWARD, "cell")
         for k in range(3):
             picture.arrow([(x + 38 + 20 * k, 118), (x + 38 + 20 * k, 158)], BACKWARD, 2)
     picture.line([(210, 218), (240, 218)], COPY, 2, "4 3")

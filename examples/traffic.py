@@ -23,8 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe import GPipe
-from torchgpipe.stream import Streams
-from torchgpipe.timeline.record import Kind, Place
+from torchgpipe.devices.stream import Streams
+from torchgpipe.engine.record import Kind, Place
 
 
 @contextmanager

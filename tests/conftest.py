@@ -19,13 +19,11 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 
 from tests.rounding import rounding
-from torchgpipe import GPipe, accumulation
+from torchgpipe import GPipe
 
 # Sums of floating point numbers depend on how many threads share the work.
 torch.set_num_threads(1)
 
-# The weights of most test models are large then, and the biases are not.
-accumulation.SMALL = accumulation.TINY = 64
 
 # `--hypothesis-profile=campaign`, or the variable, searches long and at random.
 _COMMON: dict[str, Any] = {
@@ -101,7 +99,7 @@ def checkpoint(request: pytest.FixtureRequest) -> str:
 
 def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Makes the machine one with ``n`` accelerators, ``'cpu:0'``, ``'cpu:1'``, ..., or with none."""
-    monkeypatch.setattr("torchgpipe.device._accelerator", lambda: torch.device("cpu") if n else None)
+    monkeypatch.setattr("torchgpipe.devices.device._accelerator", lambda: torch.device("cpu") if n else None)
     for module in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(module, "device_count", lambda: n)
 

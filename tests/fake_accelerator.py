@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchgpipe import GPipe
-from torchgpipe.stream import Mark, Stream, Streams
+from torchgpipe.devices.stream import Mark, Stream, Streams
 
 __all__ = ["FakeAccelerator", "FakeStream", "Launch", "on_fake_devices"]
 

@@ -1,7 +1,8 @@
-"""The house rules: a file imports only from lower floors, says why it exists, and shows what is public in one list.
+"""The house rules: a room imports only from lower rooms, and no file from itself by a detour; each file says why it
+exists, and shows what is public in one list.
 
-The floors are the journey of a mini-batch, read upward. A new file needs a floor here, which is a good moment to
-think about where it belongs.
+The rooms are the journey of a mini-batch, read upward. A new file needs a room, which is a good moment to think about
+where it belongs.
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ import torchgpipe
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 
-FLOORS: list[list[str]] = [
-    ["typing", "settings", "moments", "schedule", "phase", "skip.namespace", "backward_pass", "twin", "uncompiled"],
-    ["device", "old_keys", "timeline.record"],
-    ["timeline.label", "function", "hooks", "microbatch", "replicas", "stream", "skip.layout"],
-    ["ambient", "arguments", "phony", "copy", "random", "statistics", "partition", "batchnorm"],
-    ["worker", "dependency", "accumulation", "skip.portal"],
-    ["checkpoint", "skip.tracker"],
-    ["cell", "skip.skippable"],
-    ["recorded"],
-    ["pipeline"],
-    ["gpipe"],
-    ["pipe", "distributed.*", "balance.*", "timeline.*"],
-]
+#: The rooms, from the lowest; a room imports from those before it only.
+ROOMS = {
+    "devices": "devices and streams, and what is asked of PyTorch's engine",
+    "schedule": "the order of cells, as pure functions",
+    "skip": "stashing and popping skips",
+    "replay": "what a second run needs to be like the first: settings, random numbers, phase, running statistics",
+    "model": "from a Sequential to partitions in their places; micro-batches; settings",
+    "norms": "deferred batch norms",
+    "engine": "cells, recomputation, gradients, dependencies, copies, workers",
+    "gpipe": "the module around a Sequential",
+    "timeline": "recording a mini-batch, and drawing it",
+    "distributed": "the same pipeline over several processes",
+    "compat": "the old Pipe of PyTorch",
+}
+
+#: Public paths, with next to nothing in them: where names were before the rooms, and where predecessors have them.
+THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -49,13 +54,9 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def floor_of(name: str) -> int | None:
-    """The floor of a module; None if it has none."""
-    for wanted in [name, name.partition(".")[0] + ".*"]:
-        for floor, names in enumerate(FLOORS):
-            if wanted in names:
-                return floor
-    return None
+def room_of(name: str) -> str:
+    """The room of a module, given its name inside torchgpipe."""
+    return name.partition(".")[0]
 
 
 def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
@@ -93,26 +94,46 @@ def _is_module(name: str) -> bool:
 def test_the_reader_of_imports_reads() -> None:
     """Without this, a fault in the reader would let everything pass."""
     path = ROOT / "torchgpipe" / "gpipe.py"
-    assert {"torch", "torchgpipe.microbatch", "torchgpipe.partition", "torchgpipe.pipeline"} <= set(imports(path))
+    assert {"torch", "torchgpipe.model.microbatch", "torchgpipe.model.partition", "torchgpipe.engine.pipeline"} <= set(
+        imports(path)
+    )
     assert "torchgpipe" not in imports(path)
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if not name.endswith("__init__")])
-def test_a_file_imports_only_from_lower_floors(name: str) -> None:
-    floor = floor_of(name)
-    assert floor is not None, f"torchgpipe/{name} has no floor; give it one in FLOORS"
-    for imported in imports(OURS[name]):
-        package, _, inner = imported.partition(".")
-        assert package != "torchgpipe_balancing" or name.startswith("balance."), f"{name} imports {imported}"
-        if package != "torchgpipe":
-            continue
+def ours_imported_by(name: str) -> list[str]:
+    """The modules of torchgpipe that a module imports, by their names inside of it."""
+    found = [imported.partition(".") for imported in imports(OURS[name])]
+    return [inner for package, _, inner in found if package == "torchgpipe"]
+
+
+def test_these_are_the_rooms() -> None:
+    assert {room_of(name) for name in OURS} == {*ROOMS, *THIN, "__init__"}
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if room_of(name) in ROOMS])
+def test_a_room_imports_only_from_those_below(name: str) -> None:
+    order = [*ROOMS]
+    for inner in ours_imported_by(name):
         assert inner, f"{name} imports from the package itself, which imports {name}"
-        below = floor_of(inner)
-        if below is None:  # a package: as high as the highest of its modules
-            inside = [floor_of(other) for other in OURS if other.startswith(inner + ".") and "__init__" not in other]
-            below = max((floor for floor in inside if floor is not None), default=len(FLOORS))
-        same_front = floor == len(FLOORS) - 1 and name.partition(".")[0] == inner.partition(".")[0]
-        assert below < floor or same_front, f"{name} (floor {floor}) imports {inner} (floor {below})"
+        below, here = room_of(inner), room_of(name)
+        assert below in ROOMS, f"{name} imports {inner}, a public path that others are to use"
+        assert order.index(below) <= order.index(here), f"{name} imports {inner}, which is in a room above"
+    assert "torchgpipe_balancing" not in {imported.partition(".")[0] for imported in imports(OURS[name])}
+
+
+def test_no_import_leads_back() -> None:
+    """Within a room, too."""
+    finished: set[str] = set()
+
+    def follow(name: str, way: list[str]) -> None:
+        assert name not in way, f"a circle of imports: {' -> '.join([*way, name])}"
+        if name in OURS and name not in finished:
+            for inner in ours_imported_by(name):
+                follow(inner, [*way, name])
+            finished.add(name)
+
+    for name in OURS:
+        follow(name, [])
 
 
 @pytest.mark.parametrize("path", BALANCING.values(), ids=name_of)
@@ -122,21 +143,19 @@ def test_balancing_knows_of_the_pipeline_only_its_skips(path: Path) -> None:
     assert not [imported for imported in ours if not imported.startswith("torchgpipe.skip.")]
 
 
-def test_contributors_are_shown_the_floors() -> None:
-    table = ["| floor | in `torchgpipe/` |", "| --- | --- |"]
-    for floor, names in enumerate(FLOORS):
-        paths = ", ".join(f"`{name.replace('.', '/')}`" for name in names)
-        table.append(f"| {floor} | {paths} |")
+def test_contributors_are_shown_the_rooms() -> None:
+    table = ["| room | what lives there |", "| --- | --- |"]
+    table += [f"| `{room}{'' if room == 'gpipe' else '/'}` | {what} |" for room, what in ROOMS.items()]
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert "\n".join(table) in page, "the table of CONTRIBUTING.md should be:\n" + "\n".join(table)
 
 
 def test_the_package_imports_no_front_that_is_not_asked_for() -> None:
-    top = len(FLOORS) - 1
+    fronts = {"timeline", "distributed", "compat", *THIN}
     for imported in imports(OURS["__init__"], top_level_only=True):
         package, _, inner = imported.partition(".")
         assert package != "torchgpipe_balancing"
-        assert package != "torchgpipe" or floor_of(inner) != top, f"torchgpipe imports {inner}, a front"
+        assert package != "torchgpipe" or room_of(inner) not in fronts, f"torchgpipe imports {inner}, a front"
 
 
 @pytest.mark.parametrize("path", ALL, ids=name_of)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.copy import Route, copy, wait
-from torchgpipe.stream import AcceleratorStream
+from torchgpipe.devices.stream import AcceleratorStream
+from torchgpipe.engine.copy import Route, copy, wait
 
 pytestmark = [
     pytest.mark.cuda,

@@ -398,7 +398,7 @@ def counted_exchanges() -> Iterator[list[int]]:
         return original(group, values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchgpipe.batchnorm.exchange", exchange)
+        patch.setattr("torchgpipe.norms.batchnorm.exchange", exchange)
         yield sent
 
 

@@ -24,7 +24,7 @@ from tests.fake_accelerator import on_fake_devices
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
-from torchgpipe.phase import enter_phase
+from torchgpipe.replay.phase import enter_phase
 
 MODES = ["always", "except_last", "never"]
 

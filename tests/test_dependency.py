@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import GPipe
-from torchgpipe.dependency import fork, join
-from torchgpipe.phony import get_phony
+from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.phony import get_phony
 
 CPU = torch.device("cpu")
 
@@ -186,26 +186,18 @@ def reachable(roots: Any) -> set[Any]:
     return found
 
 
-def cells(root: Any, m: int, n: int, weights: list[Tensor]) -> dict[tuple[int, int], set[Any]]:
+def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
     """The nodes of each cell.
 
-    Those of a cell that is not checkpointed carry a mark. A `Checkpoint` belongs to the partition whose
-    weight it leads to, and to the micro-batch that has as many checkpoints of its partition before it.
+    Those of a cell whose graph is the caller's carry a mark; a cell that is a graph of its own has one node.
     """
     found: dict[tuple[int, int], set[Any]] = {(i, j): set() for i in range(m) for j in range(n)}
-    nodes = reachable([root])
-    accumulate = {torch.autograd.graph.get_gradient_edge(weight).node: j for j, weight in enumerate(weights)}
-    checkpoints: dict[int, list[Any]] = {j: [] for j in range(n)}
-    for node in nodes:
+    for node in reachable([root]):
         if type(node).__name__ == "_MarkBackward":
             found[node.cell].add(node)
-        if type(node).__name__ == "CheckpointBackward":
-            (j,) = {accumulate[next_node] for next_node in successors(node) if next_node in accumulate}
-            checkpoints[j].append(node)
-    for j, its in checkpoints.items():
-        # In a chain, each leads to those of the micro-batches before it.
-        for node in its:
-            found[len(reachable([node]) & set(its)) - 1, j].add(node)
+        if type(node).__name__ in ("CheckpointBackward", "KeepBackward"):
+            cell = node.recomputation
+            found[cell._i, cell._stage.j].add(node)
     return found
 
 
@@ -222,7 +214,7 @@ def test_every_cell_comes_after_the_next_micro_batch(
     output = model(torch.tensor([[float(i), 0.5] for i in range(m)], requires_grad=needs_grad))
     root = (output[0] if outputs > 1 else output).grad_fn
 
-    members = cells(root, m, n, [layer.weight for layer in layers])
+    members = cells(root, m, n)
     assert all(members.values())
     for (i, j), its_nodes in members.items():
         if i == m - 1:
@@ -246,7 +238,7 @@ def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> N
     model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint="always")
     root = model(torch.tensor([[float(i), 0.5] for i in range(m)])).grad_fn
 
-    members = cells(root, m, n, [layer.weight for layer in layers])
+    members = cells(root, m, n)
     for (i, j), its_nodes in members.items():
         (recompute,) = {
             node

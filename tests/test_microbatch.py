@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.layers import Apply
 from tests.plain import tensors
 from torchgpipe import NoChunk
-from torchgpipe.microbatch import Batch, gather, scatter
+from torchgpipe.model.microbatch import Batch, gather, scatter
 
 CPU = torch.device("cpu")
 

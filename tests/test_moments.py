@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchgpipe.moments import Moments, merge
+from torchgpipe.norms.moments import Moments, merge
 
 
 def moments(samples: Tensor) -> Moments:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchgpipe import GPipe
-from torchgpipe.partition import layers_of, place, split, verify_balance, verify_module
+from torchgpipe.model.partition import layers_of, place, split, verify_balance, verify_module
 
 CPUS = [torch.device("cpu", j) for j in range(4)]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import torchgpipe
 from tests.conftest import Pipe
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.phase import current_phase, enter_phase
+from torchgpipe.replay.phase import current_phase, enter_phase
 
 PLAIN, CHECKPOINTING, RECOMPUTING = (False, False), (True, False), (False, True)
 

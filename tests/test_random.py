@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from tests.conftest import Devices, Pipe
 from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.random import sharing_generator
+from torchgpipe.replay.random import sharing_generator
 
 CHECKPOINTED = ["always", "except_last"]
 
@@ -547,7 +547,7 @@ def test_a_layer_that_puts_the_generator_back(pipe: Pipe, checkpoint: str) -> No
 
 COLLECTING = """
 import gc, sys, threading, time, torch
-from torchgpipe.random import RandomStates
+from torchgpipe.replay.random import RandomStates
 
 def note():
     states = RandomStates(torch.device("cpu"), [], beside=True, between=True)

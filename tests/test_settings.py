@@ -10,8 +10,8 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.model.settings import checkpoint_stop
 from torchgpipe.pipe import Pipe
-from torchgpipe.settings import checkpoint_stop
 
 TOLD = {
     "GPipe": lambda chunks: GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], chunks=chunks),

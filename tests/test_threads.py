@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import torchgpipe.pipeline
+import torchgpipe.engine.pipeline
 from tests.conftest import Devices, Pipe
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
@@ -113,7 +113,7 @@ def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -
 
 def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for slower devices: partition 0 goes on to micro-batch 2 while 1 is still at micro-batch 0."""
-    monkeypatch.setattr(torchgpipe.pipeline, "sharing_generator", lambda devices: set())
+    monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: set())
     ahead = threading.Event()
 
     class Fast(nn.Module):
@@ -138,7 +138,7 @@ def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.Monk
     Partition 1 could then be taken for the one who draws. Its recomputation must not touch the generator, from which
     partition 0 draws again, perhaps at that moment.
     """
-    monkeypatch.setattr(torchgpipe.pipeline, "sharing_generator", lambda devices: {torch.device("cpu:0")})
+    monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: {torch.device("cpu:0")})
     meet = threading.Barrier(2, timeout=TIMEOUT)
 
     class Meets(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchgpipe.twin import twin
+from torchgpipe.model.shallow_copy import twin
 
 
 class Doubled(nn.Linear):

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from torchgpipe.gpipe import GPipe
-from torchgpipe.microbatch import NoChunk
-from torchgpipe.phase import is_checkpointing, is_recomputing
+from torchgpipe.model.microbatch import NoChunk
+from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
 if TYPE_CHECKING:
     from torchgpipe.timeline.recorder import record

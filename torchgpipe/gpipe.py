@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
-from torchgpipe.device import canonical_device, default_devices
-from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.old_keys import OldKey, by_name, take_old_keys
-from torchgpipe.partition import (
+from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.typing import Device
+from torchgpipe.engine.pipeline import Mechanisms, Pipeline
+from torchgpipe.model.data_parallel import verify_layers
+from torchgpipe.model.microbatch import Batch, gather, scatter
+from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
+from torchgpipe.model.partition import (
     Partition,
     layers_of,
     place,
@@ -24,11 +26,9 @@ from torchgpipe.partition import (
     verify_module,
     verify_names,
 )
-from torchgpipe.pipeline import Mechanisms, Pipeline
-from torchgpipe.replicas import verify_layers
-from torchgpipe.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
+from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
+from torchgpipe.norms.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.typing import Device
 
 __all__ = ["GPipe"]
 
@@ -188,7 +188,7 @@ class GPipe(nn.Module):
         """
         if torch.compiler.is_dynamo_compiling():
             # It would trace the engine. Layers and partitions that are compiled by themselves stay so.
-            from torchgpipe.uncompiled import uncompiled
+            from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *inputs, **keywords)
         if self._unwrapped:

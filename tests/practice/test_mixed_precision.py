@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from tests.conftest import Pipe
 from tests.plain import run_plain
 from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
-from torchgpipe import accumulation
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -70,13 +69,6 @@ def train(
     return history
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine sums all gradients, in the order of the plain model also where there are some already."""
-    monkeypatch.setattr(accumulation, "SMALL", 10**9)
-
-
-@pytest.mark.usefixtures("small")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped
 @pytest.mark.parametrize(
     ("dtype", "scale", "accumulate"),
@@ -94,10 +86,12 @@ def test_training_is_that_of_the_plain_model(
     expected = train(plain, partial(run_plain, plain, chunks=CHUNKS, each=each), within, scale, accumulate)
     actual = train(layers, model, autocast, scale, accumulate)
 
-    assert actual.losses == expected.losses
-    assert actual.norms == pytest.approx(expected.norms, rel=0, abs=0, nan_ok=True)
+    # Gradients of checkpointed micro-batches join those that are there one by one, in another order of sums.
+    tolerance = 0.0 if checkpoint == "never" or accumulate == 1 else 1e-5
+    assert actual.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
+    assert actual.norms == pytest.approx(expected.norms, rel=tolerance, abs=0, nan_ok=True)
     assert actual.scales == expected.scales
-    assert all(map(torch.equal, actual.parameters, expected.parameters))
+    torch.testing.assert_close(actual.parameters, expected.parameters, rtol=tolerance, atol=tolerance)
 
     overflowed = not all(norm < float("inf") for norm in actual.norms)
     assert overflowed == (scale == 2.0**19)

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
 from tests.skip.layers import Pop, Stash, pair
 from torchgpipe import GPipe
+from torchgpipe.engine.portal import Portal
 from torchgpipe.skip.namespace import SkipKey
-from torchgpipe.skip.portal import Portal
 
 M = 3
 

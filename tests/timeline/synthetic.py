@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchgpipe.timeline.record import Kind
+from torchgpipe.engine.record import Kind
 from torchgpipe.timeline.span import Row, Span
 
 __all__ = ["ideal", "rows", "span"]

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchgpipe
 from torchgpipe import GPipe
-from torchgpipe.timeline.label import labelled
+from torchgpipe.engine.label import labelled
 
 M, N = 2, 2
 

@@ -23,8 +23,8 @@ from tests.conftest import Pipe
 from tests.fake_accelerator import on_fake_devices
 from tests.plain import assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.devices.stream import Stream, Streams, Tick
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.stream import Stream, Streams, Tick
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchgpipe_balancing
-from torchgpipe.typing import Device
+from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.partition import check_partitions, partition
 from torchgpipe_balancing.profile import layers, profile_sizes
 from torchgpipe_balancing.report import footprints

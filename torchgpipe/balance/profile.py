@@ -12,7 +12,7 @@ from torch import nn
 
 import torchgpipe_balancing
 from torchgpipe.balance.balance import available
-from torchgpipe.typing import Device
+from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.profile import profile_sizes as sizes_of
 from torchgpipe_balancing.report import footprints
 

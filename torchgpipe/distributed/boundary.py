@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from torchgpipe.function import Function
-from torchgpipe.microbatch import Batch
-from torchgpipe.partition import layers_of, split
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.function import Function
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import layers_of, split
+from torchgpipe.replay.statistics import Norm
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.statistics import Norm
-from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Boundary", "Shapes", "leaves_of", "on_meta"]
 

@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe import microbatch
-from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
-from torchgpipe.device import canonical_device, default_device
+from torchgpipe.devices.device import canonical_device, default_device
+from torchgpipe.devices.typing import Device
 from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
 from torchgpipe.distributed.plan import Plan, ScheduleName, make_plan, name_of, verify_fit, verify_schedule
 from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
 from torchgpipe.distributed.stage import Call
-from torchgpipe.microbatch import Batch
-from torchgpipe.old_keys import by_name, take_old_keys
-from torchgpipe.partition import (
+from torchgpipe.model import microbatch
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.old_keys import by_name, take_old_keys
+from torchgpipe.model.partition import (
     Partition,
     layers_of,
     place,
@@ -41,10 +41,10 @@ from torchgpipe.partition import (
     verify_names,
     verify_sharing,
 )
-from torchgpipe.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
+from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
+from torchgpipe.norms.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import verify_skippables
-from torchgpipe.typing import Device
 
 __all__ = ["DistributedGPipe"]
 

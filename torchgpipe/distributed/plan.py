@@ -24,9 +24,9 @@ from torch.distributed.pipelining import (
 from torchgpipe.distributed.boundary import Boundary
 from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.stage import StageModule, WatchedStage
-from torchgpipe.microbatch import Batch
-from torchgpipe.partition import Partition
-from torchgpipe.settings import CheckpointMode, verify_checkpoint
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.settings import CheckpointMode, verify_checkpoint
 
 __all__ = ["Plan", "ScheduleName", "make_plan", "name_of", "verify_fit", "verify_schedule"]
 

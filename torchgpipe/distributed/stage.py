@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from torchgpipe.ambient import Ambient
-from torchgpipe.cell import Cell, Stage
+from torchgpipe.devices.stream import Streams
 from torchgpipe.distributed.boundary import Boundary
-from torchgpipe.microbatch import Batch
-from torchgpipe.partition import Partition
-from torchgpipe.random import RandomStates
+from torchgpipe.engine.cell import Cell, Stage
+from torchgpipe.engine.portal import Portal
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.skip.portal import Portal
-from torchgpipe.stream import Streams
 
 __all__ = ["Call", "StageModule", "WatchedStage"]
 

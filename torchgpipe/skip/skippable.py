@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from torchgpipe.devices.typing import Leaf
 from torchgpipe.skip.layout import skips_of
 from torchgpipe.skip.namespace import Namespace, SkipKey
 from torchgpipe.skip.tracker import current_skip_tracker
-from torchgpipe.typing import Leaf
 
 __all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
 

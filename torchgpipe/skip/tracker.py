@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
-from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["SkipTracker", "current_skip_tracker"]
 

@@ -11,7 +11,7 @@ from math import ceil
 from os import PathLike
 from typing import IO, TYPE_CHECKING, Any
 
-from torchgpipe.timeline.record import Kind
+from torchgpipe.engine.record import Kind
 from torchgpipe.timeline.span import KINDS, Row, Span
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.device import device_module
+from torchgpipe.devices.device import device_module
+from torchgpipe.devices.stream import Stream, Tick
+from torchgpipe.engine.record import End, Kind, Place, Recorder
 from torchgpipe.gpipe import GPipe
-from torchgpipe.stream import Stream, Tick
-from torchgpipe.timeline.record import End, Kind, Place, Recorder
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
 

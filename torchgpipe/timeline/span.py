@@ -8,7 +8,7 @@ from math import inf
 
 import torch
 
-from torchgpipe.timeline.record import Kind
+from torchgpipe.engine.record import Kind
 
 __all__ = ["COMPUTING", "KINDS", "Row", "Span", "covered"]
 

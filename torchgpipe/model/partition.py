@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
-from torchgpipe.device import default_devices, same_memory
+from torchgpipe.devices.device import default_devices, same_memory
 
 __all__ = [
     "Partition",

@@ -22,8 +22,8 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-from torchgpipe.backward_pass import current_pass
-from torchgpipe.phase import current_phase, enter_phase
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.replay.phase import current_phase, enter_phase
 
 __all__ = ["Ambient"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.typing import Device
+from torchgpipe.devices.typing import Device
 
 __all__ = ["bring", "canonical_device", "default_device", "default_devices", "device_module", "same_memory"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.function import Function
-from torchgpipe.phony import get_phony
+from torchgpipe.engine.function import Function
+from torchgpipe.engine.phony import get_phony
 
 __all__ = ["Fork", "Join", "fork", "join"]
 

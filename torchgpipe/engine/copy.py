@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from torchgpipe.function import Function
-from torchgpipe.stream import Mark, Stream
-from torchgpipe.timeline.record import Step, recorded
-from torchgpipe.typing import Leaf, Leaves
+from torchgpipe.devices.stream import Mark, Stream
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.function import Function
+from torchgpipe.engine.record import Step, recorded
 
 __all__ = ["Copy", "Route", "Wait", "copy", "wait"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
-from torchgpipe.backward_pass import at_end_of_pass, current_pass
+from torchgpipe.devices.backward_pass import at_end_of_pass, current_pass
 
 __all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "begin", "recorded"]
 

@@ -1,74 +1,22 @@
-"""The gradients of a partition's parameters are summed over its micro-batches, beside ``.grad``.
-
-Those of large parameters are, one at a time. The small ones are left to the engine, and the results are the same.
-"""
+"""The gradients of parameters: each cell adds them to ``.grad``, or they come once and whole to whatever listens."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.conftest import VARIANTS, Pipe
+from tests.conftest import Pipe
 from tests.plain import assert_same, loss_of, outcome, plain_outcome
-from torchgpipe import GPipe, accumulation, cell
-from torchgpipe.accumulation import Accumulation, Source, Sums
+from torchgpipe import GPipe
 
 CHUNKS = 3
 WIDTH = 4
-
-
-class Way(NamedTuple):
-    """How a test runs: on which devices, in which mode, and whether all parameters are large, or none."""
-
-    variant: str
-    checkpoint: str
-    large: bool
-
-
-#: All pairs of the three; and the one way in which gradients come to a cell after its sums were delivered.
-WAYS = [
-    Way("inline", "always", True),
-    Way("inline", "except_last", False),
-    Way("inline", "never", True),
-    Way("workers", "always", False),
-    Way("workers", "except_last", True),
-    Way("workers", "never", False),
-    Way("inline", "except_last", True),
-]
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: f"{way.variant}-{way.checkpoint}-{'large' if way.large else 'small'}")
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    found: Way = request.param
-    monkeypatch.setattr(accumulation, "SMALL", 0 if found.large else 10**9)
-    monkeypatch.setattr(accumulation, "TINY", 0 if found.large else 10**9)
-    return found
-
-
-@pytest.fixture
-def pipe(way: Way) -> Pipe:
-    def wrap(module: nn.Sequential, balance: Iterable[int], **options: Any) -> GPipe:
-        balance = list(balance)
-        options.setdefault("devices", [VARIANTS[way.variant](j) for j in range(len(balance))])
-        return GPipe(module, balance, **options)
-
-    return wrap
-
-
-@pytest.fixture
-def checkpoint(way: Way) -> str:
-    return way.checkpoint
-
-
-@pytest.fixture
-def large(way: Way) -> bool:
-    return way.large
 
 
 def batch() -> Tensor:
@@ -118,16 +66,21 @@ class _Traced(torch.autograd.Function):
         return grads[0] * weight[0], grad, None, None
 
 
-def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: str, large: bool) -> None:
-    """The first ones are the sums themselves. In a graph of its own, each of the others would live to its end."""
+def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: str) -> None:
+    """The gradients of the last micro-batch become ``.grad``; each of the others joins it and is let go."""
     traces: list[StorageWeakRef] = []
     alive: list[int] = []
     count = 5
     module = nn.Sequential(*[Traced(traces, alive) for _ in range(count)])
     model = pipe(module, [count], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
     model(torch.rand(2 * CHUNKS, WIDTH)).sum().backward()
-    if large and checkpoint != "never":
+    if checkpoint != "never":
         assert alive == list(range(count)) + [count] * (count * (CHUNKS - 1))
+        present = [layer.weight.grad for layer in module]
+        alive.clear()
+        model(torch.rand(2 * CHUNKS, WIDTH)).sum().backward()
+        assert all(layer.weight.grad is grad for layer, grad in zip(module, present))
+        assert alive == [count] * (count * CHUNKS)
 
 
 def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str) -> None:
@@ -137,74 +90,6 @@ def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str
     grads = [weakref.ref(parameter.grad) for parameter in module.parameters()]
     module.zero_grad()
     assert all(grad() is None for grad in grads)
-
-
-@pytest.mark.parametrize("rows", [2, 4000], ids=["few rows", "many rows"])
-def test_beside_a_gradient_of_an_earlier_pass_there_is_no_sum(
-    pipe: Pipe, checkpoint: str, large: bool, rows: int
-) -> None:
-    """Nor does a gradient wait to join it, though it may be little beside the activations."""
-    traces: list[StorageWeakRef] = []
-    alive: list[int] = []
-    module = nn.Sequential(*[Traced(traces, alive) for _ in range(5)])
-    model = pipe(module, [5], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
-    x = torch.rand(rows * CHUNKS, WIDTH)
-    model(x).sum().backward()
-    present = [layer.weight.grad for layer in module]
-    traces.clear()
-    alive.clear()
-    model(x).sum().backward()
-    assert all(layer.weight.grad is grad for layer, grad in zip(module, present))
-    if large and checkpoint != "never":
-        assert alive == [0] * (5 * CHUNKS)
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.attention(input, input, input)[0]
-        return output
-
-
-@pytest.mark.parametrize(
-    "layer, shape, weights, rows, casts",
-    [
-        (lambda: nn.Linear(32, 32), (5, 32), 2, 1, True),
-        (lambda: nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 32)), (32,), 4, 800, False),
-        (lambda: nn.ConvTranspose1d(32, 32, 3, padding=1), (32, 5), 2, 800, True),
-        (lambda: Attention(32), (5, 32), 4, 1, False),
-    ],
-    ids=["linear", "linear, wide inside", "transposed", "attention"],
-)
-def test_what_is_heavy_depends_on_the_activations(
-    layer: Callable[[], nn.Module],
-    shape: tuple[int, ...],
-    weights: int,
-    rows: int,
-    casts: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On those of the layer itself: they go when its gradient has come."""
-    found: list[int] = []
-
-    class Noted(Accumulation):
-        def heavy(self, sources: Sequence[Source]) -> set[int]:
-            heavy = super().heavy(sources)
-            found.append(sum(self.large[k].ndim > 1 for k in heavy))
-            return heavy
-
-    monkeypatch.setattr(accumulation, "SMALL", 2**10)
-    monkeypatch.setattr(accumulation, "TINY", 2**10)
-    monkeypatch.setattr(cell, "Accumulation", Noted)
-    layers = nn.Sequential(*[layer() for _ in range(4)])
-    model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="always")
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
-        output = model(torch.rand(rows * CHUNKS, *shape))
-    output.float().sum().backward()
-    assert found == [weights if rows == 1 else 0] * 2
 
 
 # ------------------------------------------------------------------------------------------------- exactness
@@ -286,14 +171,12 @@ LAYERS: list[Callable[[], nn.Module]] = [TwoBiases, Expanded, Twice, Itself, Tab
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_sum_is_that_of_the_plain_model(
-    pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], large: bool
-) -> None:
+def test_the_sum_is_that_of_the_plain_model(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
     module, model = model_of(pipe, checkpoint, layer())
     x = batch()
     actual, expected = outcome(model, x), plain_outcome(module, x, chunks=CHUNKS)
     if layer is Twice and checkpoint != "never":
-        # Unless a hook takes them, the two gradients of a micro-batch are added to each other first.
+        # The two gradients of a micro-batch are added to each other first.
         name = "1.weight"
         torch.testing.assert_close(actual.param_grads[name], expected.param_grads.pop(name), rtol=1e-12, atol=1e-12)
         del actual.param_grads[name]
@@ -301,7 +184,7 @@ def test_the_sum_is_that_of_the_plain_model(
 
 
 @pytest.mark.parametrize("layer", [TwoBiases, Table, SparseAndDense])
-def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module], large: bool) -> None:
+def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
     module, model = model_of(pipe, checkpoint, layer())
     x = batch()
     model(x).square().sum().backward()
@@ -309,8 +192,8 @@ def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[
     once = [parameter.grad.to_dense().clone() for parameter in used]
     model(x).square().sum().backward()
     for parameter, grad in zip(used, once):
-        # To the last bit, but for the order in which large ones join those that are there.
-        tolerance = 1e-12 if large and checkpoint != "never" else 0.0
+        # To the last bit, but for the order in which those of micro-batches join those that are there.
+        tolerance = 0.0 if checkpoint == "never" else 1e-12
         torch.testing.assert_close(parameter.grad.to_dense(), 2 * grad, rtol=tolerance, atol=tolerance)
 
 
@@ -324,45 +207,6 @@ def test_no_gradient_shares_its_memory(pipe: Pipe, checkpoint: str, chunks: int)
     first, second = (layer.weight.grad for layer in module)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
     assert first.tolist() == second.tolist() == [[2 * chunks] * WIDTH]
-
-
-def test_half_precision_has_a_sum_of_its_own(pipe: Pipe, checkpoint: str) -> None:
-    """Each micro-batch alone is too little for a large gradient in bfloat16, whose next numbers are 256 and 258."""
-    module = nn.Sequential(Plus().bfloat16())
-    model = pipe(module, [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
-    module[0].weight.grad = torch.full_like(module[0].weight, 256)
-    model(torch.zeros(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    assert module[0].weight.grad.tolist() == [[258] * WIDTH]
-
-
-def test_what_is_added_at_once_is_all(pipe: Pipe, checkpoint: str) -> None:
-    """The engine adds nothing to it afterwards, not even the sign of a zero."""
-    module = nn.Sequential(Plus())
-    model = pipe(module, [1], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
-    module[0].weight.grad = torch.full((1, WIDTH), -0.0)
-    output = model(torch.zeros(CHUNKS, WIDTH))
-    torch.autograd.backward(output, torch.full_like(output, -0.0))
-    assert module[0].weight.grad.signbit().all()
-
-
-def test_a_sum_changes_no_gradient_that_somebody_else_holds() -> None:
-    """Neither one that is kept, nor one that shares its memory with another, or with itself."""
-    kept, base = torch.ones(2), torch.ones(3, 2)
-    parameters = [torch.ones(2, requires_grad=True) for _ in range(5)]
-    sums = Sums(Accumulation(parameters, torch.device("cpu")), {})
-    sums.add(0, kept)
-    sums.add(1, base[1])
-    sums.add(2, torch.empty_strided((2,), (0,)).fill_(1))
-    sums.add(3, torch.ones(2))
-    sums.add(4, torch.ones(2, 1).t()[0])  # A view, as is the gradient of a Linear's weight.
-    memory = [grad.data_ptr() for grad in sums._sums[3:]]
-    for _ in range(3):
-        for k in range(5):
-            sums.add(k, torch.ones(2))
-    assert [grad.tolist() for grad in sums._sums] == [[4, 4]] * 5
-    assert [grad.data_ptr() for grad in sums._sums[3:]] == memory
-    assert kept.tolist() == [1, 1]
-    assert base.tolist() == [[1, 1]] * 3
 
 
 # ------------------------------------------------------------------------------------- passes of all kinds
@@ -445,7 +289,7 @@ def _asked(model: nn.Module) -> None:
 def test_nodes_that_outlive_their_graph_give_what_other_passes_need(
     pipe: Pipe, checkpoint: str, passes: Callable[[nn.Module], None]
 ) -> None:
-    """A hook that stays on such a node takes gradients of later passes, for sums that are no more."""
+    """Views that are made once belong to no micro-batch, and each one's backward pass goes through them."""
     torch.manual_seed(0)
     module = nn.Sequential(Keeps(), Keeps())
     passes(module)
@@ -454,34 +298,6 @@ def test_nodes_that_outlive_their_graph_give_what_other_passes_need(
     passes(pipe(module, [1, 1], chunks=CHUNKS, checkpoint=checkpoint))
     found = [parameter.grad for parameter in module.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_nodes_that_outlive_their_graph_keep_nothing(
-    pipe: Pipe, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive: weakref.WeakSet[Accumulation] = weakref.WeakSet()
-
-    class Noted(Accumulation):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            alive.add(self)
-
-    calls: list[int] = []
-    take = accumulation._take_if_wanted
-
-    def counted(*args: Any) -> Any:
-        calls[-1] += 1
-        return take(*args)
-
-    monkeypatch.setattr(cell, "Accumulation", Noted)
-    monkeypatch.setattr(accumulation, "_take_if_wanted", counted)
-    model = pipe(nn.Sequential(Keeps(), Keeps()), [1, 1], chunks=CHUNKS, checkpoint=checkpoint)
-    for _ in range(3):
-        calls.append(0)
-        _once(model)
-    model(batch())
-    assert not alive
-    assert calls == calls[:1] * 3
 
 
 class Ragged(nn.Module):
@@ -499,7 +315,7 @@ class Ragged(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors(pipe: Pipe, checkpoint: str) -> None:
-    """PyTorch cannot compare their sizes, which it does with what hooks of nodes return."""
+    """Their sizes are none that PyTorch could compare."""
     module, model = model_of(pipe, checkpoint, Ragged())
     expected = plain_outcome(module, batch(), chunks=CHUNKS)
     torch.testing.assert_close(outcome(model, batch()).param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
@@ -520,13 +336,12 @@ class Costly(nn.Module):
         return input * weight
 
 
-def test_gradients_that_nobody_wants_are_not_computed(pipe: Pipe, checkpoint: str, large: bool) -> None:
+def test_gradients_that_nobody_wants_are_not_computed(pipe: Pipe, checkpoint: str) -> None:
     costly = Costly()
     _, model = model_of(pipe, checkpoint, costly)
     x = batch()
     torch.autograd.grad(model(x).sum(), x)
-    if large or checkpoint == "never":
-        assert costly.log == []
+    assert costly.log == []
     costly.log.clear()
     model(x).sum().backward()
     assert costly.log == ["weight"] * CHUNKS
@@ -601,6 +416,7 @@ def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
     """Also if the output, and so the graph, is kept."""
     traces: list[StorageWeakRef] = []
     module = nn.Sequential(Fails(), Traced(traces, []), Traced(traces, []))
+    module[1].weight.register_hook(lambda grad: None)  # or the gradients would be in ``.grad``
     model = pipe(module, [3], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
     x = torch.rand(2 * CHUNKS, WIDTH, requires_grad=True)
     output = model(x)
@@ -694,7 +510,7 @@ class _Norm(torch.autograd.Function):
 
 @pytest.mark.parametrize("layer", [Adjoint, HooksItsInput, NeedsItsInputsGrad, Norm, GivesNone])
 def test_what_layers_do_with_gradients(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
-    """A hook that takes a gradient must not hear, change or confuse what is not its own."""
+    """Graphs in graphs, hooks, and gradients that are not there, shared, or somebody else's tensor."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), layer()).double()
     model = pipe(module, [1, 2], chunks=CHUNKS, checkpoint=checkpoint)
     x = batch()
@@ -710,31 +526,6 @@ def test_what_layers_do_with_gradients(pipe: Pipe, checkpoint: str, layer: Calla
                 torch.testing.assert_close(parameter.grad, passes * grad, rtol=1e-12, atol=1e-12)
         if passes == 1:
             loss_of(model(x)).backward()  # type: ignore[union-attr]
-
-
-class Remembers(nn.Module):
-    """Keeps its output of the last micro-batch, for a loss of its own."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.last = input * 3
-        return self.last
-
-
-def test_the_last_micro_batch_is_in_the_graph_of_the_caller(pipe: Pipe) -> None:
-    """Unless it is checkpointed. A loss can come from the midst of it, whatever the sizes of parameters."""
-    layer = Remembers()
-    module, model = model_of(pipe, "except_last", layer)
-    x = batch()
-    loss = model(x).sum() + layer.last.square().sum()
-    grads = torch.autograd.grad(loss, list(module.parameters()))
-    expected = torch.autograd.grad(module(x).sum() + _last(module, x).square().sum(), list(module.parameters()))
-    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
-
-
-def _last(module: nn.Sequential, x: Tensor) -> Tensor:
-    module(x.chunk(CHUNKS)[-1])
-    last: Tensor = module[1].last  # type: ignore[assignment]
-    return last
 
 
 class Saves(nn.Module):
@@ -766,3 +557,143 @@ def test_nothing_is_handed_over_without_a_gradient(pipe: Pipe, checkpoint: str) 
     output = model(batch())
     torch.autograd.backward(output, torch.zeros_like(output))
     assert all(not parameter.grad.any() for parameter in module.parameters())
+
+
+class Remembers(nn.Module):
+    """Keeps its output of the last micro-batch, for a loss of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.last = input * 3
+        return self.last
+
+
+def test_a_loss_from_the_midst_of_the_last_micro_batch_is_refused(pipe: Pipe, checkpoint: str) -> None:
+    """With 'except_last' its graph is kept, but the way from there to earlier partitions leads through the output.
+
+    The gradients of earlier layers would be short of what comes from there. A checkpointed one has no graph to use.
+    """
+    layer = Remembers()
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    loss = model(x).sum() + layer.last.square().sum()
+    if checkpoint == "except_last":
+        with pytest.raises(RuntimeError, match="return it as an output of the layers"):
+            loss.backward()
+    else:
+        loss.backward()
+    module.zero_grad()
+    assert_same(outcome(model, x), plain_outcome(module, x, chunks=CHUNKS))
+
+
+class Reentrant(nn.Module):
+    """Checkpoints itself in PyTorch's older way, which differentiates the layer by a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = torch.utils.checkpoint.checkpoint(self.linear, input, use_reentrant=True)
+        return output
+
+
+def test_layers_that_checkpoint_themselves(pipe: Pipe, checkpoint: str) -> None:
+    """Models of transformers do. Cells that collected their gradients had PyTorch refuse it."""
+    module, model = model_of(pipe, checkpoint, Reentrant())
+    assert_same(outcome(model, batch()), plain_outcome(module, batch(), chunks=CHUNKS))
+
+
+class Captures(nn.Module):
+    """Uses a tensor that is not registered."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.hidden = [tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.hidden[0]
+
+
+@pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "hook of the node", "grad", "inputs"])
+def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
+    pipe: Pipe, checkpoint: str, listens: str
+) -> None:
+    """Then it is refused, because nothing but ``.grad`` could take the gradient."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    module, model = model_of(pipe, checkpoint, Captures(leaf))
+    model(batch()).sum().backward()
+    assert leaf.grad is not None
+    (expected,) = torch.autograd.grad(module(batch()).sum(), [leaf])
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
+
+    weight = module[2].weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    if listens == "hook":
+        weight.register_hook(lambda grad: None)
+    elif listens == "post-accumulate hook":
+        weight.register_post_accumulate_grad_hook(lambda weight: None)
+    elif listens == "hook of the node":
+        node.register_hook(lambda *_: None)
+    loss = model(batch()).sum()
+
+    def differentiate() -> None:
+        if listens == "grad":
+            torch.autograd.grad(loss, [weight])
+        else:
+            loss.backward(inputs=[weight] if listens == "inputs" else None)
+
+    if checkpoint == "never":
+        differentiate()
+    else:
+        with pytest.raises(RuntimeError, match="register it as a parameter"):
+            differentiate()
+
+
+@pytest.mark.parametrize("inner", ["always", "except_last", "never"])
+def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: str) -> None:
+    """Its phonies were once taken for tensors that the layer has captured."""
+    within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    layer = GPipe(within, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    expected = torch.autograd.grad(model(x).square().sum(), [x, *module.parameters()])
+    heard: list[Tensor] = []
+    hooks = [parameter.register_hook(heard.append) for parameter in module.parameters()]
+    model(x).square().sum().backward()
+    assert len(heard) == len(hooks)
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+    plain = torch.autograd.grad(
+        torch.cat([module[2](within(module[0](part))) for part in x.chunk(CHUNKS)]).square().sum(), [x]
+    )
+    torch.testing.assert_close(x.grad, plain[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkpoint: str, kind: str) -> None:
+    """It was once called for each micro-batch."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    _, model = model_of(pipe, checkpoint, Captures(leaf))
+    calls: list[Tensor] = []
+    getattr(leaf, kind)(calls.append)
+    if checkpoint == "never":
+        model(batch()).sum().backward()
+        assert len(calls) == 1
+    else:
+        with pytest.raises(RuntimeError, match="a hook of it would hear parts"):
+            model(batch()).sum().backward()
+        assert not calls
+
+
+def test_a_pass_from_the_midst_of_another_through_the_same_graph(pipe: Pipe, checkpoint: str) -> None:
+    """The inner one once took for itself what the outer one waited for."""
+    layer = Calls()
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    output = model(x)
+    first, second = output.square().sum(), output.sum()
+    layer.callbacks = [lambda: first.backward(retain_graph=True)]
+    second.backward(retain_graph=True)
+    expected = torch.autograd.grad(module(x).square().sum() + module(x).sum(), [x, *module.parameters()])
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)

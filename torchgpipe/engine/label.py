@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from torchgpipe.timeline.record import End, Kind, Step
+from torchgpipe.engine.record import End, Kind, Step
 
 __all__ = ["labelled"]
 

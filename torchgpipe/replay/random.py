@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchgpipe.backward_pass import current_pass
-from torchgpipe.device import device_module
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.devices.device import device_module
 
 __all__ = ["Drawn", "RandomStates", "sharing_generator"]
 

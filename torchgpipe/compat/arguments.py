@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchgpipe import microbatch
-from torchgpipe.microbatch import Batch, Inputs, NoChunk
+from torchgpipe.model import microbatch
+from torchgpipe.model.microbatch import Batch, Inputs, NoChunk
 
 __all__ = ["Arguments", "gather", "scatter"]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.device import device_module, same_memory
+from torchgpipe.devices.device import device_module, same_memory
 
 __all__ = ["AcceleratorStream", "Mark", "Stream", "Streams", "Tick"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchgpipe.device import bring
+from torchgpipe.devices.device import bring
+from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
-from torchgpipe.typing import Leaf, Leaves
 
 __all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "scatter"]
 

@@ -11,27 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.accumulation import Accumulation
-from torchgpipe.ambient import Ambient
-from torchgpipe.backward_pass import current_pass
-from torchgpipe.checkpoint import Checkpoint, Recomputation, Recompute, Site
-from torchgpipe.copy import Route, copy, wait
-from torchgpipe.dependency import fork, join
-from torchgpipe.microbatch import Batch, Skips
-from torchgpipe.partition import Partition
-from torchgpipe.random import RandomStates
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.typing import Leaves
+from torchgpipe.engine.checkpoint import Checkpoint, Keep, Recomputation, Recompute, Site
+from torchgpipe.engine.copy import Route, copy, wait
+from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.gradients import ParameterGradients
+from torchgpipe.engine.portal import Portal
+from torchgpipe.model.microbatch import Batch, Skips
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.skip.layout import is_skippable
-from torchgpipe.skip.portal import Portal
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.statistics import STATISTICS, Norm, exclusive, scratch_statistics
-from torchgpipe.stream import Stream
-from torchgpipe.typing import Leaves
 
 __all__ = ["Cell", "Lane", "Stage", "tie"]
 
@@ -54,6 +54,7 @@ class Stage(Site):
         receiving: the portals of skips that its layers pop and earlier partitions have stashed
         random: notes what is drawn on its device
         ordered: whether the cells have to be tied to each other, because several threads run them
+        replicated: whether DistributedDataParallel is around the call
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Stage(Site):
         ambient: Ambient,
         random: RandomStates,
         ordered: bool,
+        replicated: bool = False,
     ) -> None:
         self.j = j
         self.partition = partition
@@ -83,6 +85,7 @@ class Stage(Site):
         self.ambient = ambient
         self.random = random
         self.phony = stream.device if ordered else None
+        self._replicated = replicated
 
         names = list(partition._modules)
         self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
@@ -102,10 +105,10 @@ class Stage(Site):
         has_skips = any(is_skippable(module) for module in modules)
         # A dict, because a parameter can have several owners.
         parameters = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
-        self._all_parameters = tuple(parameters)
         # Those of a lazy layer cannot even be asked. They are not checkpointed.
         self._versioned = [one for one in parameters if not (is_lazy(one) or one.is_inference())]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
+        self._frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
 
         #: From the input of a cell to its output. Skips that arrive are behind the input's leaves, and those that leave
         #: are behind the output's.
@@ -126,13 +129,10 @@ class Stage(Site):
             return self._trains
         return _first_in_graph(leaves) is not None
 
-    def open_accumulation(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """Inputs for a checkpointed cell. Backward comes to the sums after the cell that has asked first."""
-        if self.accumulation is None:
-            if not self.parameters:
-                return None, ()
-            self.accumulation = Accumulation(self.parameters, self.device)
-        return self.accumulation.phony, self.accumulation.small
+    @cached_property
+    def gradients(self) -> ParameterGradients:
+        """Where the gradients of the parameters go; made by the first cell that is a graph of its own."""
+        return ParameterGradients(self.parameters, self._frozen, self.device, replicated=self._replicated)
 
     def again(self) -> AbstractContextManager[None]:
         """A recomputation runs on this stage's stream, and has no effect on its layers."""
@@ -140,9 +140,6 @@ class Stage(Site):
 
     def versions(self) -> list[int]:
         return [parameter._version for parameter in self._versioned]
-
-    def owns(self, tensor: Tensor) -> bool:
-        return any([tensor is parameter for parameter in self._all_parameters])
 
     def changed(self) -> str | None:
         if self._unchanged_in == current_pass():
@@ -222,17 +219,19 @@ class Cell(Recomputation):
 
     Args:
         checkpoint: whether to keep the input only, and to compute again at backward
+        keep: whether the graph of a cell that is not checkpointed is one of its own, beside checkpointed cells
     """
 
-    __slots__ = ("_checkpoint", "_i", "_input", "_m", "_output", "_stage")
+    __slots__ = ("_checkpoint", "_i", "_input", "_keep", "_m", "_output", "_stage")
 
-    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool) -> None:
+    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, keep: bool = False) -> None:
         # All that the base class does, without the call: there is a cell for every micro-batch and partition.
         self.site = self._stage = stage
         self._graph = None
         self._i = i
         self._m = m
         self._checkpoint = checkpoint
+        self._keep = keep
 
     def run(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         """From the output of the partition before to the output of this one.
@@ -248,10 +247,11 @@ class Cell(Recomputation):
                 batch = batch.replace(copy(stage.arriving, self._i, batch.leaves))
             if skips and stage.receiving:
                 batch = _receive(stage.receiving, self._i, batch, skips)
-            if self._checkpoint and stage.needs_grad(batch.leaves):
-                batch, lane = self._run_checkpointed(batch, lane)
+            if (self._checkpoint or self._keep) and stage.needs_grad(batch.leaves):
+                run = self._run_checkpointed if self._checkpoint else self._run_kept
             else:
-                batch, lane = self._run_plain(batch, lane)
+                run = self._run_plain
+            batch, lane = run(batch, lane)
             if stage.sending:
                 skips = {} if skips is None else skips
                 batch = _send(stage.sending, batch, skips)
@@ -272,12 +272,7 @@ class Cell(Recomputation):
         stage.random.forget()
         if lane is not None and tie(batch, [lane]):
             lane = None
-        accumulation = stage.accumulation
-        # Nodes, not tensors: a skip that comes in lives only until a layer pops it.
-        before = () if accumulation is None else [leaf.grad_fn for leaf in batch.leaves if leaf is not None]
         output = self.call(batch)
-        if accumulation is not None:
-            accumulation.take_from(output.leaves, before)
         if lane is not None and tie(output, [lane]):
             # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
             # those of the cell before it, which the same thread has created earlier.
@@ -291,8 +286,7 @@ class Cell(Recomputation):
     def _run_checkpointed(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
         stage = self._stage
         self._input = batch.replace(())
-        sums, parameters = stage.open_accumulation()
-        leaves: Leaves = Checkpoint.apply(self, lane, sums, *batch.leaves, *parameters)
+        leaves: Leaves = Checkpoint.apply(self, lane, stage.gradients.phony, *batch.leaves)
         node: Any = None if stage.phony is None else leaves[0].grad_fn  # type: ignore[union-attr]
         if stage.leaving:
             leaves = wait(stage.leaving, self._i, leaves)
@@ -300,6 +294,17 @@ class Cell(Recomputation):
             return self._output.replace(leaves), None
         tied: Lane = Recompute.apply(node, leaves[0])
         return self._output.replace(leaves[1:]), tied
+
+    def _run_kept(self, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
+        stage = self._stage
+        stage.random.forget()
+        self._input = batch.replace(())
+        leaves: Leaves = Keep.apply(self, lane, stage.gradients.phony, *batch.leaves)
+        if _first_in_graph(leaves) is not None:
+            lane = None
+        if stage.leaving:
+            leaves = wait(stage.leaving, self._i, leaves)
+        return self._output.replace(leaves), lane
 
     def call(self, batch: Batch) -> Batch:
         """The layers, in a cell that is not checkpointed."""

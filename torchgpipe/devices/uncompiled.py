@@ -4,7 +4,7 @@
 all the rest, and puts a wrapper around every call. So this file is imported only where the compiler is at work::
 
     if torch.compiler.is_dynamo_compiling():
-        from torchgpipe.uncompiled import uncompiled
+        from torchgpipe.devices.uncompiled import uncompiled
 
         return uncompiled(function, x)
 """

@@ -21,21 +21,22 @@ from itertools import chain
 import torch
 from torch import nn
 
-from torchgpipe.ambient import Ambient
-from torchgpipe.cell import Cell, Lane, Stage, tie
-from torchgpipe.copy import Route
-from torchgpipe.function import refuse_transforms
-from torchgpipe.microbatch import Batch
-from torchgpipe.partition import Partition
-from torchgpipe.random import RandomStates, sharing_generator
-from torchgpipe.recorded import RecordedCell
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.engine.cell import Cell, Lane, Stage, tie
+from torchgpipe.engine.copy import Route
+from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.label import labelled
+from torchgpipe.engine.portal import Portal
+from torchgpipe.engine.record import Place, Recorder, Step
+from torchgpipe.engine.recorded_cell import RecordedCell
+from torchgpipe.engine.workers import run_in_workers
+from torchgpipe.model.data_parallel import is_replicated
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.portal import Portal
-from torchgpipe.stream import Stream, Streams
-from torchgpipe.timeline.label import labelled
-from torchgpipe.timeline.record import Place, Recorder, Step
-from torchgpipe.worker import run_in_workers
 
 __all__ = ["Mechanisms", "Pipeline"]
 
@@ -105,6 +106,7 @@ class Pipeline:
                 ambient=self._ambient,
                 random=random[devices[j]],
                 ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
+                replicated=is_replicated(),
             )
             for j, partition in enumerate(partitions)
         ]
@@ -127,14 +129,14 @@ class Pipeline:
     def _run_inline(self, batches: list[Batch], checkpoint_stop: int) -> None:
         for cells in clock_cycles(self._m, len(self._stages)):
             for i, j in cells:
-                batches[i], _ = self._cell(i, j, i < checkpoint_stop).run(batches[i], None)
+                batches[i], _ = self._cell(i, j, checkpoint_stop).run(batches[i], None)
         self._stages[0].random.forget()  # The last state takes kilobytes.
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
         lanes: list[Lane] = [None] * len(self._stages)
 
         def run(i: int, j: int) -> None:
-            batches[i], lanes[j] = self._cell(i, j, i < checkpoint_stop).run(batches[i], lanes[j])
+            batches[i], lanes[j] = self._cell(i, j, checkpoint_stop).run(batches[i], lanes[j])
 
         cells = chain.from_iterable(clock_cycles(self._m, len(self._stages)))
         run_in_workers(cells, run, [stage.stream for stage in self._stages], self._ambient, self._in_turn)
@@ -143,10 +145,9 @@ class Pipeline:
         if open_lanes:
             tie(batches[-1], open_lanes)
 
-    def _cell(self, i: int, j: int, checkpoint: bool) -> Cell:
-        if self._step is not None:
-            return RecordedCell(self._stages[j], i, self._m, checkpoint, self._step)
-        return Cell(self._stages[j], i, self._m, checkpoint)
+    def _cell(self, i: int, j: int, checkpoint_stop: int) -> Cell:
+        place, how = (self._stages[j], i, self._m), (i < checkpoint_stop, checkpoint_stop > 0)
+        return Cell(*place, *how) if self._step is None else RecordedCell(*place, *how, self._step)
 
 
 def _begin_step(

@@ -15,13 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["exchange", "replicas", "verify_even", "verify_layers"]
+__all__ = ["exchange", "is_replicated", "replicas", "verify_even", "verify_layers"]
 
 
 def replicas() -> Any:
     """The process group of the DistributedDataParallel whose forward is under way; None if there are no others."""
     ddp = _active()
     return None if ddp is None or ddp.process_group.size() == 1 else ddp.process_group
+
+
+def is_replicated() -> bool:
+    """Return whether the forward of a DistributedDataParallel is under way, which has hooks at all parameters."""
+    return _active() is not None
 
 
 def verify_even() -> None:

@@ -23,8 +23,8 @@ from queue import SimpleQueue
 
 import torch
 
-from torchgpipe.ambient import Ambient
-from torchgpipe.stream import Stream
+from torchgpipe.devices.stream import Stream
+from torchgpipe.replay.ambient import Ambient
 
 __all__ = ["run_in_workers"]
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.backward_pass import current_pass
-from torchgpipe.cell import Cell, Stage
-from torchgpipe.dependency import fork
-from torchgpipe.microbatch import Batch
-from torchgpipe.timeline.record import Kind, Open, Step, begin
-from torchgpipe.typing import Leaf, Leaves
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.cell import Cell, Stage
+from torchgpipe.engine.dependency import fork
+from torchgpipe.engine.record import Kind, Open, Step, begin
+from torchgpipe.model.microbatch import Batch
 
 __all__ = ["RecordedCell"]
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class RecordedCell(Cell):
-    """See :class:`torchgpipe.cell.Cell`.
+    """See :class:`torchgpipe.engine.cell.Cell`.
 
     Args:
         step: listens to the mini-batch
@@ -30,19 +30,22 @@ class RecordedCell(Cell):
 
     __slots__ = ("_backward", "_ends", "_step")
 
-    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, step: Step) -> None:
-        super().__init__(stage, i, m, checkpoint)
+    def __init__(self, stage: Stage, i: int, m: int, checkpoint: bool, keep: bool, step: Step) -> None:
+        super().__init__(stage, i, m, checkpoint, keep)
         self._step = step
         self._backward: Open | None = None
 
     def first_run(self, leaves: Leaves) -> Leaves:
         return self._record("forward", super().first_run, leaves)
 
+    def only_run(self, leaves: Leaves) -> Leaves:
+        return self._record("forward", super().only_run, leaves)
+
     def second_run(self, checkpoint: Any) -> None:
         self._record("recomputation", super().second_run, checkpoint)
 
-    def _gradients(self, outputs: Leaves, grads: Leaves, wanted: list[Tensor]) -> Sequence[Tensor | None]:
-        return self._record("backward", super()._gradients, outputs, grads, wanted)
+    def _gradients(self, *args: Any) -> Sequence[Tensor | None]:
+        return self._record("backward", super()._gradients, *args)
 
     def _record(self, kind: Kind, run: Callable[..., Result], *args: Any) -> Result:
         # Without a context manager, which would cost as much again as all that is told here.

@@ -1,8 +1,8 @@
-"""Hooks of parameters hear whole gradients only.
+"""Hooks of parameters: finding them, and keeping them from being called with a part of a gradient.
 
-A checkpointed cell differentiates its own small graph, whose leaves are the parameters themselves, and PyTorch calls
-a parameter's hooks there too: once for every micro-batch. They are to be called once, with the sum, when the
-engine delivers it. So while a thread differentiates such a graph, the hooks do not hear what this thread does.
+A cell differentiates its own small graph, whose leaves are the parameters themselves, and PyTorch calls the hooks of a
+parameter there too: once for every micro-batch. A hook must be called once, with the sum, when the engine delivers the
+sum. So while a thread differentiates such a graph, hooks do not hear what this thread does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,30 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["without_hooks"]
+__all__ = ["has_hooks", "without_hooks"]
+
+
+def has_hooks(parameter: Tensor, node: Any) -> bool:
+    """Return whether Python is called when a gradient of ``parameter`` is accumulated.
+
+    Args:
+        parameter: a leaf
+        node: its AccumulateGrad node, which may have hooks of its own
+    """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return True
+    for register in (node.register_hook, node.register_prehook):
+        # A node does not tell of its hooks, but a handle has the dict that all of them are in.
+        handle = register(_ignore)
+        others = len(handle.hooks_dict_ref()) > 1
+        handle.remove()
+        if others:
+            return True
+    return False
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing, as a hook."""
 
 
 class _Thread(threading.local):

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchgpipe.copy import Route, copy
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.copy import Route, copy
 from torchgpipe.skip.namespace import SkipKey
-from torchgpipe.typing import Leaf
 
 __all__ = ["Portal"]
 

@@ -1,0 +1,293 @@
+"""The front for code that was written for PyTorch's ``torch.distributed.pipeline.sync``, which PyTorch 2.4 removed.
+
+It is the same pipeline. What differs from :class:`~torchgpipe.GPipe` is how it is told of devices (the layers are there
+already), how values go from layer to layer (a tuple is several arguments, and need not be all tensors), and that the
+output comes in a reference.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.utils import _pytree as pytree
+
+from torchgpipe.compat import arguments
+from torchgpipe.devices.device import canonical_device
+from torchgpipe.devices.typing import Device
+from torchgpipe.gpipe import GPipe
+from torchgpipe.model.microbatch import NoChunk
+from torchgpipe.model.old_keys import OldKey, by_name, by_order, covers
+from torchgpipe.model.partition import Partition, layers_of, verify_module
+from torchgpipe.model.settings import CheckpointMode
+from torchgpipe.model.shallow_copy import twin
+
+__all__ = ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"]
+
+
+class BalanceError(ValueError):
+    """Never raised: there is no balance to be wrong. Code that catches it goes on to run."""
+
+
+class WithDevice(nn.Module):
+    """Tells a :class:`Pipe` the device of a layer that has no parameters to tell it.
+
+    In the pipeline the layer stands for itself, without this around it. If it has parameters, they are moved.
+
+    Args:
+        module: the layer
+        device: where it runs
+    """
+
+    def __init__(self, module: nn.Module, device: Device) -> None:
+        super().__init__()
+        self.module = module
+        self.device = torch.device(device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class PipeSequential(nn.Sequential):
+    """A Sequential whose layers may take several arguments: a tuple that one returns is those of the next. ::
+
+        assert PipeSequential(nn.Bilinear(8, 8, 2))(input, input).shape == (16, 2)
+
+    The layers of a :class:`Pipe` follow each other in this way anyway, and so do those in an
+    :class:`~torch.nn.Sequential` that is nested in it. So this is to run them without a pipeline, and for what is
+    nested deeper.
+    """
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if not len(self):
+            return inputs
+        layers = iter(self)
+        value = next(layers)(*inputs, **keywords)
+        for layer in layers:
+            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        return value
+
+
+def _layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers by name, those in a nested Sequential one by one, as the removed Pipe counted them."""
+    layers: dict[str, nn.Module] = {}
+    for name, layer in layers_of(module).items():
+        if isinstance(layer, nn.Sequential) and getattr(layer.forward, "__func__", None) in _ONE_AFTER_THE_OTHER:
+            layers.update({f"{name}.{inner}": each for inner, each in layer._modules.items()})
+        else:
+            layers[name] = layer
+    return layers
+
+
+_ONE_AFTER_THE_OTHER = (nn.Sequential.forward, PipeSequential.forward)
+
+
+class _Partition(PipeSequential, Partition):
+    """Consecutive layers of a `Pipe`."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalRRef:
+    """The output of a :class:`Pipe` where no RPC framework is initialised: a reference to what is here.
+
+    It answers to those methods of :class:`torch.distributed.rpc.RRef` that are of use for such a one.
+
+    Attributes:
+        value: the output
+    """
+
+    value: Any
+
+    def local_value(self) -> Any:
+        """The output."""
+        return self.value
+
+    def to_here(self, timeout: float = -1.0) -> Any:
+        """The output, at once.
+
+        Args:
+            timeout: how long to wait, in seconds; nothing has to be waited for
+        """
+        return self.value
+
+    def is_owner(self) -> bool:
+        """True."""
+        return True
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run backward from the output, which has one element, such as a loss that the last layer returns.
+
+        Args:
+            dist_autograd_ctx_id: -1, for the local autograd: without RPC there is no other
+            retain_graph: whether backward can be run once more
+
+        Raises:
+            RuntimeError: the output is not a tensor, or has more elements than one.
+            ValueError: another context is asked for.
+        """
+        if dist_autograd_ctx_id != -1:
+            raise ValueError(
+                f"there is no context of distributed autograd without RPC, but {dist_autograd_ctx_id} is asked for; "
+                "call backward() without it"
+            )
+        if not isinstance(self.value, Tensor):
+            raise RuntimeError(
+                f"the output should be a tensor for .backward(), but is {type(self.value).__name__}; call backward() "
+                "on a tensor in local_value()"
+            )
+        torch.autograd.backward(self.value, retain_graph=retain_graph)
+
+
+# DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass
+# it does, except for a static graph, where it knows containers only.
+pytree.register_pytree_node(
+    LocalRRef, lambda reference: ([reference.value], None), lambda values, _: LocalRRef(*values)
+)
+
+
+class Pipe(GPipe):
+    """Trains a Sequential whose layers are on their devices already, as ``torch.distributed.pipeline.sync.Pipe`` did::
+
+        first, last = nn.Linear(8, 8).to("cuda:0"), nn.Linear(8, 4).to("cuda:1")
+        model = Pipe(nn.Sequential(first, nn.ReLU(), last), chunks=8)
+        output = model(input).local_value()
+
+    Consecutive layers on one device are a partition. A layer is where its parameters are, or its buffers if it has no
+    parameters. One that has neither is where the layer before it is, and at the start where the first one with a device
+    is; :class:`WithDevice` puts it elsewhere.
+
+    The layers in a nested :class:`~torch.nn.Sequential` are layers of the pipeline, one by one: for ``len``, indexing,
+    iteration and partitions, though by their names, such as ``'0.2'``, they are where they were. The nested one is not
+    called, nor are hooks on it. One level is taken apart, and no subclass with a ``forward`` of its own.
+
+    A tuple that a layer returns is the arguments of the next layer, as in :class:`PipeSequential`. What is not a tensor
+    goes from layer to layer as it is, but there must be at least one tensor; and tensors inside of objects, other than
+    tuples, lists and dicts, are not seen: they are not copied to the next device, and lose their gradient where a
+    micro-batch is checkpointed.
+
+    All else is as in :class:`~torchgpipe.GPipe`, whose attributes it has.
+
+    Args:
+        module: the model, with all layers where they are to run
+        chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
+        checkpoint: which micro-batches keep only the input of each partition: ``'always'`` all, ``'except_last'`` all
+            but the last, or ``'never'`` any
+        deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch
+
+    Raises:
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        ValueError: a layer is on several devices or on the meta device, an argument is out of its range, or layers
+            cannot be partitioned because they share parameters or have a name that the pipeline needs.
+    """
+
+    _layers_of = staticmethod(_layers_of)
+    _scatter = staticmethod(arguments.scatter)
+    _gather = staticmethod(arguments.gather)
+    _partition_type = _Partition
+    _sequential_type = PipeSequential
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: CheckpointMode = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        verify_module(module)
+        places = dict(zip(module._modules, _devices(module)))
+        module = _as_they_run(module)
+        along = [places[name.partition(".")[0]] for name in _layers_of(module)]
+        runs = [(device, len(list(run))) for device, run in groupby(along)]
+        super().__init__(
+            module,
+            [count for _, count in runs],
+            devices=[device for device, _ in runs],
+            chunks=chunks,
+            checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Runs a mini-batch through the pipeline.
+
+        Args:
+            *inputs: the arguments of the first layer. Tensors of shape (batch, ...) are split into micro-batches. All
+                else goes whole to each of them: what is in :class:`NoChunk`, what is not a tensor, and what is in it.
+                Tensors on another device are copied to ``devices[0]``.
+            **keywords: keyword arguments of the first layer, likewise
+
+        Returns:
+            a reference to what the last layer returns: a :class:`torch.distributed.rpc.RRef` if the RPC framework is
+            initialised, or else a :class:`LocalRRef`; ``local_value()`` gives the output of either. A tensor, alone or
+            at the top of a tuple or list, is concatenated along dimension 0, on ``devices[-1]``. In the place of all
+            else is a list with what came of each micro-batch.
+
+        Raises:
+            TypeError: there is no tensor among the inputs, or none in what a layer returns at the end of a partition.
+            ValueError: the tensors differ in dimension 0, or what the last layer returns differs between micro-batches.
+            RuntimeError: the pipeline has been unwrapped.
+            Exception: what a layer raises, with a note that tells the micro-batch and the partition.
+        """
+        return _reference(super().forward(*inputs, **keywords))
+
+    def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
+        """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then."""
+        ours = [name for name, layer in _layers_of(self).items() if layer.state_dict()]
+        if covers(keys, ours):
+            with suppress(ValueError):
+                return by_name(keys, ours)
+        return by_order(keys, ours) if keys else {}
+
+
+def _reference(value: Any) -> Any:
+    if rpc.is_available() and rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return rpc.RRef(value)
+    return LocalRRef(value)
+
+
+def _devices(module: nn.Sequential) -> list[torch.device]:
+    """Where each layer runs.
+
+    Raises:
+        ValueError: a layer is on several devices, or has no memory yet.
+    """
+    own = [_own_devices(layer) for layer in module]
+    misplaced = [
+        f"layer '{name}' ({type(layer).__name__}) is on {', '.join(map(str, devices))}"
+        for (name, layer), devices in zip(module.named_children(), own)
+        if len(devices) > 1 or any(device.type == "meta" for device in devices)
+    ]
+    if misplaced:
+        raise ValueError(
+            "each layer should have all parameters on a single device, please use .to() to place the module on a "
+            f"single device, or WithDevice(layer, device): {'; '.join(misplaced)}"
+        )
+    current = next((devices[0] for devices in own if devices), torch.device("cpu"))
+    result = []
+    for devices in own:
+        current = devices[0] if devices else current
+        result.append(current)
+    return result
+
+
+def _own_devices(layer: nn.Module) -> list[torch.device]:
+    if isinstance(layer, WithDevice):
+        return [canonical_device(layer.device)]
+    tensors: list[Tensor] = [*layer.parameters()] or [*layer.buffers()]
+    return list(dict.fromkeys([tensor.device for tensor in tensors]))
+
+
+def _as_they_run(module: nn.Sequential) -> nn.Sequential:
+    """The layers under their names, without what only told their devices."""
+    result = nn.Sequential()
+    result.training = module.training
+    for name, layer in module.named_children():
+        layer = layer.module if isinstance(layer, WithDevice) else layer
+        result.add_module(name, twin(layer, PipeSequential) if type(layer) is nn.Sequential else layer)
+    return result
