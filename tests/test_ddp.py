@@ -28,8 +28,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import torchgpipe
-from torchgpipe import GPipe, replicas
+from torchgpipe import GPipe
 from torchgpipe.batchnorm import mini_batch
+from torchgpipe.model import data_parallel
 from torchgpipe.pipe import Pipe, WithDevice
 
 pytestmark = [
@@ -239,7 +240,7 @@ def steps_are_skipped_in_all_processes(devices: list[str], checkpoint: str) -> N
     for name, expected in trial.plain.state_dict().items():
         actual = trial.layers.state_dict()[name]
         torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.001)
-        assert torch.equal(*replicas.exchange(dist.group.WORLD, actual))
+        assert torch.equal(*data_parallel.exchange(dist.group.WORLD, actual))
 
 
 def the_output_is_in_a_reference(devices: list[str], checkpoint: str) -> None:
@@ -391,7 +392,7 @@ class Norms(Trial):
 def counted_exchanges() -> Iterator[list[int]]:
     """How many numbers this process sends in each exchange of statistics."""
     sent: list[int] = []
-    original = replicas.exchange
+    original = data_parallel.exchange
 
     def exchange(group: Any, values: Tensor) -> list[Tensor]:
         sent.append(len(values))
@@ -419,7 +420,7 @@ def statistics_are_those_of_the_joined_batch(devices: list[str], checkpoint: str
             trial.check()
     assert sent == [2 * (2 + 3 + 3)] * 4, "one exchange in each step, of all layers"
     for buffer in trial.pipeline.buffers():
-        assert torch.equal(*replicas.exchange(dist.group.WORLD, buffer)), "to the last bit"
+        assert torch.equal(*data_parallel.exchange(dist.group.WORLD, buffer)), "to the last bit"
 
 
 def statistics_without_gradients(devices: list[str], checkpoint: str) -> None:
