@@ -39,15 +39,16 @@ quick: $(READY)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
 
 # A pipeline is compared with the plain model in these.
-COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py test_models.py test_checkpoint.py test_gpipe.py \
-	test_pipe.py test_docs.py test_balancing.py::test_balance_fits_gpipe practice/test_evaluation.py \
+COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/test_models.py \
+	engine/test_checkpoint.py test_gpipe.py \
+	compat/test_pipe.py test_docs.py balancing/test_balance.py::test_balance_fits_gpipe practice/test_evaluation.py \
 	practice/test_sequences.py practice/test_taken_apart.py practice/test_compile.py::test_evaluation)
 
 rounding: $(READY)
 	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
 # In a process that was forked coverage itself warns, and these tests let no warning pass.
-FORKING = --deselect tests/test_threads.py::test_a_data_loader_that_forks \
+FORKING = --deselect tests/engine/test_threads.py::test_a_data_loader_that_forks \
 	--deselect tests/test_bugs.py::test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings
 
 coverage: $(READY)
