@@ -17,7 +17,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from torchgpipe.devices.stream import Streams
 from torchgpipe.distributed.boundary import Boundary
-from torchgpipe.engine.cell import Cell, Stage
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.partition_call import PartitionCall
+from torchgpipe.engine.passage import Mode, pass_through
 from torchgpipe.engine.portal import Portal
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
@@ -74,7 +76,7 @@ class StageModule(nn.Module):
         """Prepares for the micro-batches of ``call``."""
         self._call = call
         modules = list(self.partition.modules())
-        self._stage = Stage(
+        self._partition_call = PartitionCall(
             self._j,
             self.partition,
             modules,
@@ -90,12 +92,13 @@ class StageModule(nn.Module):
 
     def end(self) -> None:
         """Lets go of the call."""
-        del self._call, self._stage
+        del self._call, self._partition_call
 
     def forward(self, *wires: Tensor, i: Tensor) -> Tensor | tuple[Tensor, ...]:
         number, call = int(i), self._call
         batch = call.inputs[number] if self._arriving is None else self._arriving.unpack(number, wires)
-        batch, _ = Cell(self._stage, number, len(call.inputs), number < call.checkpoint_stop).run(batch, None)
+        mode: Mode = "checkpoint" if number < call.checkpoint_stop else "plain"
+        batch, _ = pass_through(Cell(self._partition_call, number, len(call.inputs)), batch, None, mode)
         if self._last:
             return call.finish(number, batch)
         return self._leaving.pack(number, batch)

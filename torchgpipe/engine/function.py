@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe.devices.typing import Leaf
 
-__all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms"]
+__all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms", "transforms_are_active"]
 
 #: Where a graph is entered: a node of autograd, and which of its outputs. It holds no tensor.
 Edge = GradientEdge
@@ -42,9 +42,14 @@ class Function(torch.autograd.Function, metaclass=_Direct):
     apply: Any
 
 
+def transforms_are_active() -> bool:
+    """Return whether a function transform of `torch.func`, such as `vmap` or `grad`, is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def refuse_transforms() -> None:
-    """Raises if a function transform of `torch.func`, such as `vmap` or `grad`, is active."""
-    if torch._C._are_functorch_transforms_active():
+    """Raise if a function transform of `torch.func` is active."""
+    if transforms_are_active():
         raise RuntimeError(
             "transforms of torch.func cannot go through checkpointed partitions or several devices; use "
             "checkpoint='never' on one device, or transform the plain model"

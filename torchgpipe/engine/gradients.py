@@ -1,6 +1,6 @@
-"""Where the gradients of parameters go: straight into ``.grad``, or, where anything listens, there once and whole.
+"""The gradients of parameters: straight into ``.grad``, or, where anything listens, there once and whole.
 
-A cell that is a graph of its own is differentiated by a backward pass inside the pass of the caller:
+A cell with a graph of its own is differentiated by a backward pass inside the pass of the caller:
 
     forward   parameters ──► Deliver ──phony──► cell (0,j), cell (1,j), ...
     backward  each cell differentiates its own graph; Deliver runs after the last of them
@@ -33,11 +33,11 @@ __all__ = ["ParameterGradients"]
 
 
 class ParameterGradients:
-    """The gradients of the parameters of one place in the model during a call of the pipeline.
+    """The gradients of the parameters of a partition during a call of the pipeline.
 
     Args:
-        parameters: the tensors that gradients are wanted of; each requires grad
-        frozen: the other parameters
+        parameters: the parameters; each requires grad
+        frozen: the parameters that do not
         device: where they are
         replicated: whether DistributedDataParallel is around the call, whose hooks cannot be seen
 
@@ -45,19 +45,19 @@ class ParameterGradients:
         phony: an input of every cell that is differentiated here
     """
 
-    __slots__ = ("_ends", "_frozen", "_leaf", "_parameters", "_passes", "_replicated", "phony")
+    __slots__ = ("_ends", "_known", "_leaf", "_listens_always", "_parameters", "_passes", "phony")
 
     def __init__(
         self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device, *, replicated: bool
     ) -> None:
         self._parameters = parameters
-        self._frozen = frozen
-        self._replicated = replicated
-        self._passes: WeakValueDictionary[int, Sums] = WeakValueDictionary()
+        self._known = (*parameters, *frozen)
+        self._listens_always = replicated or not all([parameter.is_leaf for parameter in parameters])
+        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
         leaf = get_phony(device).requires_grad_()
         self.phony: Tensor = Deliver.apply(self._passes, leaf, *parameters)
         node: Any = self.phony.grad_fn
-        # Where the gradients of the leaf and of the parameters go.
+        # The nodes at which the gradients of the leaf and of the parameters arrive.
         self._leaf, *self._ends = [end for end, _ in node.next_functions[-len(parameters) - 1 :]]
 
     def differentiate(
@@ -75,94 +75,97 @@ class ParameterGradients:
             the gradients of the leaves; None for one that was not used
 
         Raises:
-            RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters. If the pass
-                adds to ``.grad``, the tensor gets its gradient, but what was computed from it outside is used up once.
+            RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters, and the
+                gradient of that tensor would be lost, or arrive in parts where a hook listens.
         """
-        sums = self._sums(roots, leaves)
-        if sums.are_in_grad:
+        this = self._passes.get(current_pass())
+        if this is None:
+            this = self._passes[current_pass()] = self._begin_pass(roots, leaves)
+            at_end_of_pass(this.end)  # The pass alone keeps it, so a pass that fails drops its sums, too.
+        if this.adds_to_grad:
             try:
-                with without_hooks(leaves):  # The layers have put them on the cell's own inputs, too.
-                    accumulate(roots, grads, keep_graph)
+                accumulate(roots, grads, keep_graph)
             except RuntimeError:
-                # What was computed from a captured tensor is freed with the first cell that uses it.
+                # The first cell that uses a captured non-leaf frees what that was computed from.
                 self._refuse_captured(roots, leaves)
                 raise
             return [leaf.grad for leaf in leaves]
         self._refuse_captured(roots, leaves)
-        wanted = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad] if sums else []
-        inputs = [*leaves, *[self._parameters[k] for k in wanted]]
-        if not inputs:
+        wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
+        parameters = [self._parameters[k] for k in wanted]
+        if not leaves and not parameters:
             return []
-        with without_hooks(inputs):
-            result = gradients(roots, grads, inputs, keep_graph)
+        with without_hooks(parameters):
+            result = gradients(roots, grads, [*leaves, *parameters], keep_graph)
         for k, grad in zip(wanted, result[len(leaves) :]):
-            sums[k] = _sum(sums[k], grad)
+            this.sums[k] = _sum(this.sums[k], grad)
         return result[: len(leaves)]
 
-    def _sums(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> Sums:
-        """Return the sums of this pass, for which the first cell decides what becomes of gradients.
+    def _begin_pass(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> _Pass:
+        """Decide for a backward pass, with its first cell, what becomes of gradients."""
+        # A pass that names its inputs does not ask for the leaf.
+        takes_all = will_run(self._leaf)
+        this = _Pass()
+        this.adds_to_grad = takes_all and not self._anything_listens()
+        if this.adds_to_grad:
+            for tensor, node in self._captured(roots, leaves):
+                if has_hooks(tensor, node):
+                    raise _refusal(tensor)
+        elif takes_all or will_run(self.phony.grad_fn):
+            this.sums = [None] * len(self._parameters)
+        return this
 
-        Args:
-            roots: where the graph of the cell is entered
-            leaves: the inputs of the cell that require grad
-
-        Raises:
-            RuntimeError: a captured tensor has a hook, which would be called with the gradient of each micro-batch.
-        """
-        sums = self._passes.get(current_pass())
-        if sums is None:
-            # A pass that names its inputs does not ask for the leaf.
-            takes_all = will_run(self._leaf)
-            sums = Sums([None] * len(self._parameters) if takes_all or will_run(self.phony.grad_fn) else [])
-            sums.are_in_grad = takes_all and not self._has_listeners()
-            if sums.are_in_grad:
-                for tensor, node in _leaves(roots, [*leaves, *self._parameters, *self._frozen]):
-                    if has_hooks(tensor, node):
-                        raise _captured(tensor)
-            self._passes[current_pass()] = sums
-            at_end_of_pass(sums.clear)  # The pass alone keeps them, so they go with a pass that fails, too.
-        return sums
-
-    def _has_listeners(self) -> bool:
-        """Whether anything must see gradients whole, or cells would add to the ``.grad`` of what must get none.
-
-        That is a parameter which was frozen at the call only, or which is no leaf.
-        """
+    def _anything_listens(self) -> bool:
+        """Return whether anything must see gradients whole, or a parameter that was frozen at the call is no more."""
         return (
-            self._replicated
-            or any([one.requires_grad for one in self._frozen])
-            or any([not one.is_leaf or has_hooks(one, end) for one, end in zip(self._parameters, self._ends)])
+            self._listens_always
+            or any([parameter.requires_grad for parameter in self._known[len(self._parameters) :]])
+            or any([has_hooks(parameter, end) for parameter, end in zip(self._parameters, self._ends)])
         )
 
     def _refuse_captured(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> None:
-        """Raise if the graph of a cell ends in a leaf that is neither one of its inputs nor a parameter."""
-        for tensor, _ in _leaves(roots, [*leaves, *self._parameters, *self._frozen]):
-            raise _captured(tensor)
+        for tensor, _ in self._captured(roots, leaves):
+            raise _refusal(tensor)
+
+    def _captured(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+        """Yield the leaves that a graph ends in, with their nodes, but for phonies and what the cell may use."""
+        known = set(map(id, [*leaves, *self._known]))
+        for node in _nodes(roots):
+            if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known:
+                yield node.variable, node
 
 
-class Sums(list[Leaf]):
-    """The sums of a pass, one for each parameter; empty if the pass asks for no gradient of a parameter.
+class _Pass:
+    """A backward pass of the caller.
 
     Attributes:
-        are_in_grad: whether each cell adds to ``.grad`` instead
+        adds_to_grad: whether each cell adds to ``.grad``
+        sums: else the sum of each parameter's gradients; empty if the pass asks for none of them
     """
 
-    are_in_grad = False
+    adds_to_grad = False
+
+    def __init__(self) -> None:
+        self.sums: list[Leaf] = []
+
+    def end(self) -> None:
+        """Drop the sums."""
+        self.sums.clear()
 
 
 class Deliver(Function):
     """Forward: a phony for all cells that are differentiated here. Backward: the sums, if the pass has any."""
 
     @staticmethod
-    def forward(ctx: Any, passes: WeakValueDictionary[int, Sums], leaf: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, passes: WeakValueDictionary[int, _Pass], leaf: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.passes = passes
         return get_phony(leaf.device)
 
     @staticmethod
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = ctx.passes.get(current_pass())
-        return None, None, *(sums or [None] * (len(ctx.needs_input_grad) - 2))
+        this = ctx.passes.get(current_pass())
+        return None, None, *((this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2))
 
 
 def _sum(total: Leaf, grad: Leaf) -> Leaf:
@@ -172,20 +175,18 @@ def _sum(total: Leaf, grad: Leaf) -> Leaf:
     return total + grad if total.layout is torch.strided else grad + total
 
 
-def _leaves(roots: Iterable[Edge], known: Iterable[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-    """Yield the leaves that a graph ends in, with their nodes, but for phonies and those that are known."""
-    known_ids = set(map(id, known))
-    pending: list[Any] = [root.node for root in roots]
+def _nodes(roots: Iterable[Edge]) -> Iterator[Any]:
+    """Yield all nodes of a graph."""
+    pending: list[Any] = list({root.node: None for root in roots})
     seen = {None, *pending}
-    for node in pending:  # It grows meanwhile.
-        if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
-            yield node.variable, node
+    for node in pending:  # The list grows meanwhile.
+        yield node
         following = [end for end, _ in node.next_functions if end not in seen]
         seen.update(following)
         pending += following
 
 
-def _captured(tensor: Tensor) -> RuntimeError:
+def _refusal(tensor: Tensor) -> RuntimeError:
     return RuntimeError(
         f"a layer uses a tensor of shape {tuple(tensor.shape)}, or one computed from it, that requires grad but is "
         "neither an input nor a parameter of the layers of its partition, so its gradient would be lost, or a hook of "

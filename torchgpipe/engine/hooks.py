@@ -1,15 +1,14 @@
-"""Hooks of parameters: finding them, and keeping them from being called with a part of a gradient.
+"""Hooks of parameters: finding them, and keeping them from hearing parts of a gradient.
 
-A cell differentiates its own small graph, whose leaves are the parameters themselves, and PyTorch calls the hooks of a
-parameter there too: once for every micro-batch. A hook must be called once, with the sum, when the engine delivers the
-sum. So while a thread differentiates such a graph, hooks do not hear what this thread does.
+A cell differentiates a small graph of its own, which ends in the parameters, so PyTorch calls the hooks of a parameter
+there: with the gradient of one micro-batch. A hook must hear the gradient of the mini-batch, once.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -17,17 +16,12 @@ from torch import Tensor
 __all__ = ["has_hooks", "without_hooks"]
 
 
-def has_hooks(parameter: Tensor, node: Any) -> bool:
-    """Return whether Python is called when a gradient of ``parameter`` is accumulated.
-
-    Args:
-        parameter: a leaf
-        node: its AccumulateGrad node, which may have hooks of its own
-    """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+def has_hooks(tensor: Tensor, node: Any) -> bool:
+    """Return whether Python is called when a gradient of ``tensor``, a leaf with this node, is accumulated."""
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         return True
     for register in (node.register_hook, node.register_prehook):
-        # A node does not tell of its hooks, but a handle has the dict that all of them are in.
+        # A node does not list its hooks, but a handle has the dict that holds all of them.
         handle = register(_ignore)
         others = len(handle.hooks_dict_ref()) > 1
         handle.remove()
@@ -40,48 +34,29 @@ def _ignore(*_: Any) -> None:
     """Do nothing, as a hook."""
 
 
-class _Thread(threading.local):
-    is_quiet = False
+#: Whether this thread differentiates the graph of a cell.
+_in_a_cell: ContextVar[bool] = ContextVar("_in_a_cell", default=False)
 
 
-_thread = _Thread()
-
-
-class _Muted:
-    """Stands for a hook in the dict of its tensor, and leaves it out in a quiet thread."""
+class _Whole:
+    """A hook that hears whole gradients only. It takes the place of the hook in the dict of the tensor, for good."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         self.hook = hook
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        return None if _thread.is_quiet else self.hook(grad)
-
-
-#: How many threads need the hooks of a dict muted, by the id of the dict.
-_counts: dict[int, int] = {}
-_counts_lock = threading.Lock()
-
-
-def without_hooks(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Keeps this thread from calling the hooks of ``tensors`` for a ``with`` block."""
-    hooked = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
-    return _mute(hooked) if hooked else nullcontext()
+        return None if _in_a_cell.get() else self.hook(grad)
 
 
 @contextmanager
-def _mute(dicts: list[Any]) -> Iterator[None]:
-    with _counts_lock:
-        for hooks in dicts:
-            _counts[id(hooks)] = _counts.get(id(hooks), 0) + 1
-            hooks.update({key: hook if isinstance(hook, _Muted) else _Muted(hook) for key, hook in hooks.items()})
-    was_quiet, _thread.is_quiet = _thread.is_quiet, True
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the hooks of ``tensors`` from hearing what this thread differentiates in a ``with`` block."""
+    for tensor in tensors:
+        for key, hook in list((tensor._backward_hooks or {}).items()):
+            if not isinstance(hook, _Whole):
+                tensor._backward_hooks[key] = _Whole(hook)  # type: ignore[index]
+    token = _in_a_cell.set(True)
     try:
         yield
     finally:
-        _thread.is_quiet = was_quiet
-        with _counts_lock:
-            for hooks in dicts:
-                _counts[id(hooks)] -= 1
-                if _counts[id(hooks)] == 0:
-                    del _counts[id(hooks)]
-                    hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Muted)})
+        _in_a_cell.reset(token)

@@ -1,4 +1,4 @@
-"""Labels in the trace of ``torch.profiler``, while that runs: the same work that a timeline shows, by name."""
+"""Labels in the trace of ``torch.profiler``: the work that a timeline shows, by name."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torchgpipe.engine.record import End, Kind, Step
 __all__ = ["labelled"]
 
 
-def labelled(step: Step | None, pipeline: object) -> Step | None:
-    """A step of ``pipeline`` that gives labels as well, if the profiler runs; else the step itself."""
-    # Asked first, because a label that nobody reads costs as much as a small layer.
-    return _Labelled(step, id(pipeline)) if profiler._is_profiler_enabled else step
+def labelled(step: Step | None) -> Step | None:
+    """Return a listener that labels the work as well, if the profiler runs, and ``step`` itself otherwise."""
+    # A label costs as much as a small layer, also where the profiler does not run.
+    return _Labelled(step) if profiler._is_profiler_enabled else step
 
 
 class _Labelled:
-    def __init__(self, step: Step | None, source: object) -> None:
+    def __init__(self, step: Step | None) -> None:
         self._step = step
-        self.source = source
 
     def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
         end = None if self._step is None else self._step.begin(kind, i, j, other, stream)

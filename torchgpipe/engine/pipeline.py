@@ -22,13 +22,14 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.engine.cell import Cell, Lane, Stage, tie
+from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route
-from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.function import refuse_transforms, transforms_are_active
 from torchgpipe.engine.label import labelled
+from torchgpipe.engine.partition_call import PartitionCall
+from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Place, Recorder, Step
-from torchgpipe.engine.recorded_cell import RecordedCell
 from torchgpipe.engine.workers import run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
 from torchgpipe.model.microbatch import Batch
@@ -93,8 +94,8 @@ class Pipeline:
             device: RandomStates(device, own, beside=device not in self._in_turn, between=not self._inline)
             for device, own in there.items()
         }
-        self._stages = [
-            Stage(
+        self._calls = [
+            PartitionCall(
                 j,
                 partition,
                 modules[j],
@@ -107,6 +108,7 @@ class Pipeline:
                 random=random[devices[j]],
                 ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
                 replicated=is_replicated(),
+                step=self._step,
             )
             for j, partition in enumerate(partitions)
         ]
@@ -121,42 +123,48 @@ class Pipeline:
         if checkpoint_stop > 0 or not self._inline:
             refuse_transforms()
         if self._inline:
-            with self._stages[0].stream.use():
+            with self._calls[0].stream.use():
                 self._run_inline(batches, checkpoint_stop)
         else:
             self._run_in_workers(batches, checkpoint_stop)
 
     def _run_inline(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        for cells in clock_cycles(self._m, len(self._stages)):
+        for cells in clock_cycles(self._m, len(self._calls)):
             for i, j in cells:
-                batches[i], _ = self._cell(i, j, checkpoint_stop).run(batches[i], None)
-        self._stages[0].random.forget()  # The last state takes kilobytes.
+                cell = Cell(self._calls[j], i, self._m)
+                batches[i], _ = pass_through(cell, batches[i], None, self._mode(i, checkpoint_stop))
+        self._calls[0].random.forget()  # The last state takes kilobytes.
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        lanes: list[Lane] = [None] * len(self._stages)
+        lanes: list[Lane] = [None] * len(self._calls)
 
         def run(i: int, j: int) -> None:
-            batches[i], lanes[j] = self._cell(i, j, checkpoint_stop).run(batches[i], lanes[j])
+            cell = Cell(self._calls[j], i, self._m)
+            batches[i], lanes[j] = pass_through(cell, batches[i], lanes[j], self._mode(i, checkpoint_stop))
 
-        cells = chain.from_iterable(clock_cycles(self._m, len(self._stages)))
-        run_in_workers(cells, run, [stage.stream for stage in self._stages], self._ambient, self._in_turn)
+        cells = chain.from_iterable(clock_cycles(self._m, len(self._calls)))
+        run_in_workers(cells, run, [call.stream for call in self._calls], self._ambient, self._in_turn)
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:
             tie(batches[-1], open_lanes)
 
-    def _cell(self, i: int, j: int, checkpoint_stop: int) -> Cell:
-        place, how = (self._stages[j], i, self._m), (i < checkpoint_stop, checkpoint_stop > 0)
-        return Cell(*place, *how) if self._step is None else RecordedCell(*place, *how, self._step)
+    def _mode(self, i: int, checkpoint_stop: int) -> Mode:
+        """Return how the cells of micro-batch ``i`` run."""
+        if i < checkpoint_stop:
+            return "checkpoint"
+        # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
+        is_recorded = self._step is not None and not transforms_are_active()
+        return "keep" if checkpoint_stop > 0 or is_recorded else "plain"
 
 
 def _begin_step(
     m: int, partitions: Sequence[Partition], computing: Sequence[Stream], recorder: Recorder | None
 ) -> Step | None:
     if recorder is None:
-        return labelled(None, partitions)
+        return labelled(None)
     places = [Place(stream, list(partition._modules)) for stream, partition in zip(computing, partitions)]
-    return labelled(recorder.begin_step(m, places), partitions)
+    return labelled(recorder.begin_step(m, places))
 
 
 def _route(

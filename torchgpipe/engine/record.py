@@ -1,29 +1,26 @@
-"""What the engine tells about its work, to whoever listens: that something begins on a stream, and that it ends.
+"""What the engine tells a listener about its work: that something begins on a stream, and that it has ended.
 
-The engine knows no more of a timeline than this. Where nobody listens there is no recorder, and nothing is called.
+The engine knows no more of a timeline than this. Without a listener nothing is called.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
-from torchgpipe.devices.backward_pass import at_end_of_pass, current_pass
+__all__ = ["End", "Kind", "Place", "Recorder", "Step", "recorded"]
 
-__all__ = ["End", "Kind", "Open", "Place", "Recorder", "Step", "begin", "recorded"]
-
-#: What a cell does. A copy goes to a later partition, or is of a gradient and comes back from there; a wait is what
+#: The kinds of work. A copy goes to a later partition, or brings a gradient back from there; a wait is the time that
 #: the computation waits for such a copy.
 Kind = Literal["forward", "recomputation", "backward", "copy", "wait"]
 
 
 class Place(NamedTuple):
-    """What is to be known of a partition.
+    """A partition, as a listener sees it.
 
     Attributes:
-        stream: where it computes
+        stream: the stream that it computes on
         layers: the names of its layers
     """
 
@@ -31,32 +28,25 @@ class Place(NamedTuple):
     layers: Sequence[str]
 
 
-#: To be called when something has been launched; the argument says whether it has failed.
+#: Is called when the work has been launched, in whatever thread; the argument says whether the work has failed.
 End = Callable[[bool], None]
 
 
 class Step(Protocol):
-    """Listens to one mini-batch, its backward included.
-
-    Attributes:
-        source: the same for all steps of a pipeline
-    """
-
-    source: object
+    """Listens to one mini-batch, its backward included."""
 
     def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
-        """Is told that ``stream`` is about to do something.
+        """Note that work begins.
 
         Args:
-            kind: what is done
+            kind: the kind of work
             i: the micro-batch
-            j: the partition that does it, or sends it
-            other: the partition that a copy goes to, or that a wait is for; None for what stays on its device
-            stream: where it is launched
+            j: the partition that works, or sends
+            other: the partition that a copy goes to, or that a wait is for; None for other kinds
+            stream: the stream that the work is launched on
 
         Returns:
-            is called once, in whatever thread, when that is launched; never, if a backward pass is given up within a
-            cell that is not checkpointed, because none of our code is on the stack there
+            the function that notes the end; it is called once
         """
 
 
@@ -64,21 +54,21 @@ class Recorder(Protocol):
     """Listens to a model."""
 
     def begin_step(self, m: int, places: Sequence[Place]) -> Step:
-        """Is told that a mini-batch of ``m`` micro-batches comes."""
+        """Note that a mini-batch of ``m`` micro-batches begins, and return its listener."""
 
 
 def recorded(
     step: Step | None, kind: Kind, i: int, j: int, other: int | None, stream: Any
 ) -> AbstractContextManager[None]:
-    """Tells of what is done in a ``with`` block, if somebody listens. It begins here; see `Step.begin`."""
-    return _unheard if step is None else _Recorded(begin(step, kind, i, j, other, stream))
+    """Tell the listener, if there is one, of the work in a ``with`` block; see `Step.begin`."""
+    return _unheard if step is None else _Recorded(step.begin(kind, i, j, other, stream))
 
 
 _unheard = nullcontext()
 
 
 class _Recorded:
-    # A generator would cost as much again as all that it tells.
+    # A generator would cost as much again as everything that it tells.
 
     __slots__ = ("_end",)
 
@@ -90,58 +80,3 @@ class _Recorded:
 
     def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
         self._end(raised is not None)
-
-
-def begin(step: Step, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
-    """Tells that something begins, and with it that something else has ended, if that was open; see `Step.begin`."""
-    before = _thread.open.pop(step.source, None)
-    if before is not None:
-        before.followed()
-    return step.begin(kind, i, j, other, stream)
-
-
-class Open:
-    """A backward of a cell, by the engine on its own, so that nobody of ours may be there when it ends. Then it ends
-    when something else of this pipeline begins in the same thread, or else with the whole backward pass.
-
-    Args:
-        noticed: whether its end will be noticed, so that what follows does not mean anything: nodes of two cells can
-            take turns in one thread
-
-    Attributes:
-        task: the backward pass that it belongs to
-    """
-
-    __slots__ = ("_end", "_source", "task")
-
-    def __init__(self, step: Step, i: int, j: int, stream: Any, noticed: bool) -> None:
-        self._end: End | None = begin(step, "backward", i, j, None, stream)
-        self._source = step.source
-        self.task = current_pass()
-        if not noticed:
-            _thread.open[step.source] = self
-        at_end_of_pass(self.end)
-
-    def end(self) -> None:
-        """The first call counts."""
-        end, self._end = self._end, None
-        if end is not None:
-            if _thread.open.get(self._source) is self:
-                del _thread.open[self._source]
-            end(False)
-
-    def followed(self) -> None:
-        """Something begins in this thread: in the same backward pass, or else that one was given up."""
-        if current_pass() == self.task:
-            self.end()
-        self._end = None
-
-
-class _Thread(threading.local):
-    """What is open in a thread and ends when it is followed, by source."""
-
-    def __init__(self) -> None:
-        self.open: dict[object, Open] = {}
-
-
-_thread = _Thread()

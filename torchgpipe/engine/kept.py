@@ -1,0 +1,125 @@
+"""A cell that runs once and keeps its graph, which is a graph of its own.
+
+With 'except_last', the last micro-batch would be recomputed at once, so it keeps the graph of its only run. If that
+graph were part of the caller's, the engine would hold the gradients of its parameters until the gradients of all other
+micro-batches are there. A mini-batch that is recorded keeps the graphs of all cells in this way, so that the backward
+of a cell is one call, with a beginning and an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.backward_pass import keeps_graph
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.function import Edge, Function
+from torchgpipe.engine.phony import get_phony
+from torchgpipe.engine.recomputation import differentiate, forget_parametrizations, roots_of
+
+__all__ = ["Enter", "KeptGraph"]
+
+
+class KeptGraph:
+    """A cell that runs once.
+
+    The inputs enter the graph through `Enter`, and not as its leaves: a leaf would keep an input in memory that the
+    layers themselves do not need at backward.
+
+    Attributes:
+        cell: the cell
+    """
+
+    __slots__ = ("_leaf", "_roots", "_taken", "cell")
+
+    _roots: list[Edge | None]
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        #: Where the graph ends, in place of the inputs.
+        self._leaf = get_phony(cell.call.device).requires_grad_()
+        #: By thread, the gradients of the inputs in a backward pass: two threads may differentiate one graph.
+        self._taken: dict[int, list[Leaf]] = {}
+
+    def only_run(self, leaves: Leaves) -> Leaves:
+        """Run the cell with a graph that begins at its inputs, and keep the graph."""
+        cell = self.cell
+        with cell.recorded("forward"), torch.enable_grad():
+            forget_parametrizations()
+            outputs = cell.compute(self._enter(leaves))
+            cell.call.forget_casts()
+            forget_parametrizations()
+        self._roots = roots_of(outputs)
+        return outputs
+
+    def differentiate(self, grads: Leaves, needed: Sequence[bool]) -> list[Leaf]:
+        """Differentiate the graph.
+
+        Args:
+            grads: the gradients of the outputs
+            needed: for each input, whether it requires grad
+
+        Returns:
+            the gradients of the inputs
+        """
+        with self._taking() as taken:
+            leaves = [self._leaf] if any(needed) else []
+            differentiate(self.cell, self._roots, grads, leaves, keep_graph=keeps_graph())
+        result = iter(taken or [None] * sum(needed))
+        return [next(result) if need else None for need in needed]
+
+    def _enter(self, leaves: Leaves) -> Leaves:
+        # Detached, or the graph would go on into the caller's.
+        trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
+        entered = iter(Enter.apply(self, self._leaf, *trained) if trained else ())
+        return tuple([next(entered) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves])
+
+    def take(self, grads: Leaves) -> None:
+        """Take the gradients of the inputs, in the backward of `Enter`.
+
+        Raises:
+            RuntimeError: the gradients do not come from the outputs of the cell.
+        """
+        taken = self._taken.get(get_ident())
+        if taken is None:
+            raise RuntimeError(
+                f"a tensor from the midst of {self.cell.call.where} was differentiated by itself, so the layers before "
+                "it would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
+            )
+        taken[:] = grads
+
+    @contextmanager
+    def _taking(self) -> Iterator[list[Leaf]]:
+        """Give a list that `take` fills during a backward pass in the ``with`` block."""
+        here = get_ident()
+        outer = self._taken.get(here)  # A hook may start another pass through the same graph.
+        taken: list[Leaf] = []
+        self._taken[here] = taken
+        try:
+            yield taken
+        finally:
+            if outer is None:
+                del self._taken[here]
+            else:
+                self._taken[here] = outer
+
+
+class Enter(Function):
+    """Forward: aliases of the inputs of a graph that is kept. Backward: takes their gradients out of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: KeptGraph, _leaf: Tensor, *leaves: Tensor) -> Leaves:
+        ctx.set_materialize_grads(False)
+        ctx.kept = kept
+        return tuple([leaf.detach() for leaf in leaves])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Leaf) -> tuple[None, ...]:
+        ctx.kept.take(grads)
+        return (None,) * len(ctx.needs_input_grad)

@@ -1,0 +1,228 @@
+"""What the cells of one partition share during one call of the pipeline.
+
+Layers and parameters can be replaced between two calls, so everything here is looked up anew for each call. It
+outlives the call where the autograd graph does: a recomputation compares the layers with those that the call found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.backward_pass import current_pass
+from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.typing import Leaves
+from torchgpipe.engine.copy import Route
+from torchgpipe.engine.gradients import ParameterGradients
+from torchgpipe.engine.portal import Portal
+from torchgpipe.engine.record import Step
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
+from torchgpipe.skip.layout import is_skippable
+from torchgpipe.skip.tracker import SkipTracker
+
+__all__ = ["PartitionCall"]
+
+
+class PartitionCall:
+    """A partition during one call of the pipeline.
+
+    Args:
+        j: the index of the partition
+        partition: its layers
+        modules: all modules in the partition
+        stream: the stream that the partition computes on
+        arriving: the route of its inputs; None if the inputs are on its device already
+        leaving: the route of its outputs; None if the outputs stay on its device
+        sending: the portals of skips that its layers stash for later partitions
+        receiving: the portals of skips that its layers pop and earlier partitions have stashed
+        ambient: the caller's settings
+        random: notes the random numbers that are drawn on its device
+        ordered: whether cells have to be tied to each other, because several threads run them
+        replicated: whether DistributedDataParallel is around the call
+        step: the listener of this mini-batch, if there is one
+
+    Attributes:
+        where: names the partition, for errors
+        lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
+        parameters: the parameters that require grad
+        run_layers: maps the input of a cell to its output. Skips that arrive follow the leaves of the input, and skips
+            that leave follow the leaves of the output.
+    """
+
+    def __init__(
+        self,
+        j: int,
+        partition: Partition,
+        modules: Sequence[nn.Module],
+        stream: Stream,
+        *,
+        arriving: Route | None,
+        leaving: Route | None,
+        sending: Sequence[Portal],
+        receiving: Sequence[Portal],
+        ambient: Ambient,
+        random: RandomStates,
+        ordered: bool,
+        replicated: bool = False,
+        step: Step | None = None,
+    ) -> None:
+        self.j = j
+        self.device = stream.device
+        self.stream = stream
+        self.arriving = arriving
+        self.leaving = [] if leaving is None else [leaving]
+        self.leaving += [portal.route for portal in sending if portal.route is not None]
+        self.sending = sending
+        self.receiving = receiving
+        self.ambient = ambient
+        self.random = random
+        self.lane_device = stream.device if ordered else None
+        self.step = step
+        self._replicated = replicated
+
+        names = list(partition._modules)
+        self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
+        # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
+        layers = [module for module in modules if module is not partition]
+        self._layers = [(module, module.training, list(module._parameters.items())) for module in layers]
+        self._norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
+        self._buffers = [
+            (module, name)
+            for module in modules
+            if module._buffers
+            for name, _ in module._buffers.items()
+            if not (isinstance(module, Norm) and name in STATISTICS)
+        ]
+        # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
+        owned = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
+        parameters = [parameter for parameter in owned if not is_lazy(parameter)]
+        self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
+        self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
+        self._frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
+        self._trains = ambient.builds_graph and any([parameter.requires_grad for parameter in owned])
+        #: The backward pass in which the layers were last found unchanged.
+        self._unchanged_in: int | None = None
+
+        source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
+        self.run_layers: Callable[[Batch], Batch] = partial(_run, partition, source)
+        if any(is_skippable(module) for module in modules):
+            self.run_layers = partial(_run_with_skips, self.run_layers, sending, receiving)
+        if self._norms:
+            self.run_layers = partial(_run_exclusively, self.run_layers, self._norms)
+        if _starts_in_place(partition):
+            self.run_layers = partial(_run_on_copies, self.run_layers)
+
+    def needs_grad(self, leaves: Leaves) -> bool:
+        """Return whether there is anything to differentiate in a cell with these input leaves."""
+        if self._trains or not self.ambient.builds_graph:
+            return self._trains
+        return any([leaf is not None and leaf.requires_grad for leaf in leaves])
+
+    @cached_property
+    def gradients(self) -> ParameterGradients:
+        """The gradients of the parameters; made by the first cell that is a graph of its own."""
+        return ParameterGradients(self.parameters, self._frozen, self.device, replicated=self._replicated)
+
+    def versions(self) -> list[int]:
+        """Return the versions of all parameters, which count changes in place."""
+        return [parameter._version for parameter in self._versioned]
+
+    def changed(self) -> str | None:
+        """Return what is no longer as the call found it, or None. The layers are looked at once in a backward pass."""
+        if self._unchanged_in == current_pass():
+            return None
+        for module, training, own in self._layers:
+            if module.training != training:
+                return f"it was in {'training' if training else 'evaluation'} mode"
+            for name, parameter in own:
+                if _registered(module._parameters, name) is not parameter:
+                    return f"'{name}' of a {type(module).__name__} was another parameter"
+        self._unchanged_in = current_pass()
+        return None
+
+    def forget_casts(self) -> None:
+        """Clear the casts that autocast keeps, after a run.
+
+        Else autocast would hand the cast weights of a run without a graph to a run that needs their gradients.
+        """
+        if self.ambient.autocast_caches:
+            torch.clear_autocast_cache()
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Run layers again in a ``with`` block: on this partition's stream, and without an effect on the layers.
+
+        Raises:
+            RuntimeError: the run has changed a buffer that is not a running statistic.
+        """
+        return self._recomputing() if self._norms or self._buffers else self.stream.use()
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        with self.stream.use(), exclusive(self._norms), scratch_statistics(self._norms):
+            before = self._buffer_versions()
+            yield
+            after = self._buffer_versions()
+        for (module, name), (old, old_version), (new, new_version) in zip(self._buffers, before, after):
+            if old is not new or old_version != new_version:
+                raise RuntimeError(
+                    f"recomputation has changed the buffer '{name}' of a {type(module).__name__} once more, so it does "
+                    "not compute what the first run did; change it only if not is_recomputing(), or use "
+                    "checkpoint='never'"
+                )
+
+    def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
+        buffers = [_registered(module._buffers, name) for module, name in self._buffers]
+        # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
+        return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in buffers]
+
+
+def _registered(tensors: Any, name: str) -> Tensor | None:
+    """Return a parameter or buffer by name, or None. The dicts of TorchScript modules have no ``get``."""
+    if name not in tensors:
+        return None
+    found: Tensor | None = tensors[name]
+    return found
+
+
+def _run(partition: Partition, source: str, batch: Batch) -> Batch:
+    # `batch.of`, because a front such as the old Pipe has another kind of Batch.
+    return batch.of(batch.pass_to(partition), source)
+
+
+def _run_with_skips(
+    run: Callable[[Batch], Batch], sending: Sequence[Portal], receiving: Sequence[Portal], batch: Batch
+) -> Batch:
+    width = len(batch.leaves) - len(receiving)
+    tracker = SkipTracker(zip([portal.key for portal in receiving], batch.leaves[width:]))
+    # Without the skips, or the batch would keep a skip alive beyond the layer that pops it.
+    batch.leaves = batch.leaves[:width]
+    with tracker:
+        output = run(batch)
+    return output.replace(output.leaves + tracker.take([portal.key for portal in sending]))
+
+
+def _run_exclusively(run: Callable[[Batch], Batch], norms: Sequence[nn.Module], batch: Batch) -> Batch:
+    with exclusive(norms):
+        return run(batch)
+
+
+def _run_on_copies(run: Callable[[Batch], Batch], batch: Batch) -> Batch:
+    # Else the first layer would change the user's mini-batch, and what a recomputation starts from.
+    batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
+    return run(batch)
+
+
+def _starts_in_place(layer: nn.Module) -> bool:
+    while isinstance(layer, nn.Sequential) and len(layer) > 0:
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))

@@ -1,0 +1,195 @@
+"""A cell that keeps its input only, and runs again at backward.
+
+The second run must do what the first run did: it starts from the same input, draws the same random numbers, and finds
+the same layers and parameters. What cannot be made the same is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
+
+from torchgpipe.devices.backward_pass import keeps_graph
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.function import Edge
+from torchgpipe.replay.phase import checkpointing, recomputing
+from torchgpipe.replay.random import Drawn
+
+__all__ = ["Recomputation", "differentiate", "forget_parametrizations", "roots_of"]
+
+
+class Recomputation:
+    """A cell that runs twice.
+
+    Attributes:
+        cell: the cell
+    """
+
+    __slots__ = ("_drawn", "_graph", "_versions", "cell")
+
+    #: The random numbers that the first run drew; None once they are forgotten.
+    _drawn: Drawn | None
+    #: The versions of the parameters during the first run.
+    _versions: list[int]
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        #: The leaves of the second run, and the roots of its graph; None before the second run, and afterwards.
+        self._graph: tuple[Leaves, list[Edge | None]] | None = None
+
+    def first_run(self, leaves: Leaves) -> Leaves:
+        """Run the cell without a graph.
+
+        Raises:
+            RuntimeError: the layers have changed their input in place.
+        """
+        cell, call = self.cell, self.cell.call
+        versions = _versions(leaves)
+        with cell.recorded("forward"):
+            forget_parametrizations()
+            before = call.random.begin()
+            outputs = checkpointing(cell.compute, leaves)
+            self._drawn = call.random.end(before)
+            self._versions = call.versions()
+            call.forget_casts()
+            forget_parametrizations()
+            if _versions(leaves) != versions:
+                raise RuntimeError(
+                    f"{call.where} changes its input in place, so recomputation would start from another input; "
+                    "let it work on a copy (input.clone()), let its first layer have the attribute inplace=True, "
+                    "which makes the pipeline copy the input, or use checkpoint='never'"
+                )
+        return outputs
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the second run has left a graph to differentiate."""
+        return self._graph is not None
+
+    def second_run(self, saved: Leaves) -> None:
+        """Run the cell again, with a graph, in the caller's settings.
+
+        Args:
+            saved: the leaves of the first run
+
+        Raises:
+            RuntimeError: the layers, their parameters or their random numbers are not those of the first run.
+            Exception: what a layer raises, with a note of the cell.
+        """
+        try:
+            with self.cell.recorded("recomputation"):
+                self._refuse_changed()
+                self._graph = self.cell.call.ambient.run(self._recompute, saved)
+        except BaseException as error:
+            self.cell.failed(error, "recomputation")
+            raise
+
+    def _recompute(self, saved: Leaves) -> tuple[Leaves, list[Edge | None]]:
+        cell, call = self.cell, self.cell.call
+        if self._drawn is None:
+            raise RuntimeError(
+                f"{call.where} draws random numbers that are forgotten: a backward pass has differentiated it and "
+                "failed afterwards; call the pipeline again before the next backward()"
+            )
+        # Detached, and so the leaves of a graph of their own.
+        leaves = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in saved])
+        forget_parametrizations()
+        with call.recomputing(), call.random.replay(self._drawn):
+            outputs = recomputing(cell.compute, leaves)
+        call.forget_casts()
+        forget_parametrizations()
+        for leaf in leaves:
+            if leaf is not None and leaf._backward_hooks:
+                leaf._backward_hooks.clear()  # Layers that hook their input have done so in the first run, too.
+        return leaves, roots_of(outputs)
+
+    def drop(self) -> None:
+        """Drop the graph of the second run, whose outputs need no gradient in this pass."""
+        self._graph = None
+
+    def differentiate(self, grads: Leaves) -> list[Leaf]:
+        """Differentiate the graph of the second run, and let go of the graph.
+
+        Args:
+            grads: the gradients of the outputs
+
+        Returns:
+            the gradients of the input leaves
+        """
+        assert self._graph is not None
+        (leaves, roots), self._graph = self._graph, None
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        result = iter(differentiate(self.cell, roots, grads, wanted, keep_graph=False))
+        if self._drawn and not keeps_graph():
+            self._drawn = None  # The state of a generator takes kilobytes, and the engine drops its part now as well.
+        return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+
+    def _refuse_changed(self) -> None:
+        """Raise if the layers or parameters have changed since the first run."""
+        call = self.cell.call
+        change = call.changed()
+        if change is None and call.versions() != self._versions:
+            change = "a parameter was changed in place since"
+        if change is not None:
+            raise RuntimeError(
+                f"{call.where} is not what it was at forward ({change}), so recomputation would give other "
+                "gradients; call backward() before optimizer.step(), train() and eval(), or use checkpoint='never'"
+            )
+
+
+def differentiate(
+    cell: Cell, roots: list[Edge | None], grads: Leaves, leaves: list[Tensor], *, keep_graph: bool
+) -> list[Leaf]:
+    """Differentiate a graph of a cell, and let the gradients of its parameters go where the pass needs them.
+
+    Args:
+        cell: the cell
+        roots: where the graph is entered; None for an output that needs no gradient
+        grads: the gradients of the outputs
+        leaves: the leaves of the graph whose gradients are wanted
+        keep_graph: whether the graph will be differentiated again
+
+    Returns:
+        the gradients of the leaves
+
+    Raises:
+        RuntimeError: the cell had another number of outputs in its first run.
+        Exception: what the backward of a layer raises, with a note of the cell.
+    """
+    try:
+        with cell.recorded("backward"):
+            if len(roots) != len(grads):
+                raise RuntimeError(
+                    f"{cell.call.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "
+                    "must do the same both times, or run with checkpoint='never'"
+                )
+            entered = [(root, grad) for root, grad in zip(roots, grads) if root is not None and grad is not None]
+            if not entered:
+                return [None] * len(leaves)
+            edges, gradients = zip(*entered)
+            return cell.call.gradients.differentiate(edges, gradients, leaves, keep_graph=keep_graph)
+    except BaseException as error:
+        cell.failed(error, "backward")
+        raise
+
+
+def roots_of(outputs: Leaves) -> list[Edge | None]:
+    """Return where the gradients of ``outputs`` enter their graph; None for an output that needs no gradient."""
+    return [None if output is None or not output.requires_grad else get_gradient_edge(output) for output in outputs]
+
+
+def forget_parametrizations() -> None:
+    """Clear the cache of `parametrize.cached()`.
+
+    Else a run that needs a graph would get what a run without one has computed from the parameters.
+    """
+    if parametrize._cache_enabled:
+        parametrize._cache.clear()
+
+
+def _versions(leaves: Any) -> list[int]:
+    return [leaf._version for leaf in leaves if leaf is not None and not leaf.is_inference()]
