@@ -196,8 +196,8 @@ def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
         if type(node).__name__ == "_MarkBackward":
             found[node.cell].add(node)
         if type(node).__name__ in ("CheckpointBackward", "KeepBackward"):
-            cell = node.recomputation
-            found[cell._i, cell._stage.j].add(node)
+            cell = (node.recomputation if type(node).__name__ == "CheckpointBackward" else node.kept).cell
+            found[cell.i, cell.call.j].add(node)
     return found
 
 

@@ -59,6 +59,6 @@ def test_the_profiler_shows_the_cells_of_all_threads_when_it_is_set_to(checkpoin
 
 
 def test_without_the_profiler_there_are_no_labels() -> None:
-    assert labelled(None, None) is None
+    assert labelled(None) is None
     with profile(activities=[ProfilerActivity.CPU]):
-        assert labelled(None, None) is not None
+        assert labelled(None) is not None

@@ -118,7 +118,7 @@ def _on_the_lane(ctx: Any) -> Leaf:
 def _refuse_create_graph() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True cannot go through a checkpointed or recorded partition, whose graph is freed as soon as "
-            "it has been differentiated; use checkpoint='never', outside of record() and torch.profiler, for gradients "
-            "of gradients"
+            "create_graph=True cannot go through a checkpointed partition, whose graph is freed as soon as it "
+            "has been differentiated; use checkpoint='never' for gradients of gradients, outside of record() and of "
+            "torch.profiler"
         )

@@ -29,30 +29,24 @@ __all__ = ["Enter", "KeptGraph"]
 class KeptGraph:
     """A cell that runs once.
 
-    The inputs enter the graph through `Enter`, and not as its leaves: a leaf would keep an input in memory that the
-    layers themselves do not need at backward.
-
     Attributes:
         cell: the cell
     """
 
-    __slots__ = ("_leaf", "_roots", "_taken", "cell")
+    __slots__ = ("_entrance", "_roots", "cell")
 
     _roots: list[Edge | None]
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        #: Where the graph ends, in place of the inputs.
-        self._leaf = get_phony(cell.call.device).requires_grad_()
-        #: By thread, the gradients of the inputs in a backward pass: two threads may differentiate one graph.
-        self._taken: dict[int, list[Leaf]] = {}
+        self._entrance = _Entrance(cell.call.where, cell.call.device)
 
     def only_run(self, leaves: Leaves) -> Leaves:
         """Run the cell with a graph that begins at its inputs, and keep the graph."""
         cell = self.cell
         with cell.recorded("forward"), torch.enable_grad():
             forget_parametrizations()
-            outputs = cell.compute(self._enter(leaves))
+            outputs = cell.compute(self._entrance.enter(leaves))
             cell.call.forget_casts()
             forget_parametrizations()
         self._roots = roots_of(outputs)
@@ -68,16 +62,39 @@ class KeptGraph:
         Returns:
             the gradients of the inputs
         """
-        with self._taking() as taken:
-            leaves = [self._leaf] if any(needed) else []
+        with self._entrance.taking() as taken:
+            leaves = [self._entrance.leaf] if any(needed) else []
             differentiate(self.cell, self._roots, grads, leaves, keep_graph=keeps_graph())
         result = iter(taken or [None] * sum(needed))
         return [next(result) if need else None for need in needed]
 
-    def _enter(self, leaves: Leaves) -> Leaves:
+
+class _Entrance:
+    """The inputs of a graph that is kept, without their memory, which the layers may not need at backward.
+
+    The graph holds its entrance. The entrance does not hold the graph, or the two would be a cycle.
+
+    Args:
+        where: names the partition, for errors
+        device: where the inputs are
+
+    Attributes:
+        leaf: the leaf of the graph, in place of the inputs
+    """
+
+    __slots__ = ("_taken", "_where", "leaf")
+
+    def __init__(self, where: str, device: torch.device) -> None:
+        self.leaf = get_phony(device).requires_grad_()
+        self._where = where
+        #: By thread, the gradients of the inputs in a backward pass: two threads may differentiate one graph.
+        self._taken: dict[int, list[Leaf]] = {}
+
+    def enter(self, leaves: Leaves) -> Leaves:
+        """Return the inputs for a graph that begins here."""
         # Detached, or the graph would go on into the caller's.
         trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
-        entered = iter(Enter.apply(self, self._leaf, *trained) if trained else ())
+        entered = iter(Enter.apply(self, self.leaf, *trained) if trained else ())
         return tuple([next(entered) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves])
 
     def take(self, grads: Leaves) -> None:
@@ -89,13 +106,13 @@ class KeptGraph:
         taken = self._taken.get(get_ident())
         if taken is None:
             raise RuntimeError(
-                f"a tensor from the midst of {self.cell.call.where} was differentiated by itself, so the layers before "
-                "it would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
+                f"a tensor from the midst of {self._where} was differentiated by itself, so the layers before it "
+                "would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
             )
         taken[:] = grads
 
     @contextmanager
-    def _taking(self) -> Iterator[list[Leaf]]:
+    def taking(self) -> Iterator[list[Leaf]]:
         """Give a list that `take` fills during a backward pass in the ``with`` block."""
         here = get_ident()
         outer = self._taken.get(here)  # A hook may start another pass through the same graph.
@@ -114,12 +131,12 @@ class Enter(Function):
     """Forward: aliases of the inputs of a graph that is kept. Backward: takes their gradients out of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, kept: KeptGraph, _leaf: Tensor, *leaves: Tensor) -> Leaves:
+    def forward(ctx: Any, entrance: _Entrance, _leaf: Tensor, *leaves: Tensor) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.kept = kept
+        ctx.entrance = entrance
         return tuple([leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[None, ...]:
-        ctx.kept.take(grads)
+        ctx.entrance.take(grads)
         return (None,) * len(ctx.needs_input_grad)
