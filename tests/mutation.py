@@ -172,25 +172,25 @@ MUTATIONS = [
     ),
     Mutation(
         "... after a cell that is not checkpointed",
-        "Cell._run_plain",
+        "_pass_plain",
         """
-        if stage.leaving:
-            output = output.replace(wait(stage.leaving, self._i, output.leaves))
+        if call.leaving:
+            output = output.replace(wait(call.leaving, cell.i, output.leaves))
         """,
-        "for route in stage.leaving:\n    route.ready[self._i] = route.leaving.mark()",
+        "for route in call.leaving:\n    route.ready[cell.i] = route.leaving.mark()",
     ),
     Mutation(
         "... after a checkpointed cell",
-        "Cell._run_checkpointed",
+        "_pass_checkpointed",
         """
-        if stage.leaving:
-            leaves = wait(stage.leaving, self._i, leaves)
+        if call.leaving:
+            leaves = wait(call.leaving, cell.i, leaves)
         """,
-        "for route in stage.leaving:\n    route.ready[self._i] = route.leaving.mark()",
+        "for route in call.leaving:\n    route.ready[cell.i] = route.leaving.mark()",
     ),
     Mutation(
         "... before a skip is copied",
-        "Stage.__init__",
+        "PartitionCall.__init__",
         "self.leaving += [portal.route for portal in sending if portal.route is not None]",
         "pass",
     ),
@@ -214,20 +214,20 @@ MUTATIONS = [
     ),
     Mutation(
         "... and not its recomputation",
-        "Cell._run_checkpointed",
+        "_pass_checkpointed",
         """
-        if stage.leaving:
-            leaves = wait(stage.leaving, self._i, leaves)
+        if call.leaving:
+            leaves = wait(call.leaving, cell.i, leaves)
         if node is None:
-            return self._output.replace(leaves), None
+            return cell.end(leaves), None
         tied: Lane = Recompute.apply(node, leaves[0])
         """,
         """
         tied: Lane = None if node is None else Recompute.apply(node, leaves[0])
-        if stage.leaving:
-            leaves = wait(stage.leaving, self._i, leaves)
+        if call.leaving:
+            leaves = wait(call.leaving, cell.i, leaves)
         if node is None:
-            return self._output.replace(leaves), None
+            return cell.end(leaves), None
         """,
     ),
     # -------------------------------------------------------------------------------------------------- records
@@ -277,25 +277,25 @@ MUTATIONS = [
     Mutation(
         "so is the caller where there is one device",
         "Pipeline.run",
-        "with self._stages[0].stream.use():\n    self._run_inline(batches, checkpoint_stop)",
+        "with self._calls[0].stream.use():\n    self._run_inline(batches, checkpoint_stop)",
         "self._run_inline(batches, checkpoint_stop)",
     ),
     Mutation(
         "so is a recomputation",
-        "Stage.again",
-        "return self._again() if self.norms or self._buffers else self.stream.use()",
-        "return self._again() if self.norms or self._buffers else scratch_statistics([])",
+        "PartitionCall.recomputing",
+        "return self._recomputing() if self._norms or self._buffers else self.stream.use()",
+        "return self._recomputing() if self._norms or self._buffers else scratch_statistics([])",
     ),
     Mutation(
         "so is a recomputation with running statistics",
-        "Stage._again",
+        "PartitionCall._recomputing",
         "self.stream.use()",
         "scratch_statistics([])",
     ),
     # -------------------------------------------------------------------------------------------------- lifetimes
     Mutation(
         "a cell does not keep its input",
-        "Cell._run_checkpointed",
+        "Cell.begin",
         "self._input = batch.replace(())",
         "self._input = batch",
         "leaks",
@@ -343,7 +343,7 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------- dependency
     Mutation(
         "a cell comes after the one before it, by its input",
-        "Cell._run_plain",
+        "_pass_plain",
         """
         if lane is not None and tie(batch, [lane]):
             lane = None
@@ -353,7 +353,7 @@ MUTATIONS = [
     ),
     Mutation(
         "... or by its output",
-        "Cell._run_plain",
+        "_pass_plain",
         """
         if lane is not None and tie(output, [lane]):
             lane = None
@@ -363,9 +363,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a cell that is not checkpointed begins a lane",
-        "Cell._run_plain",
+        "_pass_plain",
         """
-        if stage.phony is not None and lane is None and self._i < self._m - 1:
+        if call.lane_device is not None and lane is None and cell.i < cell.m - 1:
             output, lane = _branch(output)
         """,
         "pass",
@@ -380,16 +380,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpointed cell ends the lane of the one before it",
-        "Cell._run_checkpointed",
-        "Checkpoint.apply(self, lane, stage.gradients.phony, *batch.leaves)",
-        "Checkpoint.apply(self, None, stage.gradients.phony, *batch.leaves)",
+        "_pass_checkpointed",
+        "Checkpoint.apply(Recomputation(cell), lane, call.gradients.phony, *batch.leaves)",
+        "Checkpoint.apply(Recomputation(cell), None, call.gradients.phony, *batch.leaves)",
         "engine/dependency",
     ),
     Mutation(
         "a checkpointed cell begins a lane",
-        "Cell._run_checkpointed",
-        "return self._output.replace(leaves[1:]), tied",
-        "return self._output.replace(leaves[1:]), None",
+        "_pass_checkpointed",
+        "return cell.end(leaves[1:]), tied",
+        "return cell.end(leaves[1:]), None",
         "engine/dependency",
     ),
     Mutation(
@@ -419,7 +419,7 @@ MUTATIONS = [
     Mutation(
         "recomputation does not wait for the gradient",
         "Recompute.backward",
-        "ctx.checkpoint.recomputation.second_run(ctx.checkpoint)",
+        "ctx.checkpoint.recomputation.second_run(ctx.checkpoint.saved_tensors)",
         "pass",
         "engine/checkpoint engine/streams",
     ),
@@ -440,8 +440,8 @@ MUTATIONS = [
     ),
     Mutation(
         "numbers that nobody noted are not taken for those of a cell",
-        "Cell._run_plain",
-        "stage.random.forget()",
+        "_pass_plain",
+        "call.random.forget()",
         "pass",
         "replay/random",
     ),
@@ -462,8 +462,8 @@ MUTATIONS = [
     Mutation(
         "... and no sooner",
         "Recomputation._recompute",
-        "outputs = recomputing(self.compute, leaves)",
-        "outputs = recomputing(self.compute, leaves); self._drawn = ()",
+        "outputs = recomputing(cell.compute, leaves)",
+        "outputs = recomputing(cell.compute, leaves); self._drawn = ()",
         "replay/random",
     ),
     Mutation(
@@ -511,7 +511,7 @@ MUTATIONS = [
     Mutation(
         "... and the last one after forward",
         "Pipeline._run_inline",
-        "self._stages[0].random.forget()",
+        "self._calls[0].random.forget()",
         "pass",
         "leaks",
     ),
@@ -553,22 +553,22 @@ MUTATIONS = [
     Mutation(
         "the first run knows that it is checkpointing",
         "Recomputation.first_run",
-        "outputs = checkpointing(self.compute, leaves)",
-        "outputs = self.compute(leaves)",
+        "outputs = checkpointing(cell.compute, leaves)",
+        "outputs = cell.compute(leaves)",
         "replay/phase transparency gpipe",
     ),
     Mutation(
         "the second run knows that it is recomputing",
         "Recomputation._recompute",
-        "outputs = recomputing(self.compute, leaves)",
-        "outputs = self.compute(leaves)",
+        "outputs = recomputing(cell.compute, leaves)",
+        "outputs = cell.compute(leaves)",
         "replay/phase engine/checkpoint",
     ),
     Mutation(
         "the second run is in what the caller had set",
         "Recomputation.second_run",
-        "self._graph = self.site.ambient.run(self._recompute, checkpoint.saved_tensors)",
-        "with torch.enable_grad():\n    self._graph = self._recompute(checkpoint.saved_tensors)",
+        "self._graph = self.cell.call.ambient.run(self._recompute, saved)",
+        "import torch\nwith torch.enable_grad():\n    self._graph = self._recompute(saved)",
         "replay/ambient",
     ),
     Mutation(
@@ -629,7 +629,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a partition that starts in place works on a copy",
-        "Stage.__init__",
+        "PartitionCall.__init__",
         "_starts_in_place(partition)",
         "False",
         "engine/inplace",
@@ -650,7 +650,7 @@ MUTATIONS = [
     ),
     Mutation(
         "... at every backward pass anew",
-        "Stage.changed",
+        "PartitionCall.changed",
         "self._unchanged_in == current_pass()",
         "self._unchanged_in is not None",
         "autograd",
@@ -659,29 +659,31 @@ MUTATIONS = [
     Mutation(
         "a gradient that would get lost is refused",
         "ParameterGradients.differentiate",
-        "self._refuse_captured(roots, leaves)\nwanted = [k for k, parameter in "
-        "enumerate(self._parameters) if parameter.requires_grad] if sums else []",
-        "wanted = [k for k, parameter in enumerate(self._parameters) if parameter.requires_grad] if sums else []",
+        """
+        self._refuse_captured(roots, leaves)
+        wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
+        """,
+        "wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]",
         "engine/gradients",
     ),
     Mutation(
         "each gradient is added to .grad as soon as it is computed",
-        "ParameterGradients._sums",
-        "takes_all and not self._has_listeners()",
+        "ParameterGradients._begin_pass",
+        "takes_all and not self._anything_listens()",
         "False",
         "engine/gradients",
     ),
     Mutation(
         "... unless something listens",
-        "ParameterGradients._sums",
-        "takes_all and not self._has_listeners()",
+        "ParameterGradients._begin_pass",
+        "takes_all and not self._anything_listens()",
         "takes_all",
         "autograd",
     ),
     Mutation(
         "... to a parameter",
         "has_hooks",
-        "parameter._backward_hooks or parameter._post_accumulate_grad_hooks",
+        "tensor._backward_hooks or tensor._post_accumulate_grad_hooks",
         "False",
         "autograd engine/gradients",
     ),
@@ -694,49 +696,56 @@ MUTATIONS = [
     ),
     Mutation(
         "... or the pass names its inputs",
-        "ParameterGradients._sums",
+        "ParameterGradients._begin_pass",
         "will_run(self._leaf)",
         "True",
         "autograd engine/gradients",
     ),
     Mutation(
         "... or a parameter was frozen at the call",
-        "ParameterGradients._has_listeners",
-        "any([one.requires_grad for one in self._frozen])",
+        "ParameterGradients._anything_listens",
+        "any([parameter.requires_grad for parameter in self._known[len(self._parameters) :]])",
         "False",
         "autograd",
     ),
     Mutation(
+        "... or DistributedDataParallel is around the call",
+        "ParameterGradients._anything_listens",
+        "self._listens_always",
+        "False",
+        "engine/gradients",
+    ),
+    Mutation(
         "gradients that a backward pass does not ask for are not computed",
-        "ParameterGradients._sums",
+        "ParameterGradients._begin_pass",
         "takes_all or will_run(self.phony.grad_fn)",
         "True",
         "engine/gradients",
     ),
     Mutation(
         "a backward pass alone keeps its sums",
-        "ParameterGradients._sums",
-        "at_end_of_pass(sums.clear)",
-        "self._kept = sums",
+        "ParameterGradients.differentiate",
+        "at_end_of_pass(this.end)",
+        "Deliver.kept = this",
         "engine/gradients autograd",
     ),
     Mutation(
         "hooks of parameters hear the whole gradient only",
         "ParameterGradients.differentiate",
-        "with without_hooks(inputs):\n    result = gradients(roots, grads, inputs, keep_graph)",
-        "result = gradients(roots, grads, inputs, keep_graph)",
+        "without_hooks(parameters)",
+        "without_hooks([])",
         "autograd",
     ),
     Mutation(
         "hooks that layers put on their inputs are heard once",
-        "ParameterGradients.differentiate",
-        "without_hooks(leaves)",
-        "without_hooks([])",
+        "Recomputation._recompute",
+        "leaf._backward_hooks.clear()",
+        "pass",
         "engine/gradients",
     ),
     Mutation(
         "the last micro-batch is not in the caller's graph",
-        "Pipeline._cell",
+        "Pipeline._mode",
         "checkpoint_stop > 0",
         "False",
         "engine/gradients leaks",
@@ -792,19 +801,19 @@ MUTATIONS = [
     ),
     Mutation(
         "a skip that is popped goes with the layer that pops it",
-        "_call_with_skips",
+        "_run_with_skips",
         "batch.leaves = batch.leaves[:width]",
         "batch = batch.replace(batch.leaves[:width])",
         "skip/leaks",
     ),
     Mutation(
         "... also if the partition works on copies",
-        "_call_on_copies",
+        "_run_on_copies",
         """
         batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
-        return call(batch)
+        return run(batch)
         """,
-        "return call(batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])))",
+        "return run(batch.replace(tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])))",
         "skip/leaks",
     ),
     Mutation(

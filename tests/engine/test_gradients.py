@@ -697,3 +697,25 @@ def test_a_pass_from_the_midst_of_another_through_the_same_graph(pipe: Pipe, che
     expected = torch.autograd.grad(module(x).square().sum() + module(x).sum(), [x, *module.parameters()])
     found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_under_distributed_data_parallel_gradients_arrive_whole(
+    pipe: Pipe, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hooks cannot be seen, so the call itself is asked; two real processes are in `practice/test_ddp.py`."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    absent: list[bool] = []
+
+    class Look(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            output = input * 2
+            if output.requires_grad:
+                output.register_hook(lambda _: absent.append(layer.weight.grad is None))
+            return output
+
+    model = pipe(nn.Sequential(Look(), layer), [2], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
+    monkeypatch.setattr("torchgpipe.engine.pipeline.is_replicated", lambda: True)
+    model(batch().float()).sum().backward()
+    if checkpoint != "never":  # Then autograd's engine sums the gradients, and may add the sum before the last hook.
+        assert absent == [True] * CHUNKS
+    assert layer.weight.grad is not None
