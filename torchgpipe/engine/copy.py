@@ -12,12 +12,11 @@ sends and `Copy` opens the cell that receives:
         │            │                  ├────Copy─────►│
         │            │                  │           cell (i,j)
 
-Backward walks through the same figure from right to left, every arrow turned round. The wait of the source for
-the arriving gradient is a node of its own, `Wait`, so that what does not need the gradient, the recomputation,
-can be launched before it.
+Backward goes through the same figure from right to left, with every arrow reversed. The source waits for the arriving
+gradient in a node of its own, `Wait`. The recomputation does not need the gradient, so it can be launched before `Wait`.
 
 The two ends are in different threads, and the sender may have launched its next cell before the receiver launches
-the copy. So the sender marks where a micro-batch is ready, and the copy waits for that mark and not for the stream.
+the copy. So the sender marks where a micro-batch is ready, and the copy waits for that mark, not for the whole stream.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ __all__ = ["Copy", "Route", "Wait", "copy", "wait"]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The streams on the way from one device to another, in the order of the figure above.
+    """The streams from one device to another, in the order of the figure above.
 
     Attributes:
-        ends: the partitions that it goes from and to
-        step: listens to the copies and the waits for them
-        ready: where the source has computed what leaves, by micro-batch
-        back: where the gradient of that is back on its device, by micro-batch
+        ends: the partitions at both ends
+        step: the listener of the mini-batch, if there is one
+        ready: by micro-batch, the mark on ``source`` behind the computation of the leaves
+        back: by micro-batch, the mark on ``leaving`` behind the copy of the gradients
     """
 
     source: Stream
@@ -58,14 +57,14 @@ class Route:
 
 
 def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
-    """Lets the copies of ``leaves`` start after what computes them; the end of the cell that sends.
+    """Let copies of ``leaves`` start once ``leaves`` are computed: the end of the cell that sends.
 
-    One node for all that leaves a cell, whichever way it goes.
+    All leaves of a cell share one node, whichever route they take.
 
     Args:
-        routes: the ways that the leaves go
-        i: the micro-batch that they belong to
-        leaves: what leaves the cell
+        routes: the routes that the leaves take
+        i: the micro-batch
+        leaves: the output of the cell, and the skips that it sends
     """
     if _needs_graph(leaves):
         waiting: Leaves = Wait.apply(routes, i, *leaves)
@@ -80,7 +79,7 @@ def _mark_ready(routes: Sequence[Route], i: int) -> None:
 
 
 def copy(route: Route, i: int, leaves: Leaves) -> Leaves:
-    """Brings ``leaves`` of micro-batch ``i`` to the target of ``route``; the start of the cell that receives."""
+    """Copy ``leaves`` of micro-batch ``i`` to the target of ``route``: the start of the cell that receives."""
     moved: Leaves = Copy.apply(route, i, *leaves) if _needs_graph(leaves) else _copy(route, i, leaves)
     return moved
 
@@ -111,7 +110,7 @@ def _move(leaving: Stream, arriving: Stream, target: Stream, leaves: Leaves) -> 
 
 
 class Wait(Function):
-    """Forward: marks where the leaves are ready. Backward: the source waits until their gradients are back."""
+    """Forward: mark where the leaves are ready. Backward: let the source wait for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, routes: Sequence[Route], i: int, *leaves: Leaf) -> Leaves:
@@ -123,7 +122,7 @@ class Wait(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         for route in ctx.routes:
-            if ctx.i in route.back:  # What nobody has used has no gradient.
+            if ctx.i in route.back:  # Leaves that the target has not used have no gradient.
                 a, c = route.ends
                 with recorded(route.step, "wait", ctx.i, a, c, route.source):
                     route.source.wait(route.back[ctx.i])
@@ -131,7 +130,7 @@ class Wait(Function):
 
 
 class Copy(Function):
-    """Forward: brings the leaves from the source to the target. Backward: brings their gradients back."""
+    """Forward: copy the leaves from the source to the target. Backward: copy their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, i: int, *leaves: Leaf) -> Leaves:

@@ -1,11 +1,11 @@
 """Arbitrary dependencies between tensors in the autograd graph.
 
 The engine is free to run the backward of independent micro-batches in any order. A pipeline needs one order on
-each device, the reverse of forward, or else many recomputed micro-batches live at once. `Fork` branches a phony off
-some tensors, all outputs of a cell, and `Join` ties it to another:
+each device, the reverse of forward; in another order, many recomputed micro-batches would be alive at once. `Fork`
+branches a phony off all outputs of a cell, and `Join` ties that phony to another tensor:
 
     x ──── Fork ──── x'              backward: the gradient leaves y before it
-             └─phony─┐               enters x, though y is not computed from x
+             └─phony─┐               reaches x, though y is not computed from x
     y ──────────── Join ──── y'
 
 A checkpointed cell needs neither: its own nodes carry the phony (see `checkpoint`).
@@ -24,18 +24,20 @@ __all__ = ["Fork", "Join", "fork", "join"]
 
 
 def fork(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Branches a phony off tensors of one device that require grad: the tensors and the phony."""
+    """Branch a phony off tensors of one device that require grad, and return the tensors and the phony."""
     result: tuple[Tensor, ...] = Fork.apply(*xs)
     return result
 
 
 def join(x: Tensor, *phonies: Tensor) -> Tensor:
-    """Ties phonies to ``x``: whatever they come from is differentiated after what uses ``x``."""
+    """Tie phonies to ``x``: the tensors that the phonies come from are differentiated after what uses ``x``."""
     result: Tensor = Join.apply(x, *phonies)
     return result
 
 
 class Fork(Function):
+    """Forward: aliases of the tensors, and a phony. Backward: the gradients of the aliases."""
+
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -47,6 +49,8 @@ class Fork(Function):
 
 
 class Join(Function):
+    """Forward: an alias of the tensor. Backward: its gradient, and a gradient for each phony."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *phonies: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)

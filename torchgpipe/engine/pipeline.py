@@ -1,12 +1,11 @@
 """Running the cells: in the caller's thread where there is one device, in a worker for each where there are several.
 
-A cell is finished, for the host, when its kernels are launched: that keeps the devices busy at the same time. Backward
+For the host, a cell has finished when its kernels are launched; that keeps the devices busy at the same time. Backward
 needs no schedule of its own: the nodes that the cells leave in the autograd graph make the engine take the cells in the
 reverse order.
 
-Where one thread creates all nodes, their sequence numbers alone give that order. Where several do, the numbers
-of different threads say nothing about each other, and each partition's cells are tied together by a lane of
-phonies:
+Where one thread creates all nodes, their sequence numbers alone give that order. The sequence numbers of different
+threads say nothing about each other, so there the cells of each partition are tied together by a lane of phonies:
 
     Checkpoint(0,j) ──► Recompute(0,j) ──► Checkpoint(1,j) ──► Recompute(1,j) ──► ... ──► Join on the output
     cell (0,j) ──► Fork ─────────────────► Join ──► cell (1,j) ──► Fork ──► ...       not checkpointed
@@ -44,12 +43,12 @@ __all__ = ["Mechanisms", "Pipeline"]
 
 @dataclass(frozen=True)
 class Mechanisms:
-    """What drives a pipeline beside its schedule. Each can be exchanged, to test it or to measure what it gains.
+    """The mechanisms of a pipeline beside its schedule. A test or a benchmark can exchange each of them.
 
     Attributes:
-        streams: where streams come from
+        streams: the source of streams
         dependency: whether to fix the order of micro-batches at backward
-        recorder: listens to what runs when, if anybody does
+        recorder: the listener to what runs when, if there is one
     """
 
     streams: Streams = field(default_factory=Streams)
@@ -64,7 +63,7 @@ class Pipeline:
         partitions: the layers, on their devices
         devices: the device of each partition
         m: the number of micro-batches
-        mechanisms: what drives the pipeline
+        mechanisms: the mechanisms of the pipeline
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Pipeline:
         ]
 
     def run(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        """Replaces every micro-batch by the output of the last partition.
+        """Replace every micro-batch by the output of the last partition.
 
         Args:
             batches: micro-batches on the first device

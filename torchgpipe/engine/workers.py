@@ -6,8 +6,8 @@ cell needs is finished:
     worker 0   (0,0)──┐(1,0)──┐(2,0)──┐           (i,j) needs (i,j-1), whose output it takes,
     worker 1          └►(0,1)─└►(1,1)─└►(2,1)     and follows the cell before it on its own device
 
-Which cell follows which on a device never depends on which device is faster. Cells that share a random number generator
-run in turn: each of them also needs the one before it in the order of the schedule, whichever device that one is on.
+The order of the cells on a device never depends on which device is faster. Cells that share a random number generator
+run in turn: each of them also needs the cell before it in the order of the schedule, on whichever device.
 
 A worker sends the number of a finished cell to the workers that wait for the cell. Threads live as long as one call of
 the pipeline: idle threads would disturb a data loader that forks processes, and starting threads is cheap beside a
@@ -48,15 +48,15 @@ def run_in_workers(
         in_turn: the devices whose cells run one at a time
 
     Raises:
-        BaseException: what the first cell that failed, in the order of the schedule, has raised. All cells before it
-            have run.
+        BaseException: the error of the first cell that failed, in the order of the schedule. All cells before that
+            cell have run.
     """
     error = _Crew(list(cells), run, streams, in_turn).work(ambient)
     if error is not None:
         try:
             raise error
         finally:
-            del error  # A frame that holds its own exception is a cycle, and keeps tensors alive.
+            del error  # A frame that holds its own exception is a cycle, which would keep tensors alive.
 
 
 class _Worker:
@@ -76,7 +76,7 @@ class _Worker:
 
 
 class _Crew:
-    """The workers of one call. Cells are told by their numbers, which count them in the order of the schedule."""
+    """The workers of one call. The number of a cell is its position in the order of the schedule."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Crew:
     ) -> None:
         self._cells = cells
         self._run = run
-        #: The first cell that must not run: the first one that failed, once one has.
+        #: Cells from this number on must not run: the lowest number of a cell that failed, once a cell has failed.
         self._end = len(cells)
         self._errors: dict[int, BaseException] = {}
         self._errors_lock = threading.Lock()
@@ -96,12 +96,12 @@ class _Crew:
             self._workers.setdefault(stream.device, _Worker(stream))
         #: By cell, the workers that wait for it.
         self._waiting: list[list[_Worker]] = [[] for _ in cells]
-        #: Autocast has one cache for all threads, which the first worker to leave would clear: they leave together.
+        #: Autocast has one cache for all threads. The first worker to leave would clear it, so workers leave together.
         self._leaving = threading.Barrier(len(self._workers))
         self._divide([self._workers[stream.device] for stream in streams], in_turn)
 
     def _divide(self, worker_of: Sequence[_Worker], in_turn: Collection[torch.device]) -> None:
-        """Give each worker its cells, and note who waits for whom."""
+        """Give each worker its cells, and note which worker waits for which cell."""
         numbers: dict[Cell, int] = {}
         turn: int | None = None  # the last cell that ran in turn
         for number, (i, j) in enumerate(self._cells):
@@ -109,7 +109,7 @@ class _Crew:
             worker = worker_of[j]
             needs = [] if j == 0 else [numbers[i, j - 1]]
             if worker.stream.device in in_turn:
-                # Its turn comes after that of the cell before it, on a device of the same kind: one message will do.
+                # The cell before it in turn may also be the cell that it needs: one message is enough.
                 needs = [need for need in needs if worker_of[j - 1].stream.device not in in_turn]
                 needs += [] if turn is None else [turn]
                 turn = number
@@ -119,7 +119,7 @@ class _Crew:
             worker.cells.append((number, foreign))
 
     def work(self, ambient: Ambient) -> BaseException | None:
-        """Run all cells, or those up to the first that fails, whose error is returned. No thread is left."""
+        """Run all cells up to the first that fails, and return the error of that cell, if any. No thread is left."""
         threads = torch.get_num_threads()
         share = self._share_of_cores(threads)
         crew = [
@@ -144,24 +144,24 @@ class _Crew:
             if share is not None:
                 # Threads that start later would get the number that the workers have set.
                 torch.set_num_threads(threads)
-        errors, self._errors = self._errors, {}  # Errors know the frames that they come from, and so this object.
+        errors, self._errors = self._errors, {}  # An error holds its frames, and these hold this object: a cycle.
         return errors[min(errors)] if errors else None
 
     def _share_of_cores(self, threads: int) -> int | None:
-        """Return how many threads a layer may use in a worker of the CPU; None if all workers may use all.
+        """Return how many threads a layer may use in a worker of the CPU; None if there is no need to share.
 
-        Workers that all use every core wait for each other's threads, which spin on the cores meanwhile.
+        Workers that all use every core would wait for each other's threads, which spin on the cores meanwhile.
         """
         sharing = sum(device.type == "cpu" for device in self._workers)
         return max(1, threads // sharing) if sharing > 1 and threads > 1 else None
 
     def _serve(self, worker: _Worker, ambient: Ambient, share: int | None) -> None:
-        """Be the thread of a worker."""
+        """Run as the thread of a worker."""
         try:
             if share is not None and worker.stream.device.type == "cpu":
                 torch.set_num_threads(share)
             ambient.run(self._serve_cells, worker)
-        except BaseException as error:  # The thread could not get to its cells; others wait for them.
+        except BaseException as error:  # Other workers wait for the cells of this one, so they must be told.
             self._fail(-1, error)
             self._leaving.abort()
 
@@ -193,7 +193,7 @@ class _Crew:
         self._stop(number)
 
     def _stop(self, end: int) -> None:
-        """Let no cell start from number ``end`` on, and wake the workers, which may wait for such cells."""
+        """Let no cell start from number ``end`` on, and wake the workers, which may wait for such a cell."""
         with self._errors_lock:
             self._end = min(self._end, end)
         for worker in self._workers.values():
