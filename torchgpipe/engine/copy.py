@@ -13,7 +13,7 @@ sends and `Copy` opens the cell that receives:
         │            │                  │           cell (i,j)
 
 Backward goes through the same figure from right to left, with every arrow reversed. The source waits for the arriving
-gradient in a node of its own, `Wait`. The recomputation does not need the gradient, so it can be launched before `Wait`.
+gradient in a node of its own, `Wait`. The recomputation does not need the gradient, so it can be launched before that.
 
 The two ends are in different threads, and the sender may have launched its next cell before the receiver launches
 the copy. So the sender marks where a micro-batch is ready, and the copy waits for that mark, not for the whole stream.
