@@ -1,10 +1,10 @@
 """Splits layers into consecutive partitions, optimally, by what each layer costs.
 
-A pipeline is as fast as its slowest partition, so the largest load is what counts first (`row.py`). Among the
-splits that have the smallest, the loads are to be as even as they can (`squares.py`).
+A pipeline is as fast as its slowest partition, so the largest load counts first. Among the splits with the smallest
+largest load, the loads are to be as even as possible. `split.py` finds such a split.
 
-The answer is exact: numbers are turned into whole ones in a common unit first, every float being a fraction, so
-that no decision hangs on rounding.
+The answer is exact. Every float is a fraction, so all numbers become whole numbers of a common unit before any are
+compared, and no decision depends on rounding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from torchgpipe_balancing.row import Row
-from torchgpipe_balancing.squares import least_squares
+from torchgpipe_balancing.split import SplitProblem, best_split
 
 __all__ = ["check_partitions", "partition"]
 
@@ -77,19 +76,18 @@ def partition(
     _check_length("sizes", size, len(cost), "layers")
     _check_length("limits", limit, partitions, "partitions")
 
-    # Where nothing costs anything, speeds do not matter.
-    slowness = [1 / s for s in speed] if speed is not None and any(cost) else [Fraction(1)] * partitions
+    slowness = [1 / s for s in speed or [Fraction(1)] * partitions]
+    # Sizes and limits are in one unit.
     memory = _whole([*(size or [Fraction(0)] * len(cost)), *(limit or [Fraction(0)] * partitions)])
-    row = Row(
+    problem = SplitProblem(
         costs=_sums(_whole(cost)),
         sizes=_sums(memory[: len(cost)]),
         slowness=_whole(slowness),
         limits=memory[len(cost) :],
     )
-    if size is not None and limit is not None and row.fill(row.no_bound) is None:
-        raise ValueError(f"sizes do not fit into limits: {_misfit(row, size, limit)}")
-
-    cuts = least_squares(row, row.least_bound())
+    cuts = best_split(problem)
+    if cuts is None:
+        raise ValueError(f"sizes do not fit into limits: {_misfit(size or [], limit or [])}")
     return [end - start for start, end in pairwise(cuts)]
 
 
@@ -105,24 +103,16 @@ def check_partitions(layers: int, partitions: int) -> None:
         raise ValueError(f"{layers} layers cannot be split into {partitions} partitions: one would be empty")
 
 
-def _misfit(row: Row, sizes: list[Fraction], limits: list[Fraction]) -> str:
-    """Says what is too large, and by how much: a layer, all layers, or those of the best split there is."""
-    whole, largest = sum(sizes, Fraction(0)), max(range(row.layers), key=sizes.__getitem__)
+def _misfit(sizes: list[Fraction], limits: list[Fraction]) -> str:
+    """Say which is too large: a layer, all layers together, or some layers of every split."""
+    total, room = sum(sizes, Fraction(0)), sum(limits, Fraction(0))
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[largest] > max(limits):
-        size, limit = sizes[largest], max(limits)
-        text = f"layer {largest} has size {_plain(size)}, but the largest limit is {_plain(limit)}"
-    elif whole > sum(limits):
-        size, limit = whole, sum(limits, Fraction(0))
-        text = f"all layers together have size {_plain(size)}, but all limits together are {_plain(limit)}"
-    else:
-        cuts = row.fill(row.no_bound, slack=row.least_slack())
-        assert cuts is not None
-        _, j = max((sum(sizes[a:b]) - limits[j], j) for j, (a, b) in enumerate(pairwise(cuts)))
-        first, last = cuts[j], cuts[j + 1] - 1
-        size, limit = sum(sizes[first : last + 1], Fraction(0)), limits[j]
-        which = f"layer {first}" if first == last else f"layers {first} to {last}"
-        text = f"at best partition {j} gets {which} of size {_plain(size)}, but its limit is {_plain(limit)}"
-    return f"{text}; {_plain(size - limit)} too much"
+        return f"layer {largest} has size {_plain(sizes[largest])}, but the largest limit is {_plain(max(limits))}"
+    together = f"all layers together have size {_plain(total)}"
+    if total > room:
+        return f"{together}, but all limits together are {_plain(room)}"
+    return f"{together}, and all limits together are {_plain(room)}, but every split exceeds one of the limits"
 
 
 def _fractions(
@@ -158,11 +148,9 @@ def _check_length(name: str, values: list[Fraction] | None, length: int, of: str
 
 
 def _whole(numbers: Sequence[Fraction]) -> list[int]:
-    """The same numbers in the largest unit in which all of them are whole."""
+    """Return the numbers as multiples of a unit in which all of them are whole."""
     unit = math.lcm(*(number.denominator for number in numbers))
-    whole = [number.numerator * (unit // number.denominator) for number in numbers]
-    divisor = math.gcd(*whole) or 1
-    return [number // divisor for number in whole]
+    return [number.numerator * (unit // number.denominator) for number in numbers]
 
 
 def _sums(numbers: Iterable[int]) -> list[int]:
