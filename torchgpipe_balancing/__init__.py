@@ -8,11 +8,11 @@
 
 Time is what a pipeline waits for; memory is what a device runs out of; parameters need nothing to be run.
 Whichever is balanced, the split is the best there is for what was measured. To see what was measured, or to
-keep time balanced within the devices' memory, ask for the report::
+keep time balanced within the devices' memory, ask for the profile::
 
-    report = torchgpipe_balancing.profile(model, sample)
-    print(report)
-    balance = report.balance(2, by="time")
+    profile = torchgpipe_balancing.profile(model, sample)
+    print(profile)
+    balance = profile.balance(2, by="time")
 
 This package stands beside `torchgpipe`, and knows of it only how skips are stashed and popped.
 """
@@ -23,12 +23,15 @@ from typing import Any
 
 from torch import nn
 
+from torchgpipe_balancing.measure import Device, profile, profile_sizes
 from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.profile import Device, layers, profile, profile_sizes
-from torchgpipe_balancing.report import LayerProfile, Report, footprints
+from torchgpipe_balancing.profiles import LayerProfile, Profile
+from torchgpipe_balancing.sizes import footprints
+from torchgpipe_balancing.walk import layers_of
 
 __all__ = [
     "LayerProfile",
+    "Profile",
     "Report",
     "balance_by_parameters",
     "balance_by_size",
@@ -36,6 +39,9 @@ __all__ = [
     "partition",
     "profile",
 ]
+
+#: The former name of :class:`Profile`; a report is what a timeline gives.
+Report = Profile
 
 
 def balance_by_time(
@@ -71,7 +77,7 @@ def balance_by_time(
         ValueError: fewer layers than partitions, or partitions below 1
 
     """
-    check_partitions(len(layers(module)), partitions)
+    check_partitions(len(layers_of(module)), partitions)
     return profile(module, sample, device=device, timeout=timeout).balance(partitions, by="time")
 
 
@@ -105,7 +111,7 @@ def balance_by_size(
         ValueError: fewer layers than partitions, or partitions below 1
 
     """
-    check_partitions(len(layers(module)), partitions)
+    check_partitions(len(layers_of(module)), partitions)
     return partition(footprints(profile_sizes(module, sample, device=device)), partitions)
 
 
@@ -128,5 +134,5 @@ def balance_by_parameters(module: nn.Sequential, *, partitions: int) -> list[int
         ValueError: fewer layers than partitions, or partitions below 1
 
     """
-    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers(module).values()]
+    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(module).values()]
     return partition(counts, partitions)

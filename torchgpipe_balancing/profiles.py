@@ -1,6 +1,6 @@
 """What was found out about each layer, to be read, exported, drawn, and split into partitions.
 
-A report is plain data: it needs neither the model nor a device, and is the same whether it has just been
+A profile is plain data: it needs neither the model nor a device, and is the same whether it has just been
 measured or was put together by hand.
 """
 
@@ -12,70 +12,15 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchgpipe_balancing.partition import partition
+from torchgpipe_balancing.sizes import Sizes, footprints
+from torchgpipe_balancing.times import Times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LayerProfile", "Report", "Sizes", "Times", "footprints"]
+__all__ = ["LayerProfile", "Profile"]
 
 By = Literal["time", "size"]
-
-
-@dataclass(frozen=True)
-class Times:
-    """What a layer takes for the sample, in seconds.
-
-    Attributes:
-        forward: forward, building the graph for backward
-        recompute: what checkpointing adds: forward once more, without a graph; 0 if nothing is recomputed
-        backward: backward; 0 if the output needs no gradient
-    """
-
-    forward: float
-    recompute: float
-    backward: float
-
-    def total(self, *, recompute: bool = True) -> float:
-        """Seconds for forward and backward, with recomputation or without."""
-        return self.forward + self.backward + (self.recompute if recompute else 0.0)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a layer holds, in bytes.
-
-    Attributes:
-        activations: what is kept for backward and no layer before keeps already
-        parameters: its parameters
-        buffers: its buffers
-        output: what is handed on, to the next layer and as skips to later ones
-    """
-
-    activations: int
-    parameters: int
-    buffers: int
-    output: int
-
-
-def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
-    """The memory that each layer takes in training, in bytes: activations / chunks + parameters x param_scale.
-
-    Args:
-        sizes: what each layer holds
-
-    Keyword Args:
-        chunks: into how many micro-batches the sample will be split, of which one is counted
-        param_scale: how many times parameters are held, with gradients and the optimizer's state
-
-    Raises:
-        ValueError: `chunks` is below 1, or `param_scale` negative.
-
-    """
-    if chunks < 1:
-        raise ValueError(f"chunks must be 1 or more, not {chunks}")
-    if not param_scale >= 0:
-        raise ValueError(f"param_scale must be 0 or more, not {param_scale}")
-    return [size.activations / chunks + size.parameters * param_scale for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -96,7 +41,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Report:
+class Profile:
     """The layers of a model, in order, and how they were measured.
 
     Attributes:
@@ -153,9 +98,9 @@ class Report:
     ) -> list[int]:
         """Splits the layers so that the costliest partition costs as little as it can. ::
 
-            report.balance(4)
-            report.balance(4, by="size", chunks=8, param_scale=4)  # 8 micro-batches, Adam
-            report.balance(limits=[16 * 2**30, 8 * 2**30])  # by time, within 16 and 8 GiB
+            profile.balance(4)
+            profile.balance(4, by="size", chunks=8, param_scale=4)  # 8 micro-batches, Adam
+            profile.balance(limits=[16 * 2**30, 8 * 2**30])  # by time, within 16 and 8 GiB
 
         Args:
             partitions: how many partitions; may be left out where `speeds` or `limits` tell
@@ -183,7 +128,7 @@ class Report:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary a layer, ready for ``pandas.DataFrame(report.rows())``.
+        """One flat dictionary a layer, ready for ``pandas.DataFrame(profile.rows())``.
 
         Times are in seconds, sizes in bytes; `share` is the layer's part of the whole time, from 0 to 1.
         """
@@ -248,7 +193,7 @@ class Report:
     ) -> Figure:
         """Draws what each layer costs, and the cuts between partitions. ::
 
-            report.plot(report.balance(4)).savefig("balance.png")
+            profile.plot(profile.balance(4)).savefig("balance.png")
 
         Args:
             balance: the number of layers in each partition (default: no cuts)
