@@ -35,27 +35,27 @@ def write(spans: Sequence[Span], path: Path) -> None:
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """All events of the trace."""
-    rows = _rows(spans)
-    return [*_names(rows), *(_complete(span, rows[_row(span)]) for span in spans), *_arrows(spans, rows)]
+    tracks = _tracks(spans)
+    return [*_names(tracks), *(_complete(span, tracks[_key(span)]) for span in spans), *_arrows(spans, tracks)]
 
 
-def _row(span: Span) -> tuple[str, str]:
+def _key(span: Span) -> tuple[str, str]:
     return str(span.device), span.stream
 
 
-def _rows(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int]]:
+def _tracks(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int]]:
     """The numbers of the process and of the thread that stand for each stream."""
     devices = {str(span.device): None for span in sorted(spans, key=lambda span: span.partition)}
-    rows = {}
+    tracks = {}
     for pid, device in enumerate(devices):
         streams = {span.stream for span in spans if str(span.device) == device}
         for tid, stream in enumerate(sorted(streams, key=lambda stream: (stream != "computing", stream))):
-            rows[device, stream] = (pid, tid)
-    return rows
+            tracks[device, stream] = (pid, tid)
+    return tracks
 
 
-def _names(rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    for (device, stream), (pid, tid) in rows.items():
+def _names(tracks: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    for (device, stream), (pid, tid) in tracks.items():
         if tid == 0:
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": device}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
@@ -63,8 +63,8 @@ def _names(rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, A
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _complete(span: Span, row: tuple[int, int]) -> dict[str, Any]:
-    pid, tid = row
+def _complete(span: Span, track: tuple[int, int]) -> dict[str, Any]:
+    pid, tid = track
     return {
         "ph": "X",
         "name": _title(span),
@@ -90,7 +90,7 @@ def _title(span: Span) -> str:
     return f"{span.kind} {span.micro_batch}{where}{' (failed)' if span.failed else ''}"
 
 
-def _arrows(spans: Sequence[Span], rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def _arrows(spans: Sequence[Span], tracks: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """From every copy to the wait for it: where there are several between two partitions, both are in order."""
     waits = {key: iter(waiting) for key, waiting in _by_ends(spans).items()}
     number = 0
@@ -101,7 +101,7 @@ def _arrows(spans: Sequence[Span], rows: dict[tuple[str, str], tuple[int, int]])
         # Within both spans: a wait may have begun before the copy.
         arrival = (max(wait.start, min(copy.start, wait.end)) + wait.end) / 2
         for ph, span, time in (("s", copy, copy.start), ("f", wait, arrival)):
-            pid, tid = rows[_row(span)]
+            pid, tid = tracks[_key(span)]
             binding = {"bp": "e"} if ph == "f" else {}
             arrow = {"ph": ph, "name": "copy", "cat": "copy", "id": number, "ts": time * 1e6, "pid": pid, "tid": tid}
             yield {**arrow, **binding}
