@@ -464,28 +464,16 @@ def test_the_recorder_is_gone_after_the_block() -> None:
     assert model._mechanisms == before
 
 
-def test_a_block_inside_another_takes_its_place() -> None:
+def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
     model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
-    with torchgpipe.record(model) as outer:
+    with torchgpipe.record(model) as timeline:
+        with pytest.raises(RuntimeError, match="recorded already; leave the other block"), torchgpipe.record(model):
+            pass
         model(batch())
-        with torchgpipe.record(model) as inner:
-            model(batch())
-        model(batch())
-    assert (outer.steps, inner.steps) == ([0, 1], [0])
-    assert max(span.end for span in outer.of_step(0)) < min(span.start for span in outer.of_step(1))
-
-
-def test_blocks_that_overlap_leave_no_recorder() -> None:
-    """Those of two threads, say. The first one to end took the other's recorder away, and the other put it back."""
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
-    first, second = torchgpipe.record(model), torchgpipe.record(model)
-    first.__enter__()
-    timeline = second.__enter__()
-    first.__exit__(None, None, None)
-    model(batch())
-    second.__exit__(None, None, None)
     assert timeline.steps == [0]
-    assert model._mechanisms.recorder is None
+    with torchgpipe.record(model) as timeline:
+        model(batch())
+    assert timeline.steps == [0]
 
 
 def test_it_can_be_read_after_the_block_only() -> None:

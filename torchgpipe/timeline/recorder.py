@@ -20,7 +20,7 @@ from torch import nn
 
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.stream import Stream, Tick
-from torchgpipe.engine.record import End, Kind, Place, Recorder
+from torchgpipe.engine.record import End, Kind, Place
 from torchgpipe.gpipe import GPipe
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
@@ -41,8 +41,8 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     :class:`~torchgpipe.timeline.span.Span`. The timeline can be read when the block is left, also by an exception: then
     it ends where that was raised. Results are the same to the last bit as without recording.
 
-    A step is a call of the pipeline, with its backward passes as far as they are inside the block. A recorded block
-    within one on the same pipeline takes its place for so long.
+    A step is a call of the pipeline, with its backward passes as far as they are inside the block. Only one block at
+    a time can record a pipeline.
 
     Args:
         model: a :class:`~torchgpipe.GPipe`, or a module that contains one, such as a
@@ -56,11 +56,16 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     Raises:
         TypeError: ``model`` contains no pipeline, or is no module.
         ValueError: ``model`` contains several pipelines, or ``steps`` is not a positive integer.
+        RuntimeError: the pipeline is being recorded already.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, the number of steps to keep, but got {steps!r}")
     pipeline = _pipeline_of(model)
-    recorder = _Recorder(steps, pipeline._mechanisms.recorder)
+    if pipeline._mechanisms.recorder is not None:
+        raise RuntimeError(
+            "this pipeline is being recorded already; leave the other block of torchgpipe.record() first"
+        )
+    recorder = _Recorder(steps)
     timeline = Timeline()
     pipeline._mechanisms = replace(pipeline._mechanisms, recorder=recorder)
     raised = True
@@ -68,12 +73,7 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
         yield timeline
         raised = False
     finally:
-        recorder.is_over = True
-        # Blocks of several threads end in any order: this one may not be the last, nor the one around it still there.
-        current: Any = pipeline._mechanisms.recorder
-        while isinstance(current, _Recorder) and current.is_over:
-            current = current.outer
-        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=current)
+        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=None)
         recorder.stop(timeline, raised)
 
 
@@ -107,15 +107,9 @@ class _Recorder:
 
     Args:
         steps: how many
-        outer: who listened before
-
-    Attributes:
-        is_over: whether the block has been left
     """
 
-    def __init__(self, steps: int, outer: Recorder | None) -> None:
-        self.outer = outer
-        self.is_over = False
+    def __init__(self, steps: int) -> None:
         self._began = perf_counter()
         self._numbers = count()
         self._source = object()
