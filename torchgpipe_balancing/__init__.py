@@ -1,4 +1,4 @@
-"""Proposes how to split a model over the partitions of a pipeline. ::
+"""Propose how to split a model over the partitions of a pipeline. ::
 
     from torchgpipe import GPipe
     from torchgpipe_balancing import balance_by_time
@@ -6,15 +6,15 @@
     balance = balance_by_time(model, sample, partitions=2)
     model = GPipe(model, balance, chunks=8)
 
-Time is what a pipeline waits for; memory is what a device runs out of; parameters need nothing to be run.
-Whichever is balanced, the split is the best there is for what was measured. To see what was measured, or to
-keep time balanced within the devices' memory, ask for the profile::
+Balance by time to make the pipeline fast, by size to fit the model into the devices' memory, or by parameters to run
+nothing beforehand. Each split is the best one for the costs that were measured. To see these costs, or to balance by
+time within the memory of the devices, ask for the profile::
 
     profile = torchgpipe_balancing.profile(model, sample)
     print(profile)
     balance = profile.balance(2, by="time")
 
-This package stands beside `torchgpipe`, and knows of it only how skips are stashed and popped.
+This package stands beside `torchgpipe` and imports only its room `skip`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "profile",
 ]
 
-#: The former name of :class:`Profile`; a report is what a timeline gives.
+#: The former name of :class:`Profile`. The class `Report` of a timeline is another one.
 Report = Profile
 
 
@@ -52,16 +52,16 @@ def balance_by_time(
     device: Device = None,
     timeout: float = 1.0,
 ) -> list[int]:
-    """Balances the time that the partitions take for forward, recomputation and backward.
+    """Balance the time that the partitions take for forward, recomputation and backward.
 
-    The model is profiled in training mode; see :func:`profile`, which also shows the times. The time that
-    counts includes one recomputation, as in GPipe's default ``checkpoint='except_last'``. For a model that
-    runs with ``checkpoint='never'``, use ``profile(...).balance(partitions, recompute=False)``.
+    The model is profiled in training mode; :func:`profile` also shows the times. The balanced time includes one
+    recomputation, as in GPipe's default ``checkpoint='except_last'``. For a model that runs with
+    ``checkpoint='never'``, use ``profile(...).balance(partitions, recompute=False)``.
 
     Args:
         module: the model, not yet wrapped
         sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
-            several arguments of the first layer, see :func:`profile`
+            several arguments of the first layer; see :func:`profile`
 
     Keyword Args:
         partitions: how many partitions
@@ -88,20 +88,20 @@ def balance_by_size(
     partitions: int = 1,
     device: Device = None,
 ) -> list[int]:
-    """Balances the memory that the partitions take: activations kept for backward, and parameters twice.
+    """Balance the memory that the partitions take: activations kept for backward, and parameters twice.
 
-    Twice, because every parameter gets a gradient. :func:`torchgpipe.balance.balance_by_size` also takes the
-    number of micro-batches and the optimizer's state into account.
+    Parameters count twice because every parameter gets a gradient. :func:`torchgpipe.balance.balance_by_size` also
+    takes the number of micro-batches and the optimizer's state into account.
 
     Args:
         module: the model, not yet wrapped
         sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
-            several arguments of the first layer, see :func:`profile`
+            several arguments of the first layer; see :func:`profile`
 
     Keyword Args:
         partitions: how many partitions
         device: where layers are profiled, one at a time (default: as in :func:`balance_by_time`); sizes are
-            counted, not measured, and are the same on every device that saves the same tensors
+            counted, not measured, so all devices that save the same tensors give the same sizes
 
     Returns:
         The number of layers in each partition, GPipe's `balance`.
@@ -116,7 +116,7 @@ def balance_by_size(
 
 
 def balance_by_parameters(module: nn.Sequential, *, partitions: int) -> list[int]:
-    """Balances the number of parameters, without running the model; it may be on the meta device. ::
+    """Balance the number of parameters without running the model, which may be on the meta device. ::
 
         balance = balance_by_parameters(model, partitions=2)
 

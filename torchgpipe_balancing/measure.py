@@ -28,46 +28,45 @@ Device: TypeAlias = torch.device | str | int | None
 
 
 def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeout: float = 1.0) -> Profile:
-    """Measures the time and the memory that each layer takes in training. ::
+    """Measure the time and the memory that each layer takes in training. ::
 
         profile = torchgpipe_balancing.profile(model, sample)
         print(profile)
         model = GPipe(model, profile.balance(4), chunks=8)
 
-    Layers run in training mode, each as a copy, one at a time on the device: a model larger than the device can
+    Layers run in training mode, each as a copy, one at a time on the device. So a model larger than the device can
     be profiled, and neither the module (parameters, gradients, buffers, mode, devices) nor PyTorch's random
-    streams are touched. Layers may share parameters or work in place; they may take and return nested
-    containers, integers, or tensors without gradient, and stash and pop skips. What the caller set, such as
+    streams are touched. Layers may share parameters and work in place. They may take and return nested
+    containers, integers, and tensors without gradient, and may stash and pop skips. What the caller set, such as
     autocast, holds.
 
-    Times are medians over rounds. On an accelerator they are taken by events on the device; what a copy does
-    for the first time is left out. Activations are the bytes of all tensors that autograd saved for backward,
-    each storage once, without parameters and buffers. A tensor that several layers save is counted for the
-    first: the sum over layers is what the whole model keeps. A skip is part of the output of the layer that
-    stashes it, and its gradient part of backward. If backward of the layer that pops it needs it, it counts as
-    activation there too: on its way to another partition it is copied, and each end keeps its own.
+    Times are medians over rounds. On an accelerator, events on the device take the times. The first run of a copy is
+    not timed. Activations are the bytes of all tensors that autograd saved for backward, each storage once, without
+    parameters, buffers and sparse tensors. A tensor that several layers save counts for the first of them, so the sum
+    over all layers is what the whole model keeps. A skip is part of the output of the layer that stashes it, and the
+    skip's gradient is part of that layer's backward. If backward of the layer that pops the skip needs it, the skip
+    counts as an activation there too: a skip is copied to another partition, and each partition keeps its own.
 
-    A tuple of several values is the arguments of the first layer if that takes as many, as in ``model(x, y)``, and one
-    argument if not. From layer to layer a tuple is one argument, as in GPipe; in a
-    :class:`~torchgpipe.pipe.PipeSequential` it is several, as in Pipe.
+    A sample that is a tuple of several values is the arguments of the first layer if the layer takes as many, as in
+    ``model(x, y)``, and otherwise one argument. From layer to layer a tuple is one argument, as in GPipe. In a
+    :class:`~torchgpipe.pipe.PipeSequential` a tuple is several arguments, as in Pipe.
 
     Args:
         module: the model, not yet wrapped
-        sample: an input: a tensor, or a nested container of tensors; of the size of a micro-batch, so that
-            times are those of a micro-batch
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
 
     Keyword Args:
         device: where layers are profiled (default: the accelerator that the module or the sample is on, else
             the machine's accelerator, else the CPU)
-        timeout: seconds after which no further round is started; at least one is made
+        timeout: seconds after which no further round is started; there is at least one round
 
     Returns:
-        A profile, which prints as a table and proposes a balance.
+        The profile, which prints as a table and proposes a balance.
 
     Raises:
         TypeError: `module` is not an ``nn.Sequential``.
         ValueError: `timeout` is negative.
-        Exception: what a layer raised, with a note that names the layer, its input, and the device.
+        Exception: the error of a layer, with a note that names the layer, its input, and the device.
     """
     if not timeout >= 0:
         raise ValueError(f"timeout must be 0 seconds or more, not {timeout}")
@@ -92,9 +91,9 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeou
 
 
 def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device = None) -> list[Sizes]:
-    """Counts what :func:`profile` counts, and takes no times.
+    """Count the sizes of a profile without taking times.
 
-    Args and errors are those of :func:`profile`.
+    Arguments and errors are those of :func:`profile`.
 
     Returns:
         The sizes of each layer, in bytes.
@@ -109,7 +108,7 @@ def _median(rounds: Iterable[Times]) -> Times:
 
 
 def _place(device: Device, module: nn.Module, sample: Any) -> torch.device:
-    """The device to profile on, with its index."""
+    """Return the device to profile on, with its index."""
     if device is None:
         used = (tensor.device for tensor in chain(module.parameters(), module.buffers(), tensors_in(sample)))
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -121,12 +120,12 @@ def _place(device: Device, module: nn.Module, sample: Any) -> torch.device:
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Keep the caller's random streams, gradient mode and current device."""
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))  # turns gradients on, too
+        stack.enter_context(torch.inference_mode(False))  # also turns gradients on
         stack.callback(torch.clear_autocast_cache)
         if device.type == "cpu":
             stack.enter_context(torch.random.fork_rng([]))
         else:
             stack.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
-            # Events and layers work on the current device.
+            # Events, and layers that create tensors, use the current device.
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield

@@ -1,4 +1,4 @@
-"""Splits layers into consecutive partitions, optimally, by what each layer costs.
+"""Split layers into consecutive partitions, optimally, by the cost of each layer.
 
 A pipeline is as fast as its slowest partition, so the largest load counts first. Among the splits with the smallest
 largest load, the loads are to be as even as possible. `split.py` finds such a split.
@@ -28,11 +28,11 @@ def partition(
     sizes: Iterable[float] | None = None,
     limits: Iterable[float] | None = None,
 ) -> list[int]:
-    """Splits layers into consecutive partitions so that the largest load is as small as can be.
+    """Split layers into consecutive partitions so that the largest load is as small as possible.
 
     The load of a partition is the sum of its layers' costs, divided by the speed of its device. Of several splits
-    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. All
-    this is exact, for whole numbers and floats of any magnitude. ::
+    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. The
+    result is exact for whole numbers and floats of any magnitude. ::
 
         >>> partition([1, 1, 1, 9, 1, 1], 3)
         [3, 1, 2]
@@ -42,21 +42,21 @@ def partition(
         [1, 3]
 
     Args:
-        costs: what each of n layers costs, in any unit: numbers that are finite and not negative
-        partitions: how many partitions, at most n; may be left out where `speeds` or `limits` tell
+        costs: the cost of each of n layers, in any unit: numbers that are finite and not negative
+        partitions: the number of partitions, at most n; may be left out if `speeds` or `limits` are given
 
     Keyword Args:
-        speeds: how fast the device of each partition is, relative to the others: finite numbers above zero
-            (default: all alike)
-        sizes: how much memory each of n layers takes, in any unit: numbers that are finite and not negative
-        limits: how much memory the device of each partition has, in the unit of `sizes`; may be infinite
+        speeds: the speed of each partition's device, relative to the others: finite numbers above zero (default:
+            all are equally fast)
+        sizes: the memory that each of n layers takes, in any unit: numbers that are finite and not negative
+        limits: the memory of each partition's device, in the unit of `sizes`; may be infinite
 
     Returns:
         The number of layers in each partition, for GPipe's `balance`.
 
     Raises:
         ValueError: fewer layers than partitions, partitions below 1, a number out of its range, lists whose
-            lengths do not match, or layers that do not fit into the limits however they are split.
+            lengths do not match, or layers that no split fits into the limits.
     """
     cost = _fractions("costs", costs)
     speed = None if speeds is None else _fractions("speeds", speeds, zero=False)
@@ -92,10 +92,10 @@ def partition(
 
 
 def check_partitions(layers: int, partitions: int) -> None:
-    """Checks that so many layers can be split into so many partitions.
+    """Check that there is a layer for each partition.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: there are fewer layers than partitions, or partitions is below 1.
     """
     if operator.index(partitions) < 1:
         raise ValueError(f"partitions must be 1 or more, not {partitions}")
@@ -104,7 +104,7 @@ def check_partitions(layers: int, partitions: int) -> None:
 
 
 def _misfit(sizes: list[Fraction], limits: list[Fraction]) -> str:
-    """Say which is too large: a layer, all layers together, or some layers of every split."""
+    """Say what exceeds the limits: a layer, all layers together, or some partition of every split."""
     total, room = sum(sizes, Fraction(0)), sum(limits, Fraction(0))
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[largest] > max(limits):
@@ -118,7 +118,7 @@ def _misfit(sizes: list[Fraction], limits: list[Fraction]) -> str:
 def _fractions(
     name: str, values: Iterable[float], *, zero: bool = True, infinity: Fraction | None = None
 ) -> list[Fraction]:
-    """Numbers as exact fractions, in place of infinite ones `infinity`, if they may be."""
+    """Return the numbers as exact fractions. If `infinity` is given, it stands for infinite numbers."""
     fractions = []
     faults = []
     for index, value in enumerate(values):
@@ -134,9 +134,9 @@ def _fractions(
 
 
 def _fraction(value: float) -> Fraction | None:
-    """A number as an exact fraction, or None if it is not finite."""
+    """Return a number as an exact fraction, or None if it is not finite."""
     try:
-        # NumPy's whole numbers have no ratio, its others are nothing that Fraction knows.
+        # Fraction does not accept NumPy's floats, and NumPy's integers have no as_integer_ratio.
         return Fraction(*value.as_integer_ratio()) if hasattr(value, "as_integer_ratio") else Fraction(value)
     except (OverflowError, ValueError):
         return None
@@ -154,10 +154,10 @@ def _whole(numbers: Sequence[Fraction]) -> list[int]:
 
 
 def _sums(numbers: Iterable[int]) -> list[int]:
-    """The sum of the numbers before each, and of all."""
+    """Return the sum of the numbers before each number, and the sum of all."""
     return list(accumulate(numbers, initial=0))
 
 
 def _plain(number: Fraction) -> int | float:
-    """The way a reader would write it."""
+    """Return the number as a reader would write it."""
     return number.numerator if number.denominator == 1 else float(number)

@@ -1,7 +1,6 @@
-"""What was found out about each layer, to be read, exported, drawn, and split into partitions.
+"""Read, export, draw and balance what was measured for each layer.
 
-A profile is plain data: it needs neither the model nor a device, and is the same whether it has just been
-measured or was put together by hand.
+A profile is plain data: it needs neither the model nor a device, and can also be put together by hand.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ By = Literal["time", "size"]
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer: which it is, its times and its sizes.
+    """The name, the times and the sizes of a layer.
 
     Attributes:
         name: its name in the nn.Sequential
         type: the name of its class
-        times: what it takes, in seconds
-        sizes: what it holds, in bytes
+        times: its times, in seconds
+        sizes: its sizes, in bytes
     """
 
     name: str
@@ -42,13 +41,13 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """The layers of a model, in order, and how they were measured.
+    """The times and sizes of a model's layers, in order, and how they were measured.
 
     Attributes:
-        layers: one for each layer
+        layers: a profile for each layer
         sample: shapes and types of the input
-        device: where they were measured
-        rounds: times are the medians of so many rounds
+        device: where the layers were measured
+        rounds: the number of rounds; times are the medians over them
     """
 
     layers: tuple[LayerProfile, ...]
@@ -64,19 +63,19 @@ class Profile:
         chunks: int = 1,
         param_scale: float = 2.0,
     ) -> list[float]:
-        """What each layer costs.
+        """Return the cost of each layer.
 
         Args:
             by: 'time', in seconds, or 'size', in bytes
 
         Keyword Args:
-            recompute: whether time includes one recomputation; not so with ``checkpoint='never'``
-            chunks: into how many micro-batches the sample will be split: a partition holds the activations of
-                one; the default is right if the sample is a micro-batch
-            param_scale: how many copies of the parameters are held, see :mod:`torchgpipe.balance`
+            recompute: whether time includes one recomputation; pass False for ``checkpoint='never'``
+            chunks: the number of micro-batches that the sample will be split into: a partition holds the
+                activations of one; the default is right if the sample is a micro-batch
+            param_scale: how many times parameters are held; see :func:`torchgpipe.balance.balance_by_size`
 
         Raises:
-            ValueError: `by` is something else.
+            ValueError: `by` is neither 'time' nor 'size', `chunks` is below 1, or `param_scale` is negative.
 
         """
         if by == "time":
@@ -96,26 +95,26 @@ class Profile:
         speeds: Iterable[float] | None = None,
         limits: Iterable[float] | None = None,
     ) -> list[int]:
-        """Splits the layers so that the costliest partition costs as little as it can. ::
+        """Split the layers so that the costliest partition costs as little as possible. ::
 
             profile.balance(4)
             profile.balance(4, by="size", chunks=8, param_scale=4)  # 8 micro-batches, Adam
             profile.balance(limits=[16 * 2**30, 8 * 2**30])  # by time, within 16 and 8 GiB
 
         Args:
-            partitions: how many partitions; may be left out where `speeds` or `limits` tell
-            by: what is balanced, 'time' or 'size'
+            partitions: the number of partitions; may be left out if `speeds` or `limits` are given
+            by: what to balance, 'time' or 'size'
 
         Keyword Args:
             recompute, chunks, param_scale: as in :meth:`costs`
-            speeds: how fast the device of each partition is, relative to the others (default: all alike)
-            limits: bytes that each partition's device has for activations and parameters, counted as by 'size'
+            speeds: the speed of each partition's device, relative to the others (default: all are equally fast)
+            limits: the bytes that each partition's device has for activations and parameters, counted as by 'size'
 
         Returns:
             The number of layers in each partition, GPipe's `balance`.
 
         Raises:
-            ValueError: `by` is something else, or no such split exists; see :func:`partition`.
+            ValueError: as in :meth:`costs`, or no such split exists; see :func:`partition`.
 
         """
         sizes = self.costs("size", chunks=chunks, param_scale=param_scale)
@@ -128,9 +127,9 @@ class Profile:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary a layer, ready for ``pandas.DataFrame(profile.rows())``.
+        """Return a flat dictionary for each layer, ready for ``pandas.DataFrame(profile.rows())``.
 
-        Times are in seconds, sizes in bytes; `share` is the layer's part of the whole time, from 0 to 1.
+        Times are in seconds, sizes in bytes. `share` is the layer's share of the total time, from 0 to 1.
         """
         whole = sum(self.costs())
         return [
@@ -191,20 +190,20 @@ class Profile:
         chunks: int = 1,
         param_scale: float = 2.0,
     ) -> Figure:
-        """Draws what each layer costs, and the cuts between partitions. ::
+        """Draw the cost of each layer, and the cuts between partitions. ::
 
             profile.plot(profile.balance(4)).savefig("balance.png")
 
         Args:
             balance: the number of layers in each partition (default: no cuts)
-            by: what is drawn, 'time' or 'size'
+            by: what to draw, 'time' or 'size'
 
         Keyword Args:
             recompute, chunks, param_scale: as in :meth:`costs`
 
         Raises:
-            ImportError: matplotlib is missing.
-            ValueError: `balance` does not add up to the number of layers, or `by` is something else.
+            ImportError: Matplotlib is not installed.
+            ValueError: as in :meth:`costs`, or `balance` does not add up to the number of layers.
 
         """
         try:

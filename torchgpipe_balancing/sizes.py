@@ -21,10 +21,10 @@ class Sizes:
     """What a layer holds, in bytes.
 
     Attributes:
-        activations: what is kept for backward and no layer before keeps already
+        activations: what autograd saves for backward, without what an earlier layer already keeps
         parameters: its parameters
         buffers: its buffers
-        output: what is handed on, to the next layer and as skips to later ones
+        output: the output to the next layer, and the skips to later layers
     """
 
     activations: int
@@ -34,14 +34,14 @@ class Sizes:
 
 
 def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
-    """The memory that each layer takes in training, in bytes: activations / chunks + parameters x param_scale.
+    """Return the bytes that each layer takes in training: activations / chunks + parameters x param_scale.
 
     Args:
         sizes: what each layer holds
 
     Keyword Args:
-        chunks: into how many micro-batches the sample will be split, of which one is counted
-        param_scale: how many times parameters are held, with gradients and the optimizer's state
+        chunks: the number of micro-batches that the sample will be split into; one of them is counted
+        param_scale: how many times parameters are held, gradients and the optimizer's state included
 
     Raises:
         ValueError: `chunks` is below 1, or `param_scale` negative.
@@ -55,17 +55,16 @@ def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 
 
 
 class SizeCounter:
-    """Counts what a layer keeps for backward, and what it has.
+    """Count what a layer keeps for backward, and what it owns.
 
-    A layer's input is often kept twice, by the layer that made it and by the one that takes it. It is the same
-    storage, and counts for the first.
+    Two layers often keep the same storage: the one as its output, the next as its input. It counts for the first.
     """
 
     def __init__(self) -> None:
         self._counted: set[int] = set()
 
     def __call__(self, layer: nn.Module, input: Input) -> tuple[Output, Sizes]:
-        # What autograd lets go before the layer returns is not kept: it vanishes from here too.
+        # Weak, because a tensor that autograd drops before the layer returns is not kept.
         saved: WeakSet[_Saved] = WeakSet()
 
         def pack(tensor: Tensor) -> _Saved:
@@ -79,7 +78,7 @@ class SizeCounter:
         kept = _storages(packed.tensor for packed in saved)
         owned = _storages(chain(layer.parameters(), layer.buffers()))
         new = kept.keys() - owned.keys() - self._counted
-        # Skips go to the host, and their addresses to whoever comes next.
+        # Without skips: they move to the host, and a later tensor can get their address.
         self._counted = (self._counted | new) & _storages(tensors_in(output.value)).keys()
 
         sizes = Sizes(
@@ -93,15 +92,15 @@ class SizeCounter:
 
 
 class _Saved:
-    """A tensor that autograd saved."""
+    """A tensor that autograd saved, in a class that can be referred to weakly."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # The output of an operation, saved by it, must not hold the operation in turn.
+        # Detached, because an operation that saves its output would otherwise hold itself.
         self.tensor = tensor.detach()
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and size in bytes of all memory behind the tensors; sparse tensors have none that PyTorch tells."""
+    """Return address and bytes of each storage behind the tensors. Sparse tensors have no storage, and do not count."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

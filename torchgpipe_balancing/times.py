@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Times:
-    """What a layer takes for the sample, in seconds.
+    """The times of a layer for the sample, in seconds.
 
     Attributes:
-        forward: forward, building the graph for backward
-        recompute: what checkpointing adds: forward once more, without a graph; 0 if nothing is recomputed
+        forward: forward, which builds the graph for backward
+        recompute: what checkpointing adds: one forward without a graph; 0 if nothing is recomputed
         backward: backward; 0 if the output needs no gradient
     """
 
@@ -34,12 +34,12 @@ class Times:
     backward: float
 
     def total(self, *, recompute: bool = True) -> float:
-        """Seconds for forward and backward, with recomputation or without."""
+        """Return the seconds for forward and backward, with recomputation or without."""
         return self.forward + self.backward + (self.recompute if recompute else 0.0)
 
 
 class Timer:
-    """Times what a layer does for one input."""
+    """Time the runs of a layer for one input."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,9 +47,9 @@ class Timer:
     def __call__(self, layer: nn.Module, input: Input) -> tuple[Output, Times]:
         trained = any(tensor.requires_grad for tensor in chain(layer.parameters(), tensors_in(input)))
 
-        # Layers may work in place: whoever is not the last to run gets an input of its own.
+        # Layers may work in place, so every run but the last gets an input of its own.
         with torch.no_grad():
-            run(layer, _cloned(input))  # A copy's first run is no typical one.
+            run(layer, _cloned(input))  # The first run of a copy is slower.
             recompute = self._timed(run, layer, _cloned(input))[1] if trained else 0.0
 
         output, forward = self._timed(run, layer, input)
@@ -58,7 +58,7 @@ class Timer:
         return output, Times(forward, recompute, backward)
 
     def _timed(self, function: Callable[..., T], *args: Any) -> tuple[T, float]:
-        """Calls a function, and tells how many seconds the device took for it."""
+        """Call a function, and return its result and the seconds that the device took."""
         if self._device.type == "cpu":
             start = time.perf_counter()
             return function(*args), time.perf_counter() - start

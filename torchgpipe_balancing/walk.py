@@ -6,8 +6,8 @@ module as it was: its parameters, gradients, buffers, mode and devices are never
 
         sample --> copy of layer 0 --> cut --> copy of layer 1 --> cut --> ...
 
-A cut ends the graph, so that each layer's backward is its own. A skip waits on the host between the layer that
-stashes it and the one that pops it, and is cut as well.
+A cut ends the graph, so that backward of a layer does not run into the layer before. A skip is cut, too. It waits on
+the host between the layer that stashes it and the layer that pops it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a layer returns, and the skips that it stashes."""
+    """The value that a layer returns, and the skips that it stashes."""
 
     value: Any
     skips: Skips
 
 
-# A measure runs one layer, and returns what it gave and what was found out.
+# Runs one layer, and returns its output and what was measured.
 Measure: TypeAlias = Callable[[nn.Module, Input], tuple[Output, T]]
 
 
 def layers_of(module: nn.Sequential) -> dict[str, nn.Module]:
-    """The layers by name; one that occurs twice is there twice.
+    """Return the layers by name; a layer that occurs twice is there twice.
 
     Raises:
         TypeError: `module` is not an ``nn.Sequential``.
@@ -61,7 +61,7 @@ def layers_of(module: nn.Sequential) -> dict[str, nn.Module]:
 
 
 def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Measure[T]) -> list[T]:
-    """Takes the sample through copies of all layers, and measures each."""
+    """Pass the sample through copies of all layers, and return what was measured for each."""
 
     def visit(layer: nn.Module, value: Any) -> tuple[Any, T]:
         popped = {key: skips.pop(key) for key in skips_of(layer.modules(), "poppable_names") if key in skips}
@@ -72,7 +72,7 @@ def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Meas
         return _cut(output.value), measured
 
     value = _cut(_placed(sample, device))
-    skips: Skips = {}  # on the host, so that they take no place from the layers between
+    skips: Skips = {}  # on the host, to leave the device's memory to the layers in between
     found: list[T] = []
     for name, layer in layers_of(module).items():
         try:
@@ -88,8 +88,9 @@ def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Meas
 
 
 def run(layer: nn.Module, input: Input) -> Output:
-    """Runs a layer: the one place where that happens."""
-    # Autocast would keep what it has cast for layers that are gone, and for runs that built no graph.
+    """Run a layer. All runs of layers go through here."""
+    # Autocast caches cast parameters. The cache would keep those of copies that are gone, and hand a cast that was made
+    # without a graph to a run that needs one.
     torch.clear_autocast_cache()
     tracker = SkipTracker(input.skips.items())
     with tracker:
@@ -97,7 +98,7 @@ def run(layer: nn.Module, input: Input) -> Output:
 
 
 def gradients_of(output: Output) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of an output that backward starts from, and ones for each."""
+    """Return the tensors of an output that backward starts from, and ones as the gradient of each."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     return tensors, [torch.ones_like(tensor) for tensor in tensors]
 
@@ -108,7 +109,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def shapes_of(value: Any) -> str:
-    """Shapes and types of all tensors, for messages."""
+    """Return the shapes and types of all tensors, for messages."""
     shapes = [f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors_in(value)]
     return ", ".join(shapes) or "no tensor"
 
@@ -117,24 +118,24 @@ def _is_several(module: nn.Sequential, layer: nn.Module, value: Any, *, first: b
     """Return whether a value is several arguments of a layer of the module."""
     if not isinstance(value, tuple):
         return False
-    # A plain Sequential takes one argument, and hands on one value.
+    # A plain Sequential takes one argument; a PipeSequential takes several and hands several on.
     return _takes(module, None, None) or (first and len(value) > 1 and _takes(layer, *value))
 
 
 def _takes(layer: nn.Module, *arguments: Any) -> bool:
-    """Whether a layer can be called with these arguments."""
+    """Return whether a layer can be called with these arguments."""
     try:
         inspect.signature(layer.forward).bind(*arguments)
-    except (TypeError, ValueError):  # The latter, if nothing is known of them.
+    except (TypeError, ValueError):  # A ValueError says that there is no signature to look at.
         return False
     return True
 
 
 class _Cut(torch.autograd.Function):
-    """A tensor with a graph of its own: it needs gradient, but what it gets goes nowhere.
+    """Give a tensor a graph of its own, in which its gradient ends.
 
-    The tensor is neither a leaf, for a layer to work on it in place, nor a copy, for a layer's input to be known
-    again as what the layer before has kept.
+    The tensor is not a leaf, because a layer may work on it in place. It is not a copy either: a layer's input is
+    recognised by its storage as what the layer before already keeps.
     """
 
     @staticmethod
@@ -148,7 +149,7 @@ class _Cut(torch.autograd.Function):
 
 
 def _cut(value: Any) -> Any:
-    """Cuts all tensors off their graph; those that needed gradient still do."""
+    """Cut all tensors off their graph; tensors that required grad still do."""
     phony = torch.empty(0, device="cpu", requires_grad=True)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -159,8 +160,8 @@ def _cut(value: Any) -> Any:
 
 
 def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Copies a layer to the device, in training mode."""
-    # Tensors that a layer has computed and keeps as attributes, as weight_norm does, cannot be deep-copied.
+    """Copy a layer to the device, in training mode."""
+    # deepcopy refuses tensors that a layer has computed and keeps as attributes, as weight_norm does.
     computed = {
         id(value): value.detach().clone()
         for module in layer.modules()
@@ -171,7 +172,7 @@ def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _placed(value: Any, device: torch.device | str) -> Any:
-    """Copies all tensors to the device, without their graph."""
+    """Copy all tensors to the device, without their graph."""
 
     def placed(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""What a profile finds out, and what it leaves alone."""
+"""Profiling measures the right sizes and times, and leaves the model as it is."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ LAYERS: list[Callable[[], nn.Module]] = [
 
 
 def kept(module: nn.Sequential, input: Tensor) -> int:
-    """The bytes that the whole model keeps, counted in one go."""
+    """Return the bytes that the whole model keeps, counted in one go."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Slow(nn.Module):
-    """Takes known times: the same for forward each time, or one after the other."""
+    """Move the clock by known times."""
 
     def __init__(self, clock: Clock, forward: float, backward: float) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def test_outputs_without_gradient() -> None:
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Puts away what a function makes of its input, and passes the input on."""
+    """Stash a function of the input, and pass the input on."""
 
     def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Joins the skip with its input by a function."""
+    """Join the skip with the input by a function."""
 
     def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ def test_skips_are_cut_off() -> None:
 
 
 def test_a_stash_that_is_gone_hides_no_activation() -> None:
-    """What a later layer keeps may lie where the stash was, of which only a copy is left."""
+    """A later layer may keep a tensor at the address where the stash was."""
     ends = Namespace(), Namespace()
     module = nn.Sequential(
         Stash(torch.exp).isolate(ends[0]),

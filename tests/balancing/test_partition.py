@@ -1,4 +1,4 @@
-"""The split is the best one: compared with all splits where they are few, and with a plain recurrence where not."""
+"""The split is the best one: compared with all splits if they are few, else with a plain recurrence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numbers(count: int) -> st.SearchStrategy[list[float]]:
 
 
 def value(costs: Sequence[float], speeds: Sequence[float], cuts: Sequence[int]) -> Value:
-    """What a split is judged by."""
+    """Return the largest load and the sum of squared loads of a split."""
     loads = [sum(map(Fraction, costs[a:b])) / Fraction(s) for (a, b), s in zip(pairwise(cuts), speeds, strict=True)]
     return max(loads), sum(load * load for load in loads)
 
@@ -103,7 +103,7 @@ def test_best_of_the_splits_within_limits(row: tuple[list[float], int], data: st
 
 
 def recurrence(costs: list[int], partitions: int, bound: int) -> int:
-    """The least sum of squares within the bound, as the textbook has it."""
+    """Return the least sum of squares within the bound, by the textbook's recurrence."""
     sums = [*accumulate(costs, initial=0)]
     least: list[float] = [0, *[math.inf] * len(costs)]
     for _ in range(partitions):
@@ -116,7 +116,7 @@ def recurrence(costs: list[int], partitions: int, bound: int) -> int:
 
 
 def bottleneck(costs: list[int], partitions: int) -> int:
-    """The least bound, as the textbook has it: one trial after the other."""
+    """Return the smallest largest load, by bisection with a greedy trial."""
 
     def reaches(bound: int) -> bool:
         used, load = 1, 0
