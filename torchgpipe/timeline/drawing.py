@@ -1,7 +1,7 @@
-"""One step as a picture, after the figure in the GPipe paper: partitions from top to bottom, time from left to right.
+"""Draw one step, after the figure in the GPipe paper: partitions from top to bottom, time from left to right.
 
-Needs Matplotlib, whose global state it leaves alone. The colours are those of Okabe and Ito, which people who do not
-see all colours can tell apart; the kinds differ in brightness as well.
+This needs Matplotlib, and leaves its global state alone. The colours are Okabe and Ito's, which colour-blind people can
+tell apart; the kinds also differ in brightness. A long step continues in further bands below.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SMALLEST = 3.5  # size of a number, in points
 
 
 def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
-    """Draws the spans of one step.
+    """Draw the spans of one step.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -91,7 +91,7 @@ def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
 
 
 def save(figure: Figure, path: str | PathLike[str] | IO[str]) -> None:
-    """Writes the picture; what is not a name of a file gets SVG."""
+    """Write the picture to a path, in the format of its ending, or to a file object, as SVG."""
     if hasattr(path, "write"):
         figure.savefig(path, format="svg", metadata={"Date": None})
     else:
@@ -99,14 +99,14 @@ def save(figure: Figure, path: str | PathLike[str] | IO[str]) -> None:
 
 
 def _wanted_points(spans: Sequence[Span], seconds: float) -> float:
-    """How wide the picture has to be for most cells to show their numbers."""
+    """Return the width in points at which three quarters of the cells show their numbers."""
     durations = sorted(span.seconds for span in spans if span.computes)
     short = durations[len(durations) // 4] if durations else 0.0
     return _points(str(max(span.micro_batch for span in spans)), 4.0) * seconds / short if short else 0.0
 
 
 def _points(text: str, size: float) -> float:
-    """About how wide a box has to be for a number of that font size."""
+    """Return about how many points a number of that font size takes."""
     return size * (0.64 * len(text) + 0.4)
 
 
