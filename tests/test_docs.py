@@ -116,8 +116,8 @@ def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     for snippet in EXAMPLES[name]:
         names = snippets.at_hand(plain_model=module in ("torchgpipe_balancing", "torchgpipe.balance"))
         names.update({public: named(f"{module}.{public}") for public in PUBLIC[module]})
-        if name.startswith("torchgpipe_balancing.Report"):
-            names["report"] = torchgpipe_balancing.profile(names["model"], names["sample"])
+        if name.startswith(("torchgpipe_balancing.Profile", "torchgpipe_balancing.Report")):
+            names["profile"] = torchgpipe_balancing.profile(names["model"], names["sample"])
         snippets.run(snippet, name, names)
 
 

@@ -15,7 +15,7 @@ from torchgpipe import GPipe
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.pipe import Pipe
 from torchgpipe.skip import Namespace, Skippable, skippable, stash
-from torchgpipe_balancing import Report
+from torchgpipe_balancing import Profile
 
 __all__: list[str] = []
 
@@ -33,13 +33,13 @@ def skips(ns: Namespace) -> None:
     Stash().isolate("ns")  # type: ignore[arg-type]
 
 
-def settings(module: nn.Sequential, report: Report) -> None:
+def settings(module: nn.Sequential, profile: Profile) -> None:
     model = GPipe(module, [1, 2], chunks=4, checkpoint="always")
     GPipe(module, [1, 2], checkpoint="allways")  # type: ignore[arg-type]
     Pipe(module, checkpoint="exceptlast")  # type: ignore[arg-type]
     DistributedGPipe(module, [1, 2], schedule="1F1B", checkpoint="never")
     DistributedGPipe(module, [1, 2], schedule="1F2B")  # type: ignore[arg-type]
-    report.balance(2, by="memory")  # type: ignore[arg-type]
+    profile.balance(2, by="memory")  # type: ignore[arg-type]
     model.checkpoint = "never"
     model.checkpoint = "nevr"  # type: ignore[assignment]
     model.chunks = 4.0  # type: ignore[assignment]

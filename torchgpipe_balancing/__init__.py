@@ -1,4 +1,4 @@
-"""Proposes how to split a model over the partitions of a pipeline. ::
+"""Propose how to split a model over the partitions of a pipeline. ::
 
     from torchgpipe import GPipe
     from torchgpipe_balancing import balance_by_time
@@ -6,15 +6,15 @@
     balance = balance_by_time(model, sample, partitions=2)
     model = GPipe(model, balance, chunks=8)
 
-Time is what a pipeline waits for; memory is what a device runs out of; parameters need nothing to be run.
-Whichever is balanced, the split is the best there is for what was measured. To see what was measured, or to
-keep time balanced within the devices' memory, ask for the report::
+Balance by time to make the pipeline fast, by size to fit the model into the devices' memory, or by parameters to run
+nothing beforehand. Each split is the best one for the costs that were measured. To see these costs, or to balance by
+time within the memory of the devices, ask for the profile::
 
-    report = torchgpipe_balancing.profile(model, sample)
-    print(report)
-    balance = report.balance(2, by="time")
+    profile = torchgpipe_balancing.profile(model, sample)
+    print(profile)
+    balance = profile.balance(2, by="time")
 
-This package stands beside `torchgpipe`, and knows of it only how skips are stashed and popped.
+This package stands beside `torchgpipe` and imports only its room `skip`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from typing import Any
 
 from torch import nn
 
+from torchgpipe_balancing.measure import Device, profile, profile_sizes
 from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.profile import Device, layers, profile, profile_sizes
-from torchgpipe_balancing.report import LayerProfile, Report, footprints
+from torchgpipe_balancing.profiles import LayerProfile, Profile
+from torchgpipe_balancing.sizes import footprints
+from torchgpipe_balancing.walk import layers_of
 
 __all__ = [
     "LayerProfile",
+    "Profile",
     "Report",
     "balance_by_parameters",
     "balance_by_size",
@@ -36,6 +39,9 @@ __all__ = [
     "partition",
     "profile",
 ]
+
+#: The former name of :class:`Profile`. The class `Report` of a timeline is another one.
+Report = Profile
 
 
 def balance_by_time(
@@ -46,16 +52,16 @@ def balance_by_time(
     device: Device = None,
     timeout: float = 1.0,
 ) -> list[int]:
-    """Balances the time that the partitions take for forward, recomputation and backward.
+    """Balance the time that the partitions take for forward, recomputation and backward.
 
-    The model is profiled in training mode; see :func:`profile`, which also shows the times. The time that
-    counts includes one recomputation, as in GPipe's default ``checkpoint='except_last'``. For a model that
-    runs with ``checkpoint='never'``, use ``profile(...).balance(partitions, recompute=False)``.
+    The model is profiled in training mode; :func:`profile` also shows the times. The balanced time includes one
+    recomputation, as in GPipe's default ``checkpoint='except_last'``. For a model that runs with
+    ``checkpoint='never'``, use ``profile(...).balance(partitions, recompute=False)``.
 
     Args:
         module: the model, not yet wrapped
         sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
-            several arguments of the first layer, see :func:`profile`
+            several arguments of the first layer; see :func:`profile`
 
     Keyword Args:
         partitions: how many partitions
@@ -71,7 +77,7 @@ def balance_by_time(
         ValueError: fewer layers than partitions, or partitions below 1
 
     """
-    check_partitions(len(layers(module)), partitions)
+    check_partitions(len(layers_of(module)), partitions)
     return profile(module, sample, device=device, timeout=timeout).balance(partitions, by="time")
 
 
@@ -82,20 +88,20 @@ def balance_by_size(
     partitions: int = 1,
     device: Device = None,
 ) -> list[int]:
-    """Balances the memory that the partitions take: activations kept for backward, and parameters twice.
+    """Balance the memory that the partitions take: activations kept for backward, and parameters twice.
 
-    Twice, because every parameter gets a gradient. :func:`torchgpipe.balance.balance_by_size` also takes the
-    number of micro-batches and the optimizer's state into account.
+    Parameters count twice because every parameter gets a gradient. :func:`torchgpipe.balance.balance_by_size` also
+    takes the number of micro-batches and the optimizer's state into account.
 
     Args:
         module: the model, not yet wrapped
         sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
-            several arguments of the first layer, see :func:`profile`
+            several arguments of the first layer; see :func:`profile`
 
     Keyword Args:
         partitions: how many partitions
         device: where layers are profiled, one at a time (default: as in :func:`balance_by_time`); sizes are
-            counted, not measured, and are the same on every device that saves the same tensors
+            counted, not measured, so all devices that save the same tensors give the same sizes
 
     Returns:
         The number of layers in each partition, GPipe's `balance`.
@@ -105,12 +111,12 @@ def balance_by_size(
         ValueError: fewer layers than partitions, or partitions below 1
 
     """
-    check_partitions(len(layers(module)), partitions)
+    check_partitions(len(layers_of(module)), partitions)
     return partition(footprints(profile_sizes(module, sample, device=device)), partitions)
 
 
 def balance_by_parameters(module: nn.Sequential, *, partitions: int) -> list[int]:
-    """Balances the number of parameters, without running the model; it may be on the meta device. ::
+    """Balance the number of parameters without running the model, which may be on the meta device. ::
 
         balance = balance_by_parameters(model, partitions=2)
 
@@ -128,5 +134,5 @@ def balance_by_parameters(module: nn.Sequential, *, partitions: int) -> list[int
         ValueError: fewer layers than partitions, or partitions below 1
 
     """
-    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers(module).values()]
+    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(module).values()]
     return partition(counts, partitions)

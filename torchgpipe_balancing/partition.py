@@ -1,10 +1,10 @@
-"""Splits layers into consecutive partitions, optimally, by what each layer costs.
+"""Split layers into consecutive partitions, optimally, by the cost of each layer.
 
-A pipeline is as fast as its slowest partition, so the largest load is what counts first (`row.py`). Among the
-splits that have the smallest, the loads are to be as even as they can (`squares.py`).
+A pipeline is as fast as its slowest partition, so the largest load counts first. Among the splits with the smallest
+largest load, the loads are to be as even as possible. `split.py` finds such a split.
 
-The answer is exact: numbers are turned into whole ones in a common unit first, every float being a fraction, so
-that no decision hangs on rounding.
+The answer is exact. Every float is a fraction, so all numbers become whole numbers of a common unit before any are
+compared, and no decision depends on rounding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from torchgpipe_balancing.row import Row
-from torchgpipe_balancing.squares import least_squares
+from torchgpipe_balancing.split import SplitProblem, best_split
 
 __all__ = ["check_partitions", "partition"]
 
@@ -29,11 +28,11 @@ def partition(
     sizes: Iterable[float] | None = None,
     limits: Iterable[float] | None = None,
 ) -> list[int]:
-    """Splits layers into consecutive partitions so that the largest load is as small as can be.
+    """Split layers into consecutive partitions so that the largest load is as small as possible.
 
     The load of a partition is the sum of its layers' costs, divided by the speed of its device. Of several splits
-    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. All
-    this is exact, for whole numbers and floats of any magnitude. ::
+    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. The
+    result is exact for whole numbers and floats of any magnitude. ::
 
         >>> partition([1, 1, 1, 9, 1, 1], 3)
         [3, 1, 2]
@@ -43,21 +42,21 @@ def partition(
         [1, 3]
 
     Args:
-        costs: what each of n layers costs, in any unit: numbers that are finite and not negative
-        partitions: how many partitions, at most n; may be left out where `speeds` or `limits` tell
+        costs: the cost of each of n layers, in any unit: numbers that are finite and not negative
+        partitions: the number of partitions, at most n; may be left out if `speeds` or `limits` are given
 
     Keyword Args:
-        speeds: how fast the device of each partition is, relative to the others: finite numbers above zero
-            (default: all alike)
-        sizes: how much memory each of n layers takes, in any unit: numbers that are finite and not negative
-        limits: how much memory the device of each partition has, in the unit of `sizes`; may be infinite
+        speeds: the speed of each partition's device, relative to the others: finite numbers above zero (default:
+            all are equally fast)
+        sizes: the memory that each of n layers takes, in any unit: numbers that are finite and not negative
+        limits: the memory of each partition's device, in the unit of `sizes`; may be infinite
 
     Returns:
         The number of layers in each partition, for GPipe's `balance`.
 
     Raises:
         ValueError: fewer layers than partitions, partitions below 1, a number out of its range, lists whose
-            lengths do not match, or layers that do not fit into the limits however they are split.
+            lengths do not match, or layers that no split fits into the limits.
     """
     cost = _fractions("costs", costs)
     speed = None if speeds is None else _fractions("speeds", speeds, zero=False)
@@ -77,27 +76,26 @@ def partition(
     _check_length("sizes", size, len(cost), "layers")
     _check_length("limits", limit, partitions, "partitions")
 
-    # Where nothing costs anything, speeds do not matter.
-    slowness = [1 / s for s in speed] if speed is not None and any(cost) else [Fraction(1)] * partitions
+    slowness = [1 / s for s in speed or [Fraction(1)] * partitions]
+    # Sizes and limits are in one unit.
     memory = _whole([*(size or [Fraction(0)] * len(cost)), *(limit or [Fraction(0)] * partitions)])
-    row = Row(
+    problem = SplitProblem(
         costs=_sums(_whole(cost)),
         sizes=_sums(memory[: len(cost)]),
         slowness=_whole(slowness),
         limits=memory[len(cost) :],
     )
-    if size is not None and limit is not None and row.fill(row.no_bound) is None:
-        raise ValueError(f"sizes do not fit into limits: {_misfit(row, size, limit)}")
-
-    cuts = least_squares(row, row.least_bound())
+    cuts = best_split(problem)
+    if cuts is None:
+        raise ValueError(f"sizes do not fit into limits: {_misfit(size or [], limit or [])}")
     return [end - start for start, end in pairwise(cuts)]
 
 
 def check_partitions(layers: int, partitions: int) -> None:
-    """Checks that so many layers can be split into so many partitions.
+    """Check that there is a layer for each partition.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: there are fewer layers than partitions, or partitions is below 1.
     """
     if operator.index(partitions) < 1:
         raise ValueError(f"partitions must be 1 or more, not {partitions}")
@@ -105,30 +103,22 @@ def check_partitions(layers: int, partitions: int) -> None:
         raise ValueError(f"{layers} layers cannot be split into {partitions} partitions: one would be empty")
 
 
-def _misfit(row: Row, sizes: list[Fraction], limits: list[Fraction]) -> str:
-    """Says what is too large, and by how much: a layer, all layers, or those of the best split there is."""
-    whole, largest = sum(sizes, Fraction(0)), max(range(row.layers), key=sizes.__getitem__)
+def _misfit(sizes: list[Fraction], limits: list[Fraction]) -> str:
+    """Say what exceeds the limits: a layer, all layers together, or some partition of every split."""
+    total, room = sum(sizes, Fraction(0)), sum(limits, Fraction(0))
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[largest] > max(limits):
-        size, limit = sizes[largest], max(limits)
-        text = f"layer {largest} has size {_plain(size)}, but the largest limit is {_plain(limit)}"
-    elif whole > sum(limits):
-        size, limit = whole, sum(limits, Fraction(0))
-        text = f"all layers together have size {_plain(size)}, but all limits together are {_plain(limit)}"
-    else:
-        cuts = row.fill(row.no_bound, slack=row.least_slack())
-        assert cuts is not None
-        _, j = max((sum(sizes[a:b]) - limits[j], j) for j, (a, b) in enumerate(pairwise(cuts)))
-        first, last = cuts[j], cuts[j + 1] - 1
-        size, limit = sum(sizes[first : last + 1], Fraction(0)), limits[j]
-        which = f"layer {first}" if first == last else f"layers {first} to {last}"
-        text = f"at best partition {j} gets {which} of size {_plain(size)}, but its limit is {_plain(limit)}"
-    return f"{text}; {_plain(size - limit)} too much"
+        return f"layer {largest} has size {_plain(sizes[largest])}, but the largest limit is {_plain(max(limits))}"
+    together = f"all layers together have size {_plain(total)}"
+    if total > room:
+        return f"{together}, but all limits together are {_plain(room)}"
+    return f"{together}, and all limits together are {_plain(room)}, but every split exceeds one of the limits"
 
 
 def _fractions(
     name: str, values: Iterable[float], *, zero: bool = True, infinity: Fraction | None = None
 ) -> list[Fraction]:
-    """Numbers as exact fractions, in place of infinite ones `infinity`, if they may be."""
+    """Return the numbers as exact fractions. If `infinity` is given, it stands for infinite numbers."""
     fractions = []
     faults = []
     for index, value in enumerate(values):
@@ -144,9 +134,9 @@ def _fractions(
 
 
 def _fraction(value: float) -> Fraction | None:
-    """A number as an exact fraction, or None if it is not finite."""
+    """Return a number as an exact fraction, or None if it is not finite."""
     try:
-        # NumPy's whole numbers have no ratio, its others are nothing that Fraction knows.
+        # Fraction does not accept NumPy's floats, and NumPy's integers have no as_integer_ratio.
         return Fraction(*value.as_integer_ratio()) if hasattr(value, "as_integer_ratio") else Fraction(value)
     except (OverflowError, ValueError):
         return None
@@ -158,18 +148,16 @@ def _check_length(name: str, values: list[Fraction] | None, length: int, of: str
 
 
 def _whole(numbers: Sequence[Fraction]) -> list[int]:
-    """The same numbers in the largest unit in which all of them are whole."""
+    """Return the numbers as multiples of a unit in which all of them are whole."""
     unit = math.lcm(*(number.denominator for number in numbers))
-    whole = [number.numerator * (unit // number.denominator) for number in numbers]
-    divisor = math.gcd(*whole) or 1
-    return [number // divisor for number in whole]
+    return [number.numerator * (unit // number.denominator) for number in numbers]
 
 
 def _sums(numbers: Iterable[int]) -> list[int]:
-    """The sum of the numbers before each, and of all."""
+    """Return the sum of the numbers before each number, and the sum of all."""
     return list(accumulate(numbers, initial=0))
 
 
 def _plain(number: Fraction) -> int | float:
-    """The way a reader would write it."""
+    """Return the number as a reader would write it."""
     return number.numerator if number.denominator == 1 else float(number)

@@ -14,8 +14,7 @@ import torchgpipe_balancing
 from tests.plain import run_plain
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
-from torchgpipe_balancing.profile import profile_sizes
-from torchgpipe_balancing.report import Report
+from torchgpipe_balancing.measure import profile_sizes
 
 
 class Work(nn.Module):
@@ -228,4 +227,4 @@ def test_table_of_optimizers() -> None:
 def test_public_names() -> None:
     for package in (torchgpipe_balancing, torchgpipe.balance):
         assert all(getattr(package, name).__doc__ for name in package.__all__)
-    assert torchgpipe_balancing.Report is Report
+    assert torchgpipe_balancing.Report is torchgpipe_balancing.Profile

@@ -1,4 +1,4 @@
-"""Timelines that nobody has recorded, so that every figure can be computed by hand."""
+"""Made-up timelines, of which every figure can be computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ideal", "rows", "span"]
 
 
 def rows(n: int, devices: Sequence[str] | None = None) -> list[Row]:
-    """Partitions with one layer each, by default on devices of their own."""
+    """Return partitions with one layer each, by default on devices of their own."""
     names = [f"cuda:{j}" for j in range(n)] if devices is None else devices
     return [Row(j, torch.device(name), (str(j),)) for j, name in enumerate(names)]
 
@@ -31,13 +31,13 @@ def span(
     other: int | None = None,
     failed: bool = False,
 ) -> Span:
-    """A span of partition j, by default on ``cuda:j``."""
+    """Return a span of partition j, by default on ``cuda:j``."""
     where = torch.device(f"cuda:{j}" if device is None else device)
     return Span(step, kind, i, j, where, stream, (str(j),), start, end, other, failed)
 
 
 def ideal(m: int, n: int, *, again: float = 1.0, devices: Sequence[str] | None = None, step: int = 0) -> list[Span]:
-    """A step as in the GPipe paper: a forward takes a second, a recomputation ``again``, and a backward two."""
+    """Return a step as in the GPipe paper: forward takes a second, recomputation ``again``, and backward two."""
     names = [str(row.device) for row in rows(n, devices)]
     spans = []
     for j in range(n):

@@ -1,4 +1,4 @@
-"""The picture: what is in it, without looking at it."""
+"""The picture has all its parts."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def cells(spans: list[Span]) -> Counter[tuple[str, int, int]]:
 
 
 def all_cells(mode: str, n: int = N) -> Counter[tuple[str, int, int]]:
-    """What a step consists of."""
+    """Return the cells of a step."""
     grid = [(i, j) for i in range(M) for j in range(n)]
     again = [("recomputation", i, j) for i, j in grid if i < checkpointed(mode)]
     return Counter([("forward", i, j) for i, j in grid] + again + [("backward", i, j) for i, j in grid])
@@ -185,7 +185,7 @@ def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
-    """Nothing of ours is passed at its end; at the end of the whole backward pass it would be seen far too late."""
+    """None of our hooks runs at its end, and the end of the whole backward pass would be far too late."""
     model = GPipe(linears(1), [1], devices=["cpu"], chunks=M, checkpoint="never")
     with torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
@@ -235,7 +235,7 @@ def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
 
 
 class Returns(nn.Module):
-    """Its output is made by no node of its own."""
+    """A layer whose output has no node of its own."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_a_cell_of_several_outputs_has_one_backward(pipe: Pipe) -> None:
 
 
 def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
-    """What begins next ends a cell that nobody notices the end of, but not what begins in the middle of it."""
+    """A cell whose end is not seen ends when the next cell begins, but not when a nested pipeline begins inside it."""
     nested = GPipe(linears(2), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="never")
     layers = nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3))
     model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=M, checkpoint="never")
@@ -402,7 +402,7 @@ class Faulty(nn.Module):
 
 
 def faulty(pipe: Pipe, phase: str, j: int, checkpoint: str) -> tuple[GPipe, Tensor]:
-    """Fails for micro-batch 1, in one partition of three; what it gets there is the number of the micro-batch."""
+    """Return a model that fails for micro-batch 1 in one partition, and an input of the micro-batches' numbers."""
     layers = [nn.Identity() if k < j else Faulty(phase, 1) if k == j else nn.Linear(3, 3) for k in range(N)]
     x = torch.arange(float(M)).repeat_interleave(2)[:, None].expand(-1, 3).clone()
     return pipe(nn.Sequential(*layers), [1] * N, chunks=M, checkpoint=checkpoint), x
@@ -453,7 +453,7 @@ def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) 
     assert not any(span.failed for span in timeline.spans)
 
 
-# Who is recorded, and for how long.
+# Which pipeline is recorded, and for how long.
 
 
 def test_the_recorder_is_gone_after_the_block() -> None:
@@ -464,28 +464,16 @@ def test_the_recorder_is_gone_after_the_block() -> None:
     assert model._mechanisms == before
 
 
-def test_a_block_inside_another_takes_its_place() -> None:
+def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
     model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
-    with torchgpipe.record(model) as outer:
+    with torchgpipe.record(model) as timeline:
+        with pytest.raises(RuntimeError, match="recorded already; leave the other block"), torchgpipe.record(model):
+            pass
         model(batch())
-        with torchgpipe.record(model) as inner:
-            model(batch())
-        model(batch())
-    assert (outer.steps, inner.steps) == ([0, 1], [0])
-    assert max(span.end for span in outer.of_step(0)) < min(span.start for span in outer.of_step(1))
-
-
-def test_blocks_that_overlap_leave_no_recorder() -> None:
-    """Those of two threads, say. The first one to end took the other's recorder away, and the other put it back."""
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
-    first, second = torchgpipe.record(model), torchgpipe.record(model)
-    first.__enter__()
-    timeline = second.__enter__()
-    first.__exit__(None, None, None)
-    model(batch())
-    second.__exit__(None, None, None)
     assert timeline.steps == [0]
-    assert model._mechanisms.recorder is None
+    with torchgpipe.record(model) as timeline:
+        model(batch())
+    assert timeline.steps == [0]
 
 
 def test_it_can_be_read_after_the_block_only() -> None:
@@ -586,7 +574,7 @@ def test_a_copy_of_the_model_is_not_recorded() -> None:
 
 
 class LateStream(Stream):
-    """Its clock runs from 1000 on, twice as fast as the host's, and can be read at the end only."""
+    """A stream whose clock starts at 1000, runs twice as fast as the host's, and can only be read at the end."""
 
     readable = False
 

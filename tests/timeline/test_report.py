@@ -1,4 +1,4 @@
-"""The figures of a report, against what was computed by hand."""
+"""The figures of a report equal those computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Chrome trace: what Perfetto and chrome://tracing need to find in it."""
+"""The Chrome trace has what Perfetto and chrome://tracing need."""
 
 from __future__ import annotations
 

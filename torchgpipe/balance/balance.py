@@ -9,9 +9,10 @@ from torch import nn
 
 import torchgpipe_balancing
 from torchgpipe.devices.typing import Device
+from torchgpipe_balancing.measure import profile_sizes
 from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.profile import layers, profile_sizes
-from torchgpipe_balancing.report import footprints
+from torchgpipe_balancing.sizes import footprints
+from torchgpipe_balancing.walk import layers_of
 
 __all__ = ["available", "balance_by_size", "balance_by_time"]
 
@@ -100,7 +101,7 @@ def balance_by_size(
         ValueError: fewer layers than partitions, partitions or `chunks` below 1, or a negative `param_scale`.
 
     """
-    check_partitions(len(layers(module)), partitions)
+    check_partitions(len(layers_of(module)), partitions)
     sizes = profile_sizes(module, input, device=available(device))
     return partition(footprints(sizes, chunks=chunks, param_scale=param_scale), partitions)
 

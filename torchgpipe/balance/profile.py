@@ -13,8 +13,8 @@ from torch import nn
 import torchgpipe_balancing
 from torchgpipe.balance.balance import available
 from torchgpipe.devices.typing import Device
-from torchgpipe_balancing.profile import profile_sizes as sizes_of
-from torchgpipe_balancing.report import footprints
+from torchgpipe_balancing.measure import profile_sizes as sizes_of
+from torchgpipe_balancing.sizes import footprints
 
 __all__ = ["profile_sizes", "profile_times"]
 
@@ -31,8 +31,8 @@ def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: De
     Raises:
         TypeError, ValueError: as in :func:`torchgpipe_balancing.profile`
     """
-    report = torchgpipe_balancing.profile(module, sample, device=available(device), timeout=timeout)
-    return [round(layer.times.total(recompute=False) * 1_000_000) for layer in report.layers]
+    profile = torchgpipe_balancing.profile(module, sample, device=available(device), timeout=timeout)
+    return [round(layer.times.total(recompute=False) * 1_000_000) for layer in profile.layers]
 
 
 def profile_sizes(module: nn.Sequential, input: Any, chunks: int, param_scale: float, device: Device) -> list[int]:

@@ -1,3 +1,3 @@
-"""What ran when, measured: recording a pipeline, and looking at it."""
+"""Record when each cell, copy and wait of a pipeline runs, and look at the timeline."""
 
 __all__: list[str] = []  # The engine needs the recorder's protocol, and nothing that draws.

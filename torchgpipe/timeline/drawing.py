@@ -1,7 +1,7 @@
-"""One step as a picture, after the figure in the GPipe paper: partitions from top to bottom, time from left to right.
+"""Draw one step, after the figure in the GPipe paper: partitions from top to bottom, time from left to right.
 
-Needs Matplotlib, whose global state it leaves alone. The colours are those of Okabe and Ito, which people who do not
-see all colours can tell apart; the kinds differ in brightness as well.
+This needs Matplotlib, and leaves its global state alone. The colours are Okabe and Ito's, which colour-blind people can
+tell apart; the kinds also differ in brightness. A long step continues in further bands below.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _INK: dict[Kind, str] = {"forward": "black", "recomputation": "black", "backward
 _FAILED = "#D00000"
 _MOST_BANDS = 4
 _POINTS = 72  # an inch
+_SMALLEST = 3.5  # size of a number, in points
 
 
 def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
-    """Draws the spans of one step.
+    """Draw the spans of one step.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -62,11 +63,11 @@ def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
         axes = figure.add_axes((1.1 / width, bottom, 1 - 1.5 / width, (band_height - 0.4) / total))
         first, last = (1000 * seconds * k / bands for k in (band, band + 1))
         _draw_rows(axes, rows, (first, last if last > first else first + 1e-3))
-        for span, free in _with_room(spans):
-            start, end, free = ((time - begin) * 1000 for time in (span.start, span.end, free))
+        for span in spans:
+            start, end = ((time - begin) * 1000 for time in (span.start, span.end))
             if end >= first and start <= last:
                 _draw_span(axes, span, start, end, (first, last), size, has_copies)
-                _write_number(axes, span, start, end, min(free, last), (first, last), size, has_copies)
+                _write_number(axes, span, max(start, first), min(end, last), size, has_copies)
         if band == bands - 1:
             axes.set_xlabel("ms since the step began", fontsize=9)
     step = spans[0].step if spans else 0
@@ -90,31 +91,22 @@ def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
 
 
 def save(figure: Figure, path: str | PathLike[str] | IO[str]) -> None:
-    """Writes the picture; what is not a name of a file gets SVG."""
+    """Write the picture to a path, in the format of its ending, or to a file object, as SVG."""
     if hasattr(path, "write"):
         figure.savefig(path, format="svg", metadata={"Date": None})
     else:
         figure.savefig(path, dpi=150)
 
 
-def _with_room(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
-    """Every span with the time until which there is nothing else to the right of it."""
-    following: dict[int, float] = {}
-    for span in sorted(spans, key=lambda span: -span.start):
-        yield span, following.get(span.partition, span.end + span.seconds)
-        if span.kind != "copy":
-            following[span.partition] = span.start
-
-
 def _wanted_points(spans: Sequence[Span], seconds: float) -> float:
-    """How wide the picture has to be for most cells to show their numbers."""
+    """Return the width in points at which three quarters of the cells show their numbers."""
     durations = sorted(span.seconds for span in spans if span.computes)
     short = durations[len(durations) // 4] if durations else 0.0
     return _points(str(max(span.micro_batch for span in spans)), 4.0) * seconds / short if short else 0.0
 
 
 def _points(text: str, size: float) -> float:
-    """About how wide a box has to be for a number of that font size."""
+    """Return about how many points a number of that font size takes."""
     return size * (0.64 * len(text) + 0.4)
 
 
@@ -161,37 +153,14 @@ def _draw_span(
         axes.plot(*where, marker="v", color=_FAILED, markersize=7, clip_on=False, zorder=4)
 
 
-def _write_number(
-    axes: Axes,
-    span: Span,
-    start: float,
-    end: float,
-    free: float,
-    time: tuple[float, float],
-    size: float,
-    has_copies: bool,
-) -> None:
-    """Into the box, or to the right of it if there is more room."""
-    start, end = max(start, time[0]), min(end, time[1])
+def _write_number(axes: Axes, span: Span, start: float, end: float, size: float, has_copies: bool) -> None:
+    """Write the micro-batch into the box, if there is room for it."""
     number = str(span.micro_batch)
-    inside = min(9.0, (end - start) * size / _points(number, 1.0))
-    beside = min(6.0, (free - end) * size / _points(number, 1.0))
-    if span.kind not in _INK or max(inside, beside) < 3.5:
-        return
-    is_inside = inside >= min(4.0, beside)
-    x = (start + end) / 2 if is_inside else end
-    if time[0] <= x <= time[1]:
-        axes.annotate(
-            number,
-            (x, span.partition + (-0.12 if has_copies else 0.0)),
-            xytext=(0 if is_inside else 1, 0),
-            textcoords="offset points",
-            ha="center" if is_inside else "left",
-            va="center_baseline",
-            fontsize=inside if is_inside else beside,
-            color=_INK[span.kind] if is_inside else "#444444",
-            zorder=3.5,
-        )
+    font_size = min(9.0, (end - start) * size / _points(number, 1.0))
+    if span.kind in _INK and font_size >= _SMALLEST:
+        at = ((start + end) / 2, span.partition + (-0.12 if has_copies else 0.0))
+        colour = _INK[span.kind]
+        axes.annotate(number, at, ha="center", va="center_baseline", fontsize=font_size, color=colour, zorder=3.5)
 
 
 def _legend(spans: Sequence[Span]) -> Iterator[Any]:

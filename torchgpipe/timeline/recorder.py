@@ -1,8 +1,9 @@
-"""Listening to a pipeline: what its engine tells becomes the spans of a `Timeline`, when the recording is over.
+"""Listen to the engine of a pipeline, and turn its work into the spans of a `Timeline` at the end of the recording.
 
-The time is the clock's on the CPU, where work is done when the call returns. On an accelerator it is that of
-events, on the stream that did the work. They are read at the end, so that nobody waits for the device before, and laid
-on the host's clock by one event for each device, recorded at the start when the device had nothing to do.
+On the CPU, work is done when the call returns, and the host's clock gives its time. On an accelerator, events on the
+stream that does the work give its time. The events are read at the end, so that the host does not wait for the device
+while it records. One event for each device, recorded at the start when the device is idle, aligns the device's events
+with the host's clock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.stream import Stream, Tick
-from torchgpipe.engine.record import End, Kind, Place, Recorder
+from torchgpipe.engine.record import End, Kind, Place
 from torchgpipe.gpipe import GPipe
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
@@ -30,37 +31,42 @@ __all__ = ["record"]
 
 @contextmanager
 def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
-    """Records what a pipeline does, and when, in a ``with`` block around any training steps::
+    """Record the work of a pipeline in a ``with`` block around any training steps::
 
         with torchgpipe.record(model) as timeline:
             loss_fn(model(input), target).backward()
         timeline.plot("step.svg")
         print(timeline.report())
 
-    Every cell (forward, recomputation and backward), every copy between devices and every wait for one becomes a
-    :class:`~torchgpipe.timeline.span.Span`. The timeline can be read when the block is left, also by an exception: then
-    it ends where that was raised. Results are the same to the last bit as without recording.
+    Every cell (forward, recomputation and backward), every copy between devices and every wait for a copy becomes a
+    :class:`~torchgpipe.timeline.span.Span`. The timeline can be read after the block. If an exception leaves the block,
+    the timeline ends where the exception was raised. Results are the same to the last bit as without recording.
 
-    A step is a call of the pipeline, with its backward passes as far as they are inside the block. A recorded block
-    within one on the same pipeline takes its place for so long.
+    A step is a call of the pipeline and those of its backward passes that are inside the block. Only one block at a
+    time can record a pipeline.
 
     Args:
         model: a :class:`~torchgpipe.GPipe`, or a module that contains one, such as a
-            :class:`~torch.nn.parallel.DistributedDataParallel`. A pipeline in a layer of another one is recorded only
-            if it is given itself.
-        steps: how many steps are kept, the last ones. The others' memory is freed.
+            :class:`~torch.nn.parallel.DistributedDataParallel`. Of nested pipelines, the outer one is recorded; to
+            record the inner one, pass it.
+        steps: the number of steps to keep, counted from the last. Earlier steps take no memory.
 
     Yields:
-        Timeline: what was recorded, to be read after the block
+        Timeline: the recorded spans, to be read after the block
 
     Raises:
-        TypeError: ``model`` contains no pipeline, or is no module.
+        TypeError: ``model`` contains no pipeline, or is not a module.
         ValueError: ``model`` contains several pipelines, or ``steps`` is not a positive integer.
+        RuntimeError: another block is recording the pipeline.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, the number of steps to keep, but got {steps!r}")
     pipeline = _pipeline_of(model)
-    recorder = _Recorder(steps, pipeline._mechanisms.recorder)
+    if pipeline._mechanisms.recorder is not None:
+        raise RuntimeError(
+            "this pipeline is being recorded already; leave the other block of torchgpipe.record() first"
+        )
+    recorder = _Recorder(steps)
     timeline = Timeline()
     pipeline._mechanisms = replace(pipeline._mechanisms, recorder=recorder)
     raised = True
@@ -68,12 +74,7 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
         yield timeline
         raised = False
     finally:
-        recorder.is_over = True
-        # Blocks of several threads end in any order: this one may not be the last, nor the one around it still there.
-        current: Any = pipeline._mechanisms.recorder
-        while isinstance(current, _Recorder) and current.is_over:
-            current = current.outer
-        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=current)
+        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=None)
         recorder.stop(timeline, raised)
 
 
@@ -103,19 +104,13 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe]]:
 
 
 class _Recorder:
-    """Listens to the steps of a block, and keeps the last ones.
+    """Listen to the steps of a block, and keep the last ones.
 
     Args:
-        steps: how many
-        outer: who listened before
-
-    Attributes:
-        is_over: whether the block has been left
+        steps: the number of steps to keep
     """
 
-    def __init__(self, steps: int, outer: Recorder | None) -> None:
-        self.outer = outer
-        self.is_over = False
+    def __init__(self, steps: int) -> None:
         self._began = perf_counter()
         self._numbers = count()
         self._source = object()
@@ -123,7 +118,7 @@ class _Recorder:
         self._clocks: dict[torch.device, _Clock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is another one, which nobody listens to.
+        # A copy of the model is not recorded: instead of this recorder it gets None.
         return type(None), ()
 
     def begin_step(self, m: int, places: Sequence[Place]) -> _Step:
@@ -135,7 +130,7 @@ class _Recorder:
         return step
 
     def stop(self, timeline: Timeline, raised: bool) -> None:
-        """Reads all clocks."""
+        """Read all clocks, and fill the timeline."""
         steps = list(self._steps)
         spans = []
         for step in steps:
@@ -149,7 +144,7 @@ class _Recorder:
 
 
 class _Step:
-    """Listens to a step. Any thread may append to its list."""
+    """Listen to one step. `begin` may be called from any thread."""
 
     def __init__(self, number: int, m: int, places: Sequence[Place], source: object) -> None:
         self.source = source
@@ -164,7 +159,13 @@ class _Step:
         return work.end_now
 
     def read(self, clocks: dict[torch.device, _Clock], raised: bool) -> list[Span]:
-        """The spans; what is still open has failed: now, if an error ends the recording, and else some time ago."""
+        """Return the spans of the step. Work that has not ended has failed.
+
+        Args:
+            clocks: the clock of each device
+            raised: whether an exception has ended the recording in this step, so that open work has failed just now;
+                otherwise it ends with the last work of the step
+        """
         work = list(self._work)
         if raised:
             for one in work:
@@ -183,7 +184,7 @@ class _Step:
 
 
 class _Work:
-    """Something on a stream: as long as it is not over, ``end`` is None."""
+    """A cell, a copy or a wait on a stream; ``end`` is None until it ends."""
 
     __slots__ = ("end", "failed", "i", "j", "kind", "other", "start", "stream")
 
@@ -203,7 +204,7 @@ class _Work:
 
 
 class _Clock:
-    """Says at which second of the recording a tick of a device was."""
+    """Convert the ticks of a device to seconds since the recording began."""
 
     def __init__(self, stream: Stream, began: float) -> None:
         stream.synchronize()

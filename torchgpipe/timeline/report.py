@@ -1,16 +1,16 @@
-"""What a timeline says in figures: how well the devices are used, what holds them up, and what to try.
+"""Sum up a timeline in figures: how busy the devices are, what slows them down, and what to try.
 
-Everything is arithmetic on spans. In the formulas, m is the number of micro-batches, n that of distinct devices, and
-c(j) the seconds that partition j computes for a micro-batch, forward and backward together, on average. The time of a
-step is predicted by the makespan of a pipeline:
+Everything is arithmetic on spans. In the formulas, m is the number of micro-batches, n is the number of distinct
+devices, and c(j) is the average time in seconds that partition j computes for a micro-batch, forward and backward
+together. The predicted time of a step is the makespan of a pipeline:
 
 .. code-block:: text
 
     makespan = sum of c(j) over all partitions + (m - 1) * the largest load of a device
 
-where the load of a device is the sum of c(j) over its partitions: the first micro-batch passes all partitions, and then
-one comes out whenever the busiest device is through with one. For n equal devices the idle share of that is
-(n - 1) / (m + n - 1), the bubble of the GPipe paper (https://arxiv.org/abs/1811.06965, section 2.3).
+where the load of a device is the sum of c(j) over its partitions. The first micro-batch passes all partitions; after
+that, a micro-batch comes out each time the busiest device has finished one. For n equal devices the idle share of the
+makespan is (n - 1) / (m + n - 1), the bubble of the GPipe paper (https://arxiv.org/abs/1811.06965, section 2.3).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["Advice", "DeviceUse", "Report"]
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """How a device spent its time.
+    """The shares of the time in which a device computes, copies or does neither.
 
     Attributes:
         device: the device
-        busy: the share of the recorded time in which it computes: covered by cells / duration
-        copying: the share in which it sends: covered by copies / duration; a copy may run beside a computation, and
-            then the time counts for both
-        idle: the share in which it does neither: 1 - covered by cells and copies / duration
-        peak_memory: bytes, the most that was allocated since PyTorch's statistics of the device were last reset; None
-            where that is not known, as on the CPU
+        busy: the share of the recorded time in which the device computes: covered by cells / duration
+        copying: the share in which the device sends: covered by copies / duration; time in which a copy runs beside a
+            computation counts for both
+        idle: the share in which the device does neither: 1 - covered by cells and copies / duration
+        peak_memory: the most bytes that were allocated since PyTorch's statistics of the device were last reset; None
+            if unknown, as on the CPU
     """
 
     device: torch.device
@@ -48,11 +48,11 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to try.
+    """A change to try.
 
     Attributes:
-        what: in words
-        gain: the share of a step's time that it is expected to save: 1 - makespan with it / makespan without
+        what: the change, in words
+        gain: the share of a step's time that the change is expected to save: 1 - makespan with it / makespan without
     """
 
     what: str
@@ -60,28 +60,28 @@ class Advice:
 
 
 class Report:
-    """What the spans of some steps say; print it, or read the figures.
+    """The figures of some recorded steps; print the report, or read its attributes.
 
     Args:
-        spans: of all steps
+        spans: the spans of all steps
         rows: the partitions
-        micro_batches: how many there are in each step
-        peak_memory: bytes of each device, where they are known
+        micro_batches: the number of micro-batches of each step
+        peak_memory: the peak memory of each device in bytes, or None if unknown
 
     Attributes:
-        duration (float): seconds from the first start to the last end in a step, added up over the steps. Times at
-            which steps overlap count once; what is between the steps does not count.
-        devices (list[DeviceUse]): how each device spent this time
+        duration (float): seconds from the first start to the last end in a step, added up over the steps. Time in
+            which steps overlap counts once; time between steps does not count.
+        devices (list[DeviceUse]): the use of each device in this time
         bubble (float): the share of the devices' time in which they do not compute, 1 - sum of busy shares / n
-        ideal_bubble (float): what that would be if all cells took the same time and nothing else took any,
-            (n - 1) / (m + n - 1), as an average over the steps
+        ideal_bubble (float): the bubble if all cells took the same time and nothing else took any,
+            (n - 1) / (m + n - 1), averaged over the steps
         take_turns (bool): whether several of the devices are the CPU. They share its cores and run one after the other
             at backward, so ``bubble`` is not that of a pipeline.
-        costs (list[float]): c(j) of each partition, seconds: all its cells / (steps * micro-batches)
+        costs (list[float]): c(j) of each partition in seconds: time of all its cells / (steps * micro-batches)
         slowest (int): the partition with the largest c(j)
-        slowest_by (float): by how much it holds the others back: its c(j) / the average c(j) - 1
-        recomputation (float): the share of recomputations in all cells' time
-        failed (Span | None): the first span that failed, if any did; the figures are then of what was before
+        slowest_by (float): how far the slowest partition is above the average: its c(j) / the average c(j) - 1
+        recomputation (float): the share of recomputations in the time of all cells
+        failed (Span | None): the first span that failed, if any; the figures then end with the failure
 
     Raises:
         ValueError: there is no cell in ``spans``.
@@ -144,15 +144,15 @@ class Report:
 
     @property
     def predicted(self) -> float:
-        """The makespan of a step on average, seconds. What it really takes beyond that are copies, the host, and the
-        loss between forward and backward."""
+        """The average makespan of a step, in seconds. A real step also takes time for copies, the host, and the loss
+        between forward and backward."""
         return self._makespan(self.costs, _average(self._chunks))
 
     @property
     def more_chunks(self) -> Advice:
         """Twice as many micro-batches of half the size: 1 - makespan(c / 2, 2 m) / makespan(c, m).
 
-        At best: a smaller micro-batch often takes more than half the time.
+        This is the best case: a micro-batch of half the size often takes more than half the time.
         """
         m = _average(self._chunks)
         halves = [cost / 2 for cost in self.costs]
@@ -161,9 +161,9 @@ class Report:
 
     @property
     def better_balance(self) -> Advice:
-        """All devices equally loaded: 1 - (sum of c + (m - 1) * sum of c / n) / makespan(c, m).
+        """An equal load for all devices: 1 - (sum of c + (m - 1) * sum of c / n) / makespan(c, m).
 
-        At best: layers cannot be split.
+        This is the best case: layers cannot be split.
         """
         total = sum(self.costs)
         equal = total + (_average(self._chunks) - 1) * total / len(self.devices)
@@ -171,7 +171,7 @@ class Report:
 
     @property
     def no_recomputation(self) -> Advice:
-        """Nothing computed twice: 1 - makespan(c without recomputation, m) / makespan(c, m). It takes more memory."""
+        """No recomputation, which takes more memory: 1 - makespan(c without recomputation, m) / makespan(c, m)."""
         again = self._costs(span for span in self._spans if span.kind == "recomputation")
         without = [cost - extra for cost, extra in zip(self.costs, again)]
         return self._advice(
@@ -183,8 +183,8 @@ class Report:
 
     @property
     def advice(self) -> list[Advice]:
-        """What to try, by gain, and only what gains at least a hundredth. Where CPU devices take turns, that does not
-        include what lets devices work side by side."""
+        """The changes that gain at least a hundredth, largest gain first. If CPU devices take turns, changes that let
+        devices work side by side are left out."""
         side_by_side = [] if self.take_turns else [self.more_chunks, self.better_balance]
         possible = [*side_by_side, self.no_recomputation]
         return sorted([one for one in possible if one.gain >= 0.01], key=lambda one: -one.gain)
@@ -237,7 +237,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _window(spans: Sequence[Span]) -> Span:
-    """The time from the first start to the last end, as a span."""
+    """Return a span from the first start to the last end."""
     return replace(spans[0], start=min(span.start for span in spans), end=max(span.end for span in spans))
 
 

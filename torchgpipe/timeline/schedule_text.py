@@ -1,6 +1,6 @@
-"""One step as text, for a terminal: a line for each partition, with its cells where they were in time.
+"""Write one step as text for a terminal: a line for each partition, with its cells placed by their times.
 
-Where a line is too narrow for the numbers of the micro-batches, the time goes on below, as music does.
+If a line is too short for the names of the cells, the time continues in further bands of lines below.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IDLE = "."
 
 
 def schedule(spans: Sequence[Span], rows: Sequence[Row]) -> str:
-    """The cells of one step, in at most 100 columns."""
+    """Return the cells of one step as text of at most 100 columns."""
     return "\n".join(_lines([span for span in spans if span.computes], rows))
 
 
@@ -50,7 +50,7 @@ def _lines(cells: Sequence[Span], rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _bands(cells: Sequence[Span], seconds: float, columns: int) -> int:
-    """In how many parts the time is cut for most cells to have room for their names."""
+    """Return the number of bands that gives three quarters of the cells room for their names."""
     durations = sorted(span.seconds for span in cells)
     short = durations[len(durations) // 4]
     wanted = (max(len(_name(span)) for span in cells) + 1) * seconds / short if short else 1.0
@@ -71,7 +71,7 @@ def _name(span: Span) -> str:
 
 
 def _box(name: str, width: int) -> str:
-    """A name in a box, with a blank behind it where there is room; of a name without room the last or first letter."""
+    """Fill a name up to a width. A name that is too long becomes its first letter, repeated, with "!" if it failed."""
     if width < len(name):
         return (name[0] * width)[:-1] + "!" if name.endswith("!") else name[0] * width
     return name if width == len(name) else name.ljust(width - 1, "-") + " "

@@ -1,4 +1,4 @@
-"""What a timeline is made of: plain data, which holds no tensor, no stream and no event."""
+"""The plain data of a timeline, which holds no tensor, no stream and no event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchgpipe.engine.record import Kind
 
 __all__ = ["COMPUTING", "KINDS", "Row", "Span", "covered"]
 
-#: What a device does when it computes.
+#: The kinds of spans in which a device computes.
 COMPUTING: tuple[Kind, ...] = ("forward", "recomputation", "backward")
 
 #: All kinds of spans.
@@ -21,12 +21,12 @@ KINDS: tuple[Kind, ...] = (*COMPUTING, "copy", "wait")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A partition, as it is shown.
+    """A partition of the recorded pipeline, drawn as a row.
 
     Attributes:
-        partition: its index
-        device: where it computes
-        layers: the names of its layers
+        partition: the index of the partition
+        device: the device that the partition computes on
+        layers: the names of the partition's layers
     """
 
     partition: int
@@ -36,10 +36,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran from ``start`` to ``end``.
+    """A cell, a copy, or a wait for a copy, from ``start`` to ``end``.
 
     Attributes:
-        step: the call of the model that it belongs to, counted from 0 since recording began
+        step: the call of the model, counted from 0 since recording began
         kind: ``'forward'``, ``'recomputation'``, ``'backward'``, ``'copy'`` or ``'wait'``
         micro_batch: the index of the micro-batch
         partition: the index of the partition that computes, sends or waits
@@ -49,8 +49,8 @@ class Span:
         layers: the names of the partition's layers
         start: seconds since recording began
         end: seconds since recording began
-        other: the partition that a copy goes to, or that a wait is for; None for what a cell computes
-        failed: whether it has raised an error, or was given up because of one
+        other: the partition that a copy goes to, or whose copy a wait is for; None for a cell
+        failed: whether the work raised an error, or was abandoned because of one
     """
 
     step: int
@@ -67,17 +67,17 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the span."""
         return self.end - self.start
 
     @property
     def computes(self) -> bool:
-        """Whether it is a cell, and no copy or wait."""
+        """Whether the span is a cell, not a copy or a wait."""
         return self.kind in COMPUTING
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """The seconds that spans cover; where several overlap they count once."""
+    """Return the seconds that spans cover. Time in which several overlap counts once."""
     seconds, last = 0.0, -inf
     for start, end in sorted((span.start, span.end) for span in spans):
         seconds += max(0.0, end - max(start, last))

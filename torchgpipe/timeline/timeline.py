@@ -1,4 +1,4 @@
-"""What was recorded, for whoever wants to see it: the spans, and the ways to look at them."""
+"""Hold the recorded spans, and offer the ways to look at them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Timeline"]
 
 
 class Timeline:
-    """What a pipeline has done, and when; made by :func:`torchgpipe.record`.
+    """The recorded work of a pipeline; returned by :func:`torchgpipe.record`.
 
-    ``print(timeline)`` draws the last step as text, and in a notebook the object shows its picture.
+    ``print(timeline)`` draws the last step as text. In a notebook the object shows the picture of the last step.
     """
 
     def __init__(self) -> None:
@@ -46,39 +46,39 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All that was recorded, in the order of steps, and in each in the order of time.
+        """All recorded spans, ordered by step, and in each step by time.
 
         Raises:
-            RuntimeError: the block that records is not left yet.
+            RuntimeError: the recording block has not ended.
         """
         return self._recorded()
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the steps that are kept; the first step since recording began is 0."""
+        """The numbers of the steps that were kept; the first step since recording began is 0."""
         self._recorded()
         return list(self._micro_batches)
 
     @property
     def partitions(self) -> list[Row]:
-        """Each partition's device and layers."""
+        """The device and the layers of each partition."""
         self._recorded()
         return self._rows
 
     def _recorded(self) -> list[Span]:
-        """The spans, when the recording is over."""
+        """Return the spans, or raise an error while the recording goes on."""
         if self._spans is None:
             raise RuntimeError("the timeline is still being recorded; read it after the block of torchgpipe.record()")
         return self._spans
 
     def of_step(self, step: int | None = None) -> list[Span]:
-        """The spans of one step.
+        """Return the spans of one step.
 
         Args:
-            step: its number, by default that of the last
+            step: the number of the step, by default the last
 
         Raises:
-            ValueError: that step was not recorded, or is not kept.
+            ValueError: the step was not recorded, or was not kept.
         """
         steps = self.steps
         if not steps:
@@ -89,9 +89,10 @@ class Timeline:
         return [span for span in self.spans if span.step == number]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes all spans as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+        """Write all spans as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
-        A process is a device, and a thread in it is one of its streams. Arrows go from copies to what waits for them.
+        A process stands for a device, and its threads for the device's streams. An arrow leads from a copy to the wait
+        for it.
 
         Args:
             path: the file to write, such as ``'step.json'``
@@ -99,22 +100,23 @@ class Timeline:
         trace.write(self.spans, Path(path))
 
     def plot(self, path: str | PathLike[str] | None = None, *, step: int | None = None) -> Figure:
-        """Draws one step: a row for each partition with its device, and a box for each cell with its micro-batch.
+        """Draw one step: a row for each partition with its device, and a box for each cell with its micro-batch.
 
-        Copies are thin boxes below the cells of the partition that sends, and a failed cell is framed in red.
+        Copies are thin boxes below the cells of the sending partition. A failed cell is framed in red. A cell that is
+        too short for the number of its micro-batch has none.
 
         Args:
-            path: where to save the picture; the name's ending gives the format, as ``'step.svg'`` or ``'step.png'``
+            path: the file to save the picture to, in the format of its ending, as ``'step.svg'`` or ``'step.png'``
             step: the number of the step, by default the last
 
         Returns:
-            the figure
+            The figure.
 
         Raises:
             ImportError: Matplotlib is not installed.
-            ValueError: that step was not recorded, or is not kept.
+            ValueError: the step was not recorded, or was not kept.
         """
-        # Drawing needs more than this package does, and not everybody draws.
+        # Imported here, so that a timeline can be recorded without Matplotlib.
         from torchgpipe.timeline import drawing
 
         figure = drawing.draw(self.of_step(step), self._rows)
@@ -123,7 +125,7 @@ class Timeline:
         return figure
 
     def report(self) -> Report:
-        """What the spans say about the use of the devices, over all steps that are kept, and what to try.
+        """Report how busy the devices were in all kept steps, and what to try.
 
         Raises:
             ValueError: no cell was recorded.
@@ -141,7 +143,7 @@ class Timeline:
         return f"<Timeline of {_counted(self.steps, 'step')}, {_counted(self._spans, 'span')}>"
 
     def _repr_svg_(self) -> str | None:
-        """The picture for a notebook; none where it cannot be drawn."""
+        """Return the picture for a notebook, or None without spans or Matplotlib."""
         if not self._spans:
             return None
         from torchgpipe.timeline import drawing

@@ -1,8 +1,8 @@
-"""A timeline as a Chrome trace: JSON that Perfetto and chrome://tracing draw.
+"""Write a timeline as a Chrome trace: JSON that Perfetto and chrome://tracing draw.
 
-The format is Google's "Trace Event Format". Times are microseconds. A process is a device and a thread is one of its
-streams; their names are in events of their own (``M``). A span is a complete event (``X``), and an arrow is a pair of a
-flow's start (``s``) and end (``f``) with the same id, each bound to the span around it.
+The format is Google's "Trace Event Format". Times are microseconds. A process stands for a device, and its threads for
+the device's streams; events of the type ``M`` name them. A span is a complete event (``X``). An arrow is the start
+(``s``) and the end (``f``) of a flow with the same id, and each of them is bound to the span around it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchgpipe.timeline.span import Span
 
 __all__ = ["events", "write"]
 
-#: Names of the colours that the format reserves. Perfetto takes a colour of its own for each name of a span.
+#: Colour names that the format reserves. Perfetto ignores them and colours spans by their names.
 _COLOURS: dict[Kind, str] = {
     "forward": "thread_state_running",
     "recomputation": "thread_state_runnable",
@@ -29,33 +29,33 @@ _FAILED = "terrible"
 
 
 def write(spans: Sequence[Span], path: Path) -> None:
-    """Writes spans into a file."""
+    """Write spans into a file."""
     path.write_text(json.dumps({"traceEvents": events(spans), "displayTimeUnit": "ms"}))
 
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """All events of the trace."""
-    rows = _rows(spans)
-    return [*_names(rows), *(_complete(span, rows[_row(span)]) for span in spans), *_arrows(spans, rows)]
+    """Return all events of the trace."""
+    tracks = _tracks(spans)
+    return [*_names(tracks), *(_complete(span, tracks[_key(span)]) for span in spans), *_arrows(spans, tracks)]
 
 
-def _row(span: Span) -> tuple[str, str]:
+def _key(span: Span) -> tuple[str, str]:
     return str(span.device), span.stream
 
 
-def _rows(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int]]:
-    """The numbers of the process and of the thread that stand for each stream."""
+def _tracks(spans: Iterable[Span]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the numbers of the process and the thread that stand for each stream."""
     devices = {str(span.device): None for span in sorted(spans, key=lambda span: span.partition)}
-    rows = {}
+    tracks = {}
     for pid, device in enumerate(devices):
         streams = {span.stream for span in spans if str(span.device) == device}
         for tid, stream in enumerate(sorted(streams, key=lambda stream: (stream != "computing", stream))):
-            rows[device, stream] = (pid, tid)
-    return rows
+            tracks[device, stream] = (pid, tid)
+    return tracks
 
 
-def _names(rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    for (device, stream), (pid, tid) in rows.items():
+def _names(tracks: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    for (device, stream), (pid, tid) in tracks.items():
         if tid == 0:
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": device}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
@@ -63,8 +63,8 @@ def _names(rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, A
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _complete(span: Span, row: tuple[int, int]) -> dict[str, Any]:
-    pid, tid = row
+def _complete(span: Span, track: tuple[int, int]) -> dict[str, Any]:
+    pid, tid = track
     return {
         "ph": "X",
         "name": _title(span),
@@ -90,18 +90,18 @@ def _title(span: Span) -> str:
     return f"{span.kind} {span.micro_batch}{where}{' (failed)' if span.failed else ''}"
 
 
-def _arrows(spans: Sequence[Span], rows: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """From every copy to the wait for it: where there are several between two partitions, both are in order."""
+def _arrows(spans: Sequence[Span], tracks: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield an arrow from every copy to the wait for it. Several copies between two partitions match waits in order."""
     waits = {key: iter(waiting) for key, waiting in _by_ends(spans).items()}
     number = 0
     for copy in spans:
         wait = next(waits.get(_ends(copy), iter(())), None) if copy.kind == "copy" else None
         if wait is None:
-            continue  # It is no copy, or was not waited for when an error came.
-        # Within both spans: a wait may have begun before the copy.
+            continue  # This is not a copy, or an error came before the wait.
+        # The end of the arrow lies within the wait and after the start of the copy; a wait may begin before its copy.
         arrival = (max(wait.start, min(copy.start, wait.end)) + wait.end) / 2
         for ph, span, time in (("s", copy, copy.start), ("f", wait, arrival)):
-            pid, tid = rows[_row(span)]
+            pid, tid = tracks[_key(span)]
             binding = {"bp": "e"} if ph == "f" else {}
             arrow = {"ph": ph, "name": "copy", "cat": "copy", "id": number, "ts": time * 1e6, "pid": pid, "tid": tid}
             yield {**arrow, **binding}
@@ -117,6 +117,6 @@ def _by_ends(spans: Iterable[Span]) -> dict[tuple[int | None, ...], list[Span]]:
 
 
 def _ends(span: Span) -> tuple[int | None, ...]:
-    """What a copy and the wait for it have in common."""
+    """Return the key that a copy and the wait for it have in common."""
     ends = (span.partition, span.other) if span.kind == "copy" else (span.other, span.partition)
     return span.step, span.micro_batch, *ends

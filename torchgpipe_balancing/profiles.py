@@ -1,7 +1,6 @@
-"""What was found out about each layer, to be read, exported, drawn, and split into partitions.
+"""Read, export, draw and balance what was measured for each layer.
 
-A report is plain data: it needs neither the model nor a device, and is the same whether it has just been
-measured or was put together by hand.
+A profile is plain data: it needs neither the model nor a device, and can also be put together by hand.
 """
 
 from __future__ import annotations
@@ -12,81 +11,26 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchgpipe_balancing.partition import partition
+from torchgpipe_balancing.sizes import Sizes, footprints
+from torchgpipe_balancing.times import Times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LayerProfile", "Report", "Sizes", "Times", "footprints"]
+__all__ = ["LayerProfile", "Profile"]
 
 By = Literal["time", "size"]
 
 
 @dataclass(frozen=True)
-class Times:
-    """What a layer takes for the sample, in seconds.
-
-    Attributes:
-        forward: forward, building the graph for backward
-        recompute: what checkpointing adds: forward once more, without a graph; 0 if nothing is recomputed
-        backward: backward; 0 if the output needs no gradient
-    """
-
-    forward: float
-    recompute: float
-    backward: float
-
-    def total(self, *, recompute: bool = True) -> float:
-        """Seconds for forward and backward, with recomputation or without."""
-        return self.forward + self.backward + (self.recompute if recompute else 0.0)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a layer holds, in bytes.
-
-    Attributes:
-        activations: what is kept for backward and no layer before keeps already
-        parameters: its parameters
-        buffers: its buffers
-        output: what is handed on, to the next layer and as skips to later ones
-    """
-
-    activations: int
-    parameters: int
-    buffers: int
-    output: int
-
-
-def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
-    """The memory that each layer takes in training, in bytes: activations / chunks + parameters x param_scale.
-
-    Args:
-        sizes: what each layer holds
-
-    Keyword Args:
-        chunks: into how many micro-batches the sample will be split, of which one is counted
-        param_scale: how many times parameters are held, with gradients and the optimizer's state
-
-    Raises:
-        ValueError: `chunks` is below 1, or `param_scale` negative.
-
-    """
-    if chunks < 1:
-        raise ValueError(f"chunks must be 1 or more, not {chunks}")
-    if not param_scale >= 0:
-        raise ValueError(f"param_scale must be 0 or more, not {param_scale}")
-    return [size.activations / chunks + size.parameters * param_scale for size in sizes]
-
-
-@dataclass(frozen=True)
 class LayerProfile:
-    """One layer: which it is, its times and its sizes.
+    """The name, the times and the sizes of a layer.
 
     Attributes:
         name: its name in the nn.Sequential
         type: the name of its class
-        times: what it takes, in seconds
-        sizes: what it holds, in bytes
+        times: its times, in seconds
+        sizes: its sizes, in bytes
     """
 
     name: str
@@ -96,14 +40,14 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The layers of a model, in order, and how they were measured.
+class Profile:
+    """The times and sizes of a model's layers, in order, and how they were measured.
 
     Attributes:
-        layers: one for each layer
+        layers: a profile for each layer
         sample: shapes and types of the input
-        device: where they were measured
-        rounds: times are the medians of so many rounds
+        device: where the layers were measured
+        rounds: the number of rounds; times are the medians over them
     """
 
     layers: tuple[LayerProfile, ...]
@@ -119,19 +63,19 @@ class Report:
         chunks: int = 1,
         param_scale: float = 2.0,
     ) -> list[float]:
-        """What each layer costs.
+        """Return the cost of each layer.
 
         Args:
             by: 'time', in seconds, or 'size', in bytes
 
         Keyword Args:
-            recompute: whether time includes one recomputation; not so with ``checkpoint='never'``
-            chunks: into how many micro-batches the sample will be split: a partition holds the activations of
-                one; the default is right if the sample is a micro-batch
-            param_scale: how many copies of the parameters are held, see :mod:`torchgpipe.balance`
+            recompute: whether time includes one recomputation; pass False for ``checkpoint='never'``
+            chunks: the number of micro-batches that the sample will be split into: a partition holds the
+                activations of one; the default is right if the sample is a micro-batch
+            param_scale: how many times parameters are held; see :func:`torchgpipe.balance.balance_by_size`
 
         Raises:
-            ValueError: `by` is something else.
+            ValueError: `by` is neither 'time' nor 'size', `chunks` is below 1, or `param_scale` is negative.
 
         """
         if by == "time":
@@ -151,26 +95,26 @@ class Report:
         speeds: Iterable[float] | None = None,
         limits: Iterable[float] | None = None,
     ) -> list[int]:
-        """Splits the layers so that the costliest partition costs as little as it can. ::
+        """Split the layers so that the costliest partition costs as little as possible. ::
 
-            report.balance(4)
-            report.balance(4, by="size", chunks=8, param_scale=4)  # 8 micro-batches, Adam
-            report.balance(limits=[16 * 2**30, 8 * 2**30])  # by time, within 16 and 8 GiB
+            profile.balance(4)
+            profile.balance(4, by="size", chunks=8, param_scale=4)  # 8 micro-batches, Adam
+            profile.balance(limits=[16 * 2**30, 8 * 2**30])  # by time, within 16 and 8 GiB
 
         Args:
-            partitions: how many partitions; may be left out where `speeds` or `limits` tell
-            by: what is balanced, 'time' or 'size'
+            partitions: the number of partitions; may be left out if `speeds` or `limits` are given
+            by: what to balance, 'time' or 'size'
 
         Keyword Args:
             recompute, chunks, param_scale: as in :meth:`costs`
-            speeds: how fast the device of each partition is, relative to the others (default: all alike)
-            limits: bytes that each partition's device has for activations and parameters, counted as by 'size'
+            speeds: the speed of each partition's device, relative to the others (default: all are equally fast)
+            limits: the bytes that each partition's device has for activations and parameters, counted as by 'size'
 
         Returns:
             The number of layers in each partition, GPipe's `balance`.
 
         Raises:
-            ValueError: `by` is something else, or no such split exists; see :func:`partition`.
+            ValueError: as in :meth:`costs`, or no such split exists; see :func:`partition`.
 
         """
         sizes = self.costs("size", chunks=chunks, param_scale=param_scale)
@@ -183,9 +127,9 @@ class Report:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary a layer, ready for ``pandas.DataFrame(report.rows())``.
+        """Return a flat dictionary for each layer, ready for ``pandas.DataFrame(profile.rows())``.
 
-        Times are in seconds, sizes in bytes; `share` is the layer's part of the whole time, from 0 to 1.
+        Times are in seconds, sizes in bytes. `share` is the layer's share of the total time, from 0 to 1.
         """
         whole = sum(self.costs())
         return [
@@ -246,20 +190,20 @@ class Report:
         chunks: int = 1,
         param_scale: float = 2.0,
     ) -> Figure:
-        """Draws what each layer costs, and the cuts between partitions. ::
+        """Draw the cost of each layer, and the cuts between partitions. ::
 
-            report.plot(report.balance(4)).savefig("balance.png")
+            profile.plot(profile.balance(4)).savefig("balance.png")
 
         Args:
             balance: the number of layers in each partition (default: no cuts)
-            by: what is drawn, 'time' or 'size'
+            by: what to draw, 'time' or 'size'
 
         Keyword Args:
             recompute, chunks, param_scale: as in :meth:`costs`
 
         Raises:
-            ImportError: matplotlib is missing.
-            ValueError: `balance` does not add up to the number of layers, or `by` is something else.
+            ImportError: Matplotlib is not installed.
+            ValueError: as in :meth:`costs`, or `balance` does not add up to the number of layers.
 
         """
         try:

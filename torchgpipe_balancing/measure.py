@@ -1,0 +1,131 @@
+"""Measure the layers of a model one by one, each on its own.
+
+The first walk along the layers counts what is kept for backward, and warms up. Further walks take times, until the
+timeout.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torchgpipe_balancing.profiles import LayerProfile, Profile
+from torchgpipe_balancing.sizes import SizeCounter, Sizes
+from torchgpipe_balancing.times import Timer, Times
+from torchgpipe_balancing.walk import layers_of, shapes_of, tensors_in, walk
+
+__all__ = ["Device", "profile", "profile_sizes"]
+
+Device: TypeAlias = torch.device | str | int | None
+
+
+def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeout: float = 1.0) -> Profile:
+    """Measure the time and the memory that each layer takes in training. ::
+
+        profile = torchgpipe_balancing.profile(model, sample)
+        print(profile)
+        model = GPipe(model, profile.balance(4), chunks=8)
+
+    Layers run in training mode, each as a copy, one at a time on the device. So a model larger than the device can
+    be profiled, and neither the module (parameters, gradients, buffers, mode, devices) nor PyTorch's random
+    streams are touched. Layers may share parameters and work in place. They may take and return nested
+    containers, integers, and tensors without gradient, and may stash and pop skips. What the caller set, such as
+    autocast, holds.
+
+    Times are medians over rounds. On an accelerator, events on the device take the times. The first run of a copy is
+    not timed. Activations are the bytes of all tensors that autograd saved for backward, each storage once, without
+    parameters, buffers and sparse tensors. A tensor that several layers save counts for the first of them, so the sum
+    over all layers is what the whole model keeps. A skip is part of the output of the layer that stashes it, and the
+    skip's gradient is part of that layer's backward. If backward of the layer that pops the skip needs it, the skip
+    counts as an activation there too: a skip is copied to another partition, and each partition keeps its own.
+
+    A sample that is a tuple of several values is the arguments of the first layer if the layer takes as many, as in
+    ``model(x, y)``, and otherwise one argument. From layer to layer a tuple is one argument, as in GPipe. In a
+    :class:`~torchgpipe.pipe.PipeSequential` a tuple is several arguments, as in Pipe.
+
+    Args:
+        module: the model, not yet wrapped
+        sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors
+
+    Keyword Args:
+        device: where layers are profiled (default: the accelerator that the module or the sample is on, else
+            the machine's accelerator, else the CPU)
+        timeout: seconds after which no further round is started; there is at least one round
+
+    Returns:
+        The profile, which prints as a table and proposes a balance.
+
+    Raises:
+        TypeError: `module` is not an ``nn.Sequential``.
+        ValueError: `timeout` is negative.
+        Exception: the error of a layer, with a note that names the layer, its input, and the device.
+    """
+    if not timeout >= 0:
+        raise ValueError(f"timeout must be 0 seconds or more, not {timeout}")
+    place = _place(device, module, sample)
+
+    with _undisturbed(place):
+        sizes = walk(module, sample, place, SizeCounter())
+        rounds: list[list[Times]] = []
+        end = time.perf_counter() + timeout
+        while not rounds or time.perf_counter() < end:
+            rounds.append(walk(module, sample, place, Timer(place)))
+
+    return Profile(
+        layers=tuple(
+            LayerProfile(name, type(layer).__name__, _median(times), size)
+            for (name, layer), size, *times in zip(layers_of(module).items(), sizes, *rounds, strict=True)
+        ),
+        sample=shapes_of(sample),
+        device=str(place),
+        rounds=len(rounds),
+    )
+
+
+def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device = None) -> list[Sizes]:
+    """Count the sizes of a profile without taking times.
+
+    Arguments and errors are those of :func:`profile`.
+
+    Returns:
+        The sizes of each layer, in bytes.
+    """
+    place = _place(device, module, sample)
+    with _undisturbed(place):
+        return walk(module, sample, place, SizeCounter())
+
+
+def _median(rounds: Iterable[Times]) -> Times:
+    return Times(*(statistics.median(seconds) for seconds in zip(*map(astuple, rounds), strict=True)))
+
+
+def _place(device: Device, module: nn.Module, sample: Any) -> torch.device:
+    """Return the device to profile on, with its index."""
+    if device is None:
+        used = (tensor.device for tensor in chain(module.parameters(), module.buffers(), tensors_in(sample)))
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = next((place for place in used if place.type not in ("cpu", "meta")), accelerator or "cpu")
+    return torch.empty(0, device=device).device
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Keep the caller's random streams, gradient mode and current device."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # also turns gradients on
+        stack.callback(torch.clear_autocast_cache)
+        if device.type == "cpu":
+            stack.enter_context(torch.random.fork_rng([]))
+        else:
+            stack.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+            # Events, and layers that create tensors, use the current device.
+            stack.enter_context(torch.accelerator.device_index(device.index))
+        yield
