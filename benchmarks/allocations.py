@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.drawn import draw
 from benchmarks.peers import Answer, Request, serve
+from benchmarks.random_models import draw
 
 LAYERS = 8
 

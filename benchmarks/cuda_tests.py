@@ -13,7 +13,6 @@ are there and not needed stay unused.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import math
@@ -111,7 +110,7 @@ def settings() -> str:
 
 def run(paths: list[str], notes: Path, seconds: float) -> bool:
     """Run the tests that are not noted yet, in as many processes as it takes; return whether all are through."""
-    from benchmarks.records import Budget
+    from benchmarks.program import Budget
 
     budget = Budget(seconds)
     environment = {**os.environ, VARIABLE: str(notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -146,15 +145,13 @@ def run(paths: list[str], notes: Path, seconds: float) -> bool:
 
 
 def main() -> int:
-    from benchmarks.records import RESULTS, environment, write
+    from benchmarks.program import Command
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("paths", nargs="*", help="tests, as pytest takes them; all, if none is given")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="what is not through by then waits")
-    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "tests.json")
-    args = parser.parse_args()
+    command = Command("gpu/tests", __doc__)
+    command.add("paths", nargs="*", help="tests, as pytest takes them; all, if none is given")
+    command.add("--seconds", type=float, default=math.inf, help="what is not through by then waits")
+    args = command.parse()
 
-    before = environment()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     notes = args.json.with_suffix(".jsonl")
     through = run(args.paths, notes, args.seconds)
@@ -162,15 +159,13 @@ def main() -> int:
     failed = {test: line["told"] for test, line in found.items() if line["outcome"] == "failed"}
     counts = Counter(line["outcome"] for line in found.values())
     slowest = sorted(found.values(), key=lambda line: line.get("seconds", 0.0), reverse=True)[:10]
-    result = {
-        "unit": "tests",
-        "environment": before,
-        "through": through,
-        "counts": {name: counts[name] for name in ("passed", "failed", "skipped")},
-        "failed": failed,
-        "slowest": {line["test"]: line.get("seconds") for line in slowest},
-    }
-    write(args.json, result)
+    command.finish(
+        unit="tests",
+        through=through,
+        counts={name: counts[name] for name in ("passed", "failed", "skipped")},
+        failed=failed,
+        slowest={line["test"]: line.get("seconds") for line in slowest},
+    )
     if through:
         notes.unlink()  # Started again, it runs all tests.
     return 0 if through and not failed and found else 1

@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.peers import CHECKOUT, Peer, install
-from benchmarks.records import RESULTS, Budget, environment, table, write
+from benchmarks.program import Budget
+from benchmarks.records import MIB, PARTS, RESULTS, environment, table, write
 
 GPU = "cuda:0"
 FOLDER = RESULTS / "gpu"
@@ -96,9 +97,6 @@ def _overhead(result: dict[str, Any]) -> str:
     return "a cell, " + "; ".join(told)
 
 
-PARTS = ("forward", "backward")
-
-
 def _memory(result: dict[str, Any]) -> str:
     if "ratio" not in result["rows"][0]:
         return f"{len(result['rows'])} peaks"
@@ -108,9 +106,9 @@ def _memory(result: dict[str, Any]) -> str:
 
 
 def _timeline(result: dict[str, Any]) -> str:
-    from benchmarks.timeline import share
+    from benchmarks.timeline import recording_share
 
-    added = max(share(row, result["size"]["m"]) for row in result["rows"])
+    added = max(map(recording_share, result["rows"]))
     return f"recording adds at most {added:.1%} of runs of a millisecond"
 
 
@@ -142,43 +140,22 @@ def _growth(result: dict[str, Any]) -> str:
     rows = [row for row in result["growth"] if row["mode"] == "always" and row["axis"] == "m"]
     last = max(rows, key=lambda row: row["m"])
     peers = [peer for peer in ("ours", "original", "plain") if "activations" in last.get(peer, {})]
-    each = [f"{peer} {max(last[peer]['activations']) / 2**20:.0f}" for peer in peers]
+    each = [f"{peer} {max(last[peer]['activations']) / MIB:.0f}" for peer in peers]
     return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(each)} MiB"
 
 
-ON_GPU = f"--device {GPU}"
 SLICES = (
     Slice(
-        "tests",
-        "cuda_tests",
-        "",
-        "tests/test_cuda.py tests/timeline/test_recorder_cuda.py",
-        480,
-        _tests,
-        peers=False,
+        "tests", "cuda_tests", "", "tests/test_cuda.py tests/timeline/test_recorder_cuda.py", 480, _tests, peers=False
     ),
+    Slice("overhead", "overhead", f"--device {GPU} --rounds 3", "--rounds 1 --turns 1", 200, _overhead),
     Slice(
-        "overhead",
-        "overhead",
-        f"{ON_GPU} --rounds 3",
-        "--rounds 1 --turns 1",
-        200,
-        _overhead,
-    ),
-    Slice(
-        "memory",
-        "memory",
-        f"{ON_GPU} --scale 64",
-        "--steps 1 --models mlp",
-        200,
-        _memory,
-        budget=False,
-        environment=SMALL_WORKSPACES,
-    ),
+        "memory", "memory", f"--device {GPU} --scale 64", "--steps 1 --models mlp", 200, _memory, budget=False
+    )._replace(environment=SMALL_WORKSPACES),
     Slice(
         "timeline",
         "timeline",
-        f"{ON_GPU} --turns 3",
+        f"--device {GPU} --turns 3",
         "--turns 1 --pairs 1 --steps 1",
         120,
         _timeline,
@@ -192,7 +169,7 @@ SLICES = (
         150,
         _ablation,
         peers=False,
-        needs=("matplotlib", "tqdm"),
+        needs=("matplotlib", "tqdm"),  # of the example that it takes its model from
     ),
     Slice(
         "speed",
@@ -201,7 +178,6 @@ SLICES = (
         "--devices cpu --models mlp-tiny --partitions 1 --checkpoint except_last --turns 1",
         560,
         _speed,
-        needs=("tqdm",),
     ),
     Slice(
         "growth",
@@ -210,7 +186,6 @@ SLICES = (
         "--devices cpu --questions growth --partitions 1 --chunks 2",
         200,
         _growth,
-        needs=("tqdm",),
     ),
     Slice(
         "capacity",
@@ -219,7 +194,6 @@ SLICES = (
         "--devices cpu --questions largest --partitions 1 --limit 3 --models unet",
         400,
         _capacity,
-        needs=("tqdm",),
     ),
 )
 
@@ -349,7 +323,7 @@ def has_original(dry: bool) -> bool:
     os.environ.setdefault("PIP_DEFAULT_TIMEOUT", "10")
     try:
         install("original")
-        with Peer("original", "steps.py") as peer:
+        with Peer("original", "tiny_steps.py") as peer:
             for devices in ([GPU, GPU], [GPU, "cpu"]):
                 shape = {"kind": "step", "m": 2, "mode": "always", "balance": [1, 1], "steps": 1}
                 peer.ask({**shape, "devices": devices})

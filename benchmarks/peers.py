@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "serve"]
+__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "running", "serve"]
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -119,6 +120,15 @@ class Peer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@contextmanager
+def running(
+    names: Iterable[str], script: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[dict[str, Peer]]:
+    """Keep a process for each of these peers in a ``with`` block."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(Peer(name, script, environment)) for name in names}
 
 
 def serve(answer: Callable[[str, Request], Answer]) -> None:

@@ -7,7 +7,6 @@ turn, and then their median: the load of a shared machine moves both sides of a 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -16,14 +15,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "Budget", "environment", "ratios", "shown", "spread", "table", "write"]
+__all__ = ["GIB", "MIB", "PARTS", "RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+#: Of a step, as they are timed.
+PARTS = ("forward", "backward")
+
+MIB, GIB = 2**20, 2**30
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -44,36 +47,11 @@ def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
-class Budget:
-    """The seconds in which a benchmark may start something new; then it writes what it has.
-
-    Args:
-        seconds: from now on
-    """
-
-    def __init__(self, seconds: float | str = math.inf) -> None:
-        self._start = monotonic()
-        self._seconds = float(seconds)
-
-    def passed(self) -> float:
-        """Return the seconds that have passed."""
-        return monotonic() - self._start
-
-    def left(self) -> float:
-        """Return the seconds that are left, at least 0."""
-        return max(0.0, self._seconds - self.passed())
-
-    def spent(self, share: float = 1.0) -> bool:
-        """Return whether this share of the seconds has passed."""
-        return self.passed() >= share * self._seconds
-
-
 def environment() -> dict[str, Any]:
     """What the figures depend on. No names of users, hosts or folders."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", *_command()]),
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -82,12 +60,8 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
-
-
-def _command() -> list[str]:
-    return ["-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
 
 
 def _cpu() -> str:
@@ -129,21 +103,14 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
     numeric = [all(_is_figure(row[c]) for row in cells) for c in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        return (
-            "| "
-            + " | ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, numeric, strict=True)
-            )
-            + " |"
+        padded = (
+            f" {cell.rjust(width) if right else cell.ljust(width)} "
+            for cell, width, right in zip(row, widths, numeric, strict=True)
         )
+        return f"|{'|'.join(padded)}|"
 
-    rule = (
-        "|"
-        + "|".join("-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True))
-        + "|"
-    )
-    return "\n".join([line(list(header)), rule, *map(line, cells)])
+    rule = [f"{'-' * (width + 1)}{':' if right else '-'}" for width, right in zip(widths, numeric, strict=True)]
+    return "\n".join([line(header), f"|{'|'.join(rule)}|", *map(line, cells)])
 
 
 def _is_figure(cell: str) -> bool:

@@ -23,7 +23,6 @@ import gc
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
@@ -31,12 +30,13 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from benchmarks.records import RESULTS, Budget, environment, shown, spread, table, write
+from benchmarks.cost import MODES, recomputed
+from benchmarks.placement import threaded
+from benchmarks.program import Command, Progress
+from benchmarks.records import shown, spread, table
 from torchgpipe import GPipe
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.record import recorded
-
-MODES = ("always", "except_last", "never")
 
 #: The idle questions may take at most this share of a cell, and recording of one whose runs take a millisecond each.
 IDLE_TARGET = 0.01
@@ -47,8 +47,7 @@ M, N = 8, 4
 
 def pipeline(mode: str, threads: str, device: str) -> GPipe:
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(N)])
-    several = [f"cpu:{j}" for j in range(N)] if device == "cpu" else [device, "cpu"] * N
-    devices = [device] * N if threads == "inline" else several[:N]
+    devices = threaded("ours", threads, N, device)
     return GPipe(layers, [1] * N, devices=devices, chunks=M, checkpoint=mode)
 
 
@@ -121,64 +120,64 @@ def turn(mode: str, threads: str, device: str, pairs: int, steps: int) -> dict[s
     }
 
 
-def share(row: dict[str, Any], m: int) -> float:
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each mode, in the caller's thread and through workers."""
+    rows: list[dict[str, Any]] = []
+    planned = [(threads, mode) for threads in ("inline", "workers") for mode in MODES]
+    progress = Progress(len(planned))
+    for k, (threads, mode) in enumerate(planned, 1):
+        progress(f"{threads}, {mode}")
+        turns: list[dict[str, float]] = []
+        while len(turns) < args.turns and not (turns and args.seconds.spent(k / len(planned))):
+            turns.append(turn(mode, threads, args.device, args.pairs, args.steps))
+        figures = {name: spread(turn[name] for turn in turns) for name in turns[0]}
+        rows.append({"threads": threads, "mode": mode, **figures})
+    return rows
+
+
+def recording_share(row: dict[str, Any]) -> float:
     """What recording adds to cells whose runs take a millisecond each, in these milliseconds."""
-    recomputed = {"always": m, "except_last": m - 1, "never": 0}[row["mode"]] / m
     added: float = row["added"]["median"]
-    return added / (1000 * (2 + recomputed))
+    return added / (1000 * (2 + recomputed(row["mode"], M) / M))
 
 
-def timeline_table(result: dict[str, Any]) -> str:
-    rows = []
+def idle_share(row: dict[str, Any]) -> float:
+    """What the questions take of a cell."""
+    share: float = row["asked"]["median"] / row["cell"]["median"]
+    return share
+
+
+def timeline(result: dict[str, Any]) -> str:
+    lines = []
     for row in result["rows"]:
-        shares = [f"{share(row, result['size']['m']):.1%}", f"{row['asked']['median'] / row['cell']['median']:.2%}"]
-        figures = [shown(row["cell"], 1), shown(row["added"], 1), shares[0], shown(row["asked"], 2), shares[1]]
-        rows.append([row["threads"], row["mode"], *figures])
+        lines.append([row["threads"], row["mode"], shown(row["cell"]), shown(row["added"])])
+        lines[-1] += [f"{recording_share(row):.1%}", shown(row["asked"], 2), f"{idle_share(row):.2%}"]
     header = ["threads", "mode", "cell, us", "recording adds, us", "of 1 ms a run", "idle, us", "of the cell"]
-    return table(rows, header)
+    return table(lines, header)
+
+
+def show(result: dict[str, Any]) -> dict[str, str]:
+    added, asked = (max(map(share, result["rows"])) for share in (recording_share, idle_share))
+    return {
+        "median of turns (lowest-highest turn)": timeline(result),
+        f"recording at most {added:.1%} of runs of a millisecond (target: below {RECORDING_TARGET:.0%})": "",
+        f"idle at most {asked:.2%} of a cell that does nothing (target: below {IDLE_TARGET:.0%})": "",
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=8, help="in a turn, with and without a recorder")
-    parser.add_argument("--steps", type=int, default=10, help="in a row")
-    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further turn after so many")
-    parser.add_argument("--json", type=Path, default=RESULTS / "timeline.json")
-    args = parser.parse_args()
+    command = Command("timeline", __doc__, show=show, device=True, seconds="turn")
+    command.add("--turns", type=int, default=5)
+    command.add("--pairs", type=int, default=8, help="in a turn, with and without a recorder")
+    command.add("--steps", type=int, default=10, help="in a row")
+    args = command.parse()
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.freeze()  # What is there by now is not looked at again: collecting is cheap.
-    before = environment()
-    rows: list[dict[str, Any]] = []
-    planned = [(threads, mode) for threads in ("inline", "workers") for mode in MODES]
-    for k, (threads, mode) in enumerate(planned, 1):
-        turns: list[dict[str, float]] = []
-        while len(turns) < args.turns and not (turns and args.seconds.spent(k / len(planned))):
-            turns.append(turn(mode, threads, args.device, args.pairs, args.steps))
-        rows.append(
-            {"threads": threads, "mode": mode} | {name: spread(figures[name] for figures in turns) for name in turns[0]}
-        )
-        print(f"{threads}, {mode} done", flush=True)
-
-    result = {
-        "unit": "us per cell of a micro-batch on a partition: forward, recomputation and backward",
-        "environment": before,
-        "device": args.device,
-        "size": {"m": M, "n": N},
-        "turns": args.turns,
-        "pairs": args.pairs,
-        "steps": args.steps,
-        "rows": rows,
-    }
-    print("\nmedian of turns (lowest-highest turn)\n\n" + timeline_table(result))
-    added = max(share(row, M) for row in rows)
-    asked = max(row["asked"]["median"] / row["cell"]["median"] for row in rows)
-    print(f"\nrecording at most {added:.1%} of runs of a millisecond (target: below {RECORDING_TARGET:.0%})")
-    print(f"idle at most {asked:.2%} of a cell that does nothing (target: below {IDLE_TARGET:.0%})")
-    write(args.json, result)
+    about = {name: getattr(args, name) for name in ("device", "turns", "pairs", "steps")}
+    unit = "us per cell of a micro-batch on a partition: forward, recomputation and backward"
+    command.finish(unit=unit, size={"m": M, "n": N}, **about, rows=measure(args))
 
 
 if __name__ == "__main__":

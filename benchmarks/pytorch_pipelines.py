@@ -118,5 +118,5 @@ def loss(output: Tensor, _target: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["benchmarks.stages"])
+    multiprocessing.set_forkserver_preload(["benchmarks.pytorch_pipelines"])
     serve(answer)
