@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import Answer, Request, serve
-from benchmarks.random_models import draw
+from benchmarks.peers import Answer, Request, pipeline, serve
+from benchmarks.random_models import random_model
 
 LAYERS = 8
 
@@ -154,21 +154,28 @@ def _lines(report: bytes) -> list[tuple[bytes, int, int]]:
     return [(kind, int(size), int(total)) for kind, size, total in LINE.findall(report)]
 
 
-def measure_on_gpu(forward: Callable[[], Tensor]) -> Answer:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    rest = torch.cuda.memory_allocated()
+def measure_on_gpus(forward: Callable[[], Tensor], devices: Sequence[torch.device]) -> list[Answer]:
+    """Return the same three figures for each GPU."""
 
+    def start() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+
+    start()
+    rest = [torch.cuda.memory_allocated(device) for device in devices]
     loss = forward()
-    torch.cuda.synchronize()
-    answer = {"forward": torch.cuda.max_memory_allocated() - rest, "held": torch.cuda.memory_allocated() - rest}
-
-    torch.cuda.reset_peak_memory_stats()
+    for device in devices:
+        torch.cuda.synchronize(device)
+    after_forward = [torch.cuda.max_memory_allocated(device) for device in devices]
+    held = [torch.cuda.memory_allocated(device) for device in devices]
+    start()
     torch.autograd.backward(loss)
     del loss
-    torch.cuda.synchronize()
-    return {**answer, "backward": torch.cuda.max_memory_allocated() - rest}
+    return [
+        {"forward": most - low, "held": kept - low, "backward": torch.cuda.max_memory_allocated(device) - low}
+        for device, low, most, kept in zip(devices, rest, after_forward, held, strict=True)
+    ]
 
 
 @cache
@@ -183,20 +190,17 @@ def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
     return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in found))
 
 
-def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
-    """The most bytes that a step takes above the level at rest, in each memory. Beside GPUs the CPU is not counted."""
+def counted(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[Answer]:
+    """Count the bytes of a step above the level at rest, in each memory. Beside GPUs the CPU is not counted."""
     gc.collect()
     if memories[0].type == "cpu":
-        above = reports().measure(forward)
-        return [max(above["forward"], above["backward"])]
-    memories = [device for device in memories if device.type != "cpu"]
-    for device in memories:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    rest = [torch.cuda.memory_allocated(device) for device in memories]
-    torch.autograd.backward(forward())
-    most = [torch.cuda.max_memory_allocated(device) for device in memories]
-    return [high - low for high, low in zip(most, rest, strict=True)]
+        return [reports().measure(forward)]
+    return measure_on_gpus(forward, [device for device in memories if device.type != "cpu"])
+
+
+def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
+    """Return the most bytes that a step takes above the level at rest, in each memory."""
+    return [max(each["forward"], each["backward"]) for each in counted(forward, memories)]
 
 
 # One request
@@ -217,37 +221,30 @@ def boundary_bytes(layers: nn.Sequential, x: Tensor, balance: list[int]) -> int:
 def answer(peer: str, request: Request) -> Answer:
     device = torch.device(request["device"])
     m = request["m"]
-    balance = request["balance"]
 
     if "seed" in request:
-        drawn = draw(request["seed"])
+        drawn = random_model(request["seed"])
         layers, x = drawn.layers.to(device), drawn.x.to(device)
     else:
         torch.manual_seed(0)
         make, width, _ = MODELS[request["model"]]
         layers = make(width).to(device)
         x = sample(request["model"], m, device, request["scale"])
-    boundary = boundary_bytes(layers, x[: len(x) // m], balance)
+    boundary = boundary_bytes(layers, x[: len(x) // m], request["balance"])
 
-    model: Callable[[Tensor], Tensor] = layers
-    if peer != "plain":
-        from torchgpipe import GPipe
-
-        model = GPipe(layers, balance, devices=request["devices"], chunks=m, checkpoint=request["mode"])
+    model = layers if peer == "plain" else pipeline(layers, request)
 
     def forward() -> Tensor:
         # The output is the loss's own: as in `loss_fn(model(x)).backward()`, nothing else holds it.
-        return model(x).square().mean()
-
-    measure = measure_on_gpu if device.type == "cuda" else reports().measure
+        loss: Tensor = model(x).square().mean()
+        return loss
 
     torch.autograd.backward(forward())  # What is made once and kept is made here.
     figures = []
     for _ in range(request["steps"]):
         if not request["accumulate"]:
             layers.zero_grad(set_to_none=True)
-        gc.collect()
-        figures.append(measure(forward))
+        figures.append(counted(forward, [device])[0])
 
     worst = {key: max(each[key] for each in figures) for key in figures[0]}
     return {

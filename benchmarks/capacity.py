@@ -60,28 +60,29 @@ class Ladder(NamedTuple):
 
 
 #: Sizes are (L, D) of an AmoebaNet-D, and (B, C) of a U-Net. The paper's are among the large ones.
+LARGE_AMOEBANETS = [
+    (18, 208),
+    (18, 416),
+    (18, 544),
+    (36, 544),
+    (72, 512),
+    (72, 768),
+    (72, 1024),
+    (144, 1024),
+    (144, 1536),
+]
+LARGE_UNETS = [(6, 72), (11, 128), (24, 128), (24, 160), (48, 160), (48, 224), (96, 224)]
 LADDERS: dict[str, dict[str, Ladder]] = {
     "small": {
         "amoebanetd": Ladder((10,), [(3, 8), (3, 16), (3, 24), (3, 32), (3, 40), (3, 48)], (3, 16, 16), 8, 4),
         "unet": Ladder((2,), [(1, 8), (2, 8), (2, 16), (2, 24), (3, 32), (3, 48)], (3, 32, 32), 8, 4),
     },
     "paper": {
-        "amoebanetd": Ladder(
-            (1000,),
-            [(18, 208), (18, 416), (18, 544), (36, 544), (72, 512), (72, 768), (72, 1024), (144, 1024), (144, 1536)],
-            (3, 224, 224),
-            128,
-            32,
-        ),
-        "unet": Ladder(
-            (5,),
-            [(6, 72), (11, 128), (24, 128), (24, 160), (48, 160), (48, 224), (96, 224)],
-            (3, 192, 192),
-            32,
-            32,
-        ),
+        "amoebanetd": Ladder((1000,), LARGE_AMOEBANETS, (3, 224, 224), 128, 32),
+        "unet": Ladder((5,), LARGE_UNETS, (3, 192, 192), 32, 32),
     },
 }
+LADDERS["gpu"] = LADDERS["paper"]  # On one large GPU it is climbed less far.
 
 #: What torchgpipe 0.0.3 gives in its documentation, on Tesla P40: millions of parameters, GB for the model (parameters,
 #: gradients, optimizer), and GB for the activations at the peak, over all devices.
@@ -104,10 +105,6 @@ def fits(answer: Answer, limit: float | None, n: int) -> bool:
 def request_for(model: str, ladder: Ladder, size: tuple[int, int]) -> Request:
     about = {"model": model, "args": ladder.arguments(size), "sample": ladder.sample}
     return {**about, "batch": ladder.batch, "m": ladder.chunks, "mode": "always"}
-
-
-#: On one large GPU the ladder is the same, and shorter where something does not fit.
-LADDERS["gpu"] = LADDERS["paper"]
 
 
 class Balances:

@@ -49,23 +49,14 @@ def requests(args: argparse.Namespace) -> list[Request]:
 
 def measure(names: list[str], asked: list[Request]) -> list[dict[str, Any]]:
     """A row for each request. The count is exact: there are no rounds."""
-    plain: dict[tuple[object, ...], Answer] = {}
     rows = []
     progress = Progress(len(asked))
     with running(names, "allocations.py") as peers:
         for request in asked:
             progress(", ".join(str(request[key]) for key in ("model", "mode", "m", "threads")))
-            answers = {}
-            # The plain model knows no modes: it is asked once.
-            same = (request["model"], request["m"], request["accumulate"])
-            for name, peer in peers.items():
-                if name == "plain" and same in plain:
-                    answers[name] = plain[same]
-                    continue
-                devices = threaded(name, request["threads"], len(request["balance"]), request["device"])
-                answers[name] = peer.ask({**request, "devices": devices})
-                if name == "plain":
-                    plain[same] = answers[name]
+            n = len(request["balance"])
+            devices = {name: threaded(name, request["threads"], n, request["device"]) for name in peers}
+            answers = {name: peer.ask({**request, "devices": devices[name]}) for name, peer in peers.items()}
             rows.append(summary(request, answers))
     return rows
 

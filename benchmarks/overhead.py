@@ -62,20 +62,11 @@ def measure(args: argparse.Namespace, asked: list[Request]) -> list[Measured]:
         progress("round")
         # Every other round starts from the other end: who comes first has no advantage.
         with running(args.peers[:: -1 if round % 2 else 1], "tiny_steps.py") as peers:
-            # The plain layers know no modes and no devices: they are asked once for each size.
-            plain: dict[tuple[object, ...], list[Answer]] = {}
             for request, answers in zip(asked, measured, strict=True):
-                size = (request["kind"], request["n"], request["m"], request.get("parameters"))
-                known = plain.get(size)
                 for _ in range(request["turns"]):
                     for name, peer in peers.items():
-                        if name != "plain" or known is None:
-                            devices = threaded(name, request["threads"], request["n"], args.device)
-                            answers[name].append(peer.ask({**request, "devices": devices}))
-                if known is not None:
-                    answers["plain"] += known[: request["turns"]]
-                elif "plain" in peers:
-                    plain[size] = answers["plain"][-request["turns"] :]
+                        devices = threaded(name, request["threads"], request["n"], args.device)
+                        answers[name].append(peer.ask({**request, "devices": devices}))
     return measured
 
 

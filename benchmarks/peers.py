@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "running", "serve"]
+__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "pipeline", "running", "serve"]
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -129,6 +129,14 @@ def running(
     """Keep a process for each of these peers in a ``with`` block."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(Peer(name, script, environment)) for name in names}
+
+
+def pipeline(layers: Any, request: Request) -> Any:
+    """Return layers in the pipeline of the `torchgpipe` that this process finds, as a request describes it."""
+    from torchgpipe import GPipe
+
+    places = {"devices": request["devices"], "chunks": request["m"], "checkpoint": request["mode"]}
+    return GPipe(layers, request["balance"], **places)
 
 
 def serve(answer: Callable[[str, Request], Answer]) -> None:

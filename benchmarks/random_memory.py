@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.peers import running
 from benchmarks.program import Command, Progress
-from benchmarks.random_models import draw
+from benchmarks.random_models import random_model
 from benchmarks.records import table
 
 PEERS = ("ours", "original")
@@ -28,7 +28,7 @@ def measure(seeds: range) -> list[dict[str, Any]]:
     progress = Progress(len(seeds))
     with running(PEERS, "allocations.py") as peers:
         for seed in seeds:
-            drawn = draw(seed)
+            drawn = random_model(seed)
             progress(drawn.about)
             shared = {"seed": seed, "mode": drawn.mode, "balance": drawn.balance, "m": drawn.m}
             one_device = {"device": "cpu", "devices": ["cpu"] * len(drawn.balance)}

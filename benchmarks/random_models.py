@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Drawn", "draw"]
+__all__ = ["RandomModel", "random_model"]
 
 
-class Drawn(NamedTuple):
+class RandomModel(NamedTuple):
     """A model, and how it is trained.
 
     Attributes:
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
     accumulate: bool
 
 
-def draw(seed: int) -> Drawn:
+def random_model(seed: int) -> RandomModel:
     """The same for the same seed."""
     random = Random(seed)
     torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def draw(seed: int) -> Drawn:
     name, parameters = type(layers[1]).__name__, sum(one.numel() for one in layers.parameters())
     about = f"{len(layers)} layers ({name}, ...), {parameters} parameters, input {tuple(x.shape)}"
     balance = [end - start for start, end in pairwise(cuts)]
-    return Drawn(about, layers, x, balance, m, random.choice(["always", "except_last"]), random.random() < 0.5)
+    return RandomModel(about, layers, x, balance, m, random.choice(["always", "except_last"]), random.random() < 0.5)
 
 
 def mlp(random: Random, depth: int, rows: int) -> tuple[nn.Sequential, Tensor]:

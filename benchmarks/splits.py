@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models import gpt, resnet
 from benchmarks.peers import Answer, Request, serve
 
 
@@ -36,55 +37,14 @@ def vgg16() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
 
 
-class Bottleneck(nn.Module):
-    """A block of ResNet-50 (He et al., 2015)."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, 4 * width, 1, bias=False),
-            nn.BatchNorm2d(4 * width),
-        )
-        same = stride == 1 and channels == 4 * width
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.relu(self.body(input) + self.shortcut(input))
-
-
 def resnet50() -> tuple[nn.Sequential, Tensor]:
     """ResNet-50 on 64 x 64 images."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, padding=1),
-    ]
-    channels = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            width = 64 * 2**stage
-            layers.append(Bottleneck(channels, width, 2 if stage and not block else 1))
-            channels = 4 * width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
-    return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
+    return resnet((3, 4, 6, 3)), torch.rand(4, 3, 64, 64)
 
 
 def transformer() -> tuple[nn.Sequential, Tensor]:
     """A language model of twelve blocks, with a vocabulary so large that its head outweighs several of them."""
-    blocks = [nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True) for _ in range(12)]
-    layers = [nn.Embedding(16000, 128), *blocks, nn.LayerNorm(128), nn.Linear(128, 16000)]
-    return nn.Sequential(*layers), torch.randint(16000, (2, 64))
+    return gpt(16000, 12, 4, 128, 64), torch.randint(16000, (2, 64))
 
 
 def uneven() -> tuple[nn.Sequential, Tensor]:

@@ -22,7 +22,7 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import Answer, Request, serve
+from benchmarks.peers import Answer, Request, pipeline, serve
 
 WIDTH = 4
 ROWS = 2
@@ -36,10 +36,7 @@ def wrap(peer: str, layers: nn.Sequential, request: Request) -> Model:
     if peer == "plain":
         return lambda x: torch.cat([layers(chunk) for chunk in x.chunk(m)])
 
-    from torchgpipe import GPipe
-
-    balance = request["balance"]
-    model: Model = GPipe(layers, balance, devices=request["devices"], chunks=m, checkpoint=request["mode"])
+    model: Model = pipeline(layers, request)
     return model
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
-from benchmarks.peers import Answer, Request, serve
+from benchmarks.peers import Answer, Request, pipeline, serve
 
 __all__ = ["TASKS", "TINY", "Task"]
 
@@ -113,16 +113,8 @@ def segments(module: nn.Sequential) -> int:
 def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor] | None:
     """What is trained; None if the peer cannot train this model."""
     if peer in ("ours", "original"):
-        from torchgpipe import GPipe
-
-        pipeline: Callable[[Tensor], Tensor] = GPipe(
-            module,
-            request["balance"],
-            devices=request["devices"],
-            chunks=request["m"],
-            checkpoint=request["mode"],
-        )
-        return pipeline
+        model: Callable[[Tensor], Tensor] = pipeline(module, request)
+        return model
     module.to(request["devices"][0])
     if peer == "plain":
         if request.get("split"):

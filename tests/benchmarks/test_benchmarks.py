@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import ablation, capacity, footprint, peers
 from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
-from benchmarks.random_models import draw
+from benchmarks.random_models import random_model
 from benchmarks.training import TASKS, Task
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_models_are_drawn_by_the_seed(seed: int) -> None:
-    first, second = draw(seed), draw(seed)
+    first, second = random_model(seed), random_model(seed)
     assert sum(first.balance) == len(first.layers)
     assert (first.about, first.balance, first.m, first.mode) == (second.about, second.balance, second.m, second.mode)
     for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
