@@ -42,19 +42,19 @@ class Timed(NamedTuple):
         group: parts that stand together
         name: of the part
         run: what is timed, given what `before` returns
-        count: how many times one run contains the part
+        parts: how many times one run contains the part
         before: what comes before a run, and is not timed
     """
 
     group: str
     name: str
     run: Callable[[Any], object]
-    count: int = 1
+    parts: int = 1
     before: Callable[[], Any] = lambda: None
 
     def seconds(self, repeats: int) -> float:
         """Return the seconds that the part takes so many times, more or less, each."""
-        runs = max(1, repeats // self.count)
+        runs = max(1, repeats // self.parts)
         total = 0.0
         for _ in range(runs):
             made = self.before()
@@ -62,11 +62,11 @@ class Timed(NamedTuple):
             ended = self.run(made)
             total += perf_counter() - start
             del made, ended
-        return total / (runs * self.count)
+        return total / (runs * self.parts)
 
 
 def call(group: str, name: str, function: Callable[[], object]) -> Timed:
-    """A part that is one call."""
+    """Return a part that is one call."""
 
     def run(_: object) -> None:
         for _ in range(CALLS):
@@ -79,7 +79,7 @@ def call(group: str, name: str, function: Callable[[], object]) -> Timed:
 
 
 class Pass(torch.autograd.Function):
-    """The least that a node of Python does."""
+    """The least work of a node of Python."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -136,7 +136,7 @@ ONE = torch.ones(2, 4)
 
 
 def chain(name: str, apply: Callable[[Tensor], Any]) -> list[Timed]:
-    """A node's forward and backward, each per node."""
+    """Return the forward and the backward of a node."""
 
     def build(_: object = None) -> Tensor:
         x = XG
@@ -170,7 +170,7 @@ def nodes_and_layers() -> Iterator[Timed]:
 
 
 def engine_calls() -> Iterator[Timed]:
-    """The engine, called from inside a node as recomputation does: a graph of one layer."""
+    """Yield calls of the engine on a graph of one layer, as recomputation calls it inside a node."""
 
     def backward_into_grad(output: Tensor) -> None:
         XG.grad = None
@@ -194,7 +194,7 @@ def engine_calls() -> Iterator[Timed]:
 
 
 def queued(name: str, make: Callable[[], Any]) -> Timed:
-    """Two queues, to a thread that is there already."""
+    """Return a part that hands over to a running thread through two queues."""
 
     def before() -> tuple[Any, Any]:
         there, back = make(), make()
@@ -322,7 +322,7 @@ def surroundings() -> Iterator[Timed]:
 
 
 def time_parts(rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Microseconds of each part, as the median and the range of several rounds."""
+    """Return the microseconds of each part, as the median and the range of several rounds."""
     gc.collect()
     gc.disable()
     rows = []
@@ -337,7 +337,7 @@ def time_parts(rounds: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def count_nodes(names: list[str]) -> list[dict[str, Any]]:
-    """Autograd nodes per cell, all and those of Python, by peer and mode."""
+    """Return the autograd nodes per cell, all and those of Python, by peer and mode."""
     rows = []
     with running(names, "tiny_steps.py") as peers:
         for name, peer in peers.items():
