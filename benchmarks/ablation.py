@@ -1,4 +1,4 @@
-"""What each mechanism of the engine gives: a U-Net trained with none of them, and with one after the other.
+"""What each mechanism of the engine gains: a U-Net trained with none of them, then with one more at a time.
 
     dependency   the order of micro-batches at backward is fixed, and not the autograd engine's choice
     streams      copies have streams of their own, beside the computation
@@ -13,7 +13,7 @@ timeline of one step, as `torchgpipe.record` has seen it; the pictures stand one
     python -m benchmarks.ablation --size gpu --devices cuda:0 cpu cuda:0 --balance 3 1 4    # on one, with the CPU
     python -m benchmarks.ablation --draw          # only draws what was measured: results/ablation.svg
 
-The CPU is no place to see what streams give: its work is done when the call returns, so there is nothing to overlap.
+On the CPU streams gain nothing: its work is done when the call returns, so there is nothing to overlap.
 Its devices are numbered, `cpu:0`, `cpu:1` and so on, have a thread each in forward, which take turns, and are made to
 copy as GPUs do; backward runs in one thread, in the order that the engine takes.
 """
@@ -92,7 +92,7 @@ NOTE = (
 
 
 def wrapped(request: Request) -> tuple[nn.Module, Any]:
-    """The model with what is on, and its input."""
+    """Return the model with the mechanisms of a request, and its input."""
     from torchgpipe import GPipe
     from torchgpipe.devices.stream import Stream, Streams
 
@@ -140,7 +140,7 @@ def loss_of(model: nn.Module, x: Any) -> Tensor:
 
 
 def timed(model: nn.Module, x: Any, request: Request) -> Answer:
-    """Seconds of steps."""
+    """Return the seconds of each step."""
     from benchmarks.training import synchronize
 
     seconds = []
@@ -155,7 +155,7 @@ def timed(model: nn.Module, x: Any, request: Request) -> Answer:
 
 
 def recorded(model: nn.Module, x: Any, request: Request) -> Answer:
-    """What a step was like, the shortest of several: kind, micro-batch, partition, start and end of each span."""
+    """Return the shortest of several steps: kind, micro-batch, partition, start and end of each span."""
     from torchgpipe import record
 
     torch.autograd.backward(loss_of(model, x))
@@ -174,7 +174,7 @@ def recorded(model: nn.Module, x: Any, request: Request) -> Answer:
 
 
 def counted(model: nn.Module, x: Any, request: Request) -> Answer:
-    """The peak of a step above the level at rest, in each memory."""
+    """Return the peak of a step above the level at rest, in each memory."""
     from benchmarks.allocations import memories, peaks, reports
 
     own = memories(request["devices"])
@@ -194,13 +194,13 @@ def answer(peer: str, request: Request) -> Answer:
 
 
 def experiments(peers: list[str]) -> dict[str, Ways | None]:
-    """What is on, by the name of the experiment; nothing for the plain model."""
+    """Return the mechanisms of each experiment by its name; None for the plain model."""
     plain = {"plain, one device": None} if "plain" in peers else {}
     return {**plain, **({str(ways): ways for ways in WAYS} if "ours" in peers else {})}
 
 
 def places(devices: list[str], n: int) -> list[str]:
-    """The device of each partition. CPUs are numbered, and so are devices of their own."""
+    """Return the device of each partition. CPUs are numbered, so that each is a device of its own."""
     return [f"cpu:{j}" for j in range(n)] if devices == ["cpu"] else placed(devices, n)
 
 
@@ -260,7 +260,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """A timeline for each, one above the other on one scale."""
+    """Draw the timelines of all experiments, one above the other on one scale."""
     rows = [row for row in result["rows"] if row["spans"]]
     if not rows:
         return None

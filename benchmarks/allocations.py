@@ -1,11 +1,11 @@
-"""The child of memory.py and random_memory.py: counts the bytes of tensors alive during one step.
+"""The child of memory.py and random_memory.py: count the bytes of the tensors alive during one step.
 
 On the CPU PyTorch's own allocator is asked to report: `FLAGS_caffe2_report_cpu_memory_usage`, a switch in
 libc10, makes it write one line for each block that it hands out or takes back, with the bytes in use after
 it. Every CPU tensor's memory comes from it, whatever thread asks, and nothing is patched: each peer runs
-as it is. (The profiler's memory events and a TorchDispatchMode see one thread only, and the original
-computes in a worker thread.) The lines go to stderr, which is a file for the time of a step; so do this
-script's own lines where a phase ends. What libraries such as oneDNN use inside an operation is not a
+as it is. The profiler's memory events and a TorchDispatchMode would see one thread only, and the original
+computes in a worker thread. The lines go to stderr, which is a file for the time of a step, and so do this
+script's own lines at the end of a phase. What libraries such as oneDNN use inside an operation is not a
 tensor and not counted. The switch is found under this name where PyTorch was built as its Linux wheels are.
 
 On a GPU the same figures are read from `torch.cuda.max_memory_allocated`.
@@ -48,7 +48,7 @@ PHASE = b"-- phase ends --\n"
 
 
 def conv_net(width: int) -> nn.Sequential:
-    """Eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last one classifies."""
+    """Return eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last layer classifies."""
 
     def block(channels: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
@@ -58,7 +58,7 @@ def conv_net(width: int) -> nn.Sequential:
 
 
 def transformer(width: int) -> nn.Sequential:
-    """Eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
+    """Return eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
 
     The projection is small so that the loss, which is not the pipeline's, does not make the peak.
     """
@@ -70,7 +70,7 @@ def transformer(width: int) -> nn.Sequential:
 
 
 def mlp(width: int) -> nn.Sequential:
-    """Eight layers."""
+    """Return eight layers."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)])
 
 
@@ -87,7 +87,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Sequential], int, int]] = {
 
 
 def sample(model: str, m: int, device: torch.device, scale: int = 1) -> Tensor:
-    """A mini-batch, with ``scale`` times the rows that the model's micro-batches have."""
+    """Return a mini-batch, with ``scale`` times the rows that the model's micro-batches have."""
     make, width, rows = MODELS[model]
     rows *= scale
     if make is conv_net:
@@ -113,7 +113,7 @@ class Reports:
 
     @contextmanager
     def written_to(self, path: str) -> Iterator[None]:
-        """Lets the allocator write its lines, and all that goes to stderr goes to a file."""
+        """Let the allocator write its lines, and send stderr to a file."""
         level = self._flag("FLAGS_caffe2_log_level", ctypes.c_int)
         quiet = level.value
         stderr = os.dup(2)
@@ -180,12 +180,12 @@ def measure_on_gpus(forward: Callable[[], Tensor], devices: Sequence[torch.devic
 
 @cache
 def reports() -> Reports:
-    """The CPU allocator's. To be called before anything is made that a counted step will free."""
+    """Return the CPU allocator's reports. Call it before anything is made that a counted step will free."""
     return Reports()
 
 
 def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
-    """The devices that have a memory of their own: CPU devices share one."""
+    """Return the devices that have a memory of their own. CPU devices share one."""
     found = [torch.device(device) for device in devices]
     return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in found))
 
@@ -207,7 +207,7 @@ def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> li
 
 
 def boundary_bytes(layers: nn.Sequential, x: Tensor, balance: list[int]) -> int:
-    """What one micro-batch leaves at the ends of all partitions: the least that checkpointing keeps."""
+    """Return the bytes that a micro-batch leaves at the partitions' ends: the least that checkpointing keeps."""
     count = 0
     with torch.no_grad():
         remaining = iter(layers)

@@ -1,4 +1,4 @@
-"""Balancing: how good a split is, how long it takes to find, and whether it keeps in reality what it promises.
+"""Balancing: how good a split is, how long it takes to find, and whether measured times agree with the prediction.
 
 Three questions, each with a table:
 
@@ -34,7 +34,7 @@ PEERS = ("ours", "original")
 
 
 def random_costs(kind: str, made: random.Random, layers: int) -> list[int]:
-    """Costs in microseconds, as the original measures them."""
+    """Return random costs in microseconds, as the original measures them."""
     if kind == "uniform":
         return [made.randint(1, 1000) for _ in range(layers)]
     if kind == "lognormal":
@@ -52,7 +52,7 @@ KINDS = ("uniform", "lognormal", "one heavy", "blocks")
 
 
 def optimum(costs: Sequence[int], partitions: int) -> int:
-    """The smallest possible largest load: the least bound that partitions filled one after the other keep."""
+    """Return the smallest possible largest load: the least bound within which partitions can be filled in turn."""
 
     def kept(bound: int) -> bool:
         used, load = 1, 0
@@ -74,7 +74,7 @@ def loads(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
 
 
 def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, limit: float, turns: int) -> Answer:
-    """By peer: each vector's largest load over the optimum, and seconds; null where it took longer than the limit."""
+    """Return for each peer each vector's largest load over the optimum, and seconds; None beyond the limit."""
     best = [optimum(costs, partitions) for costs in vectors]
     request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit, "turns": turns}
     found: Answer = {}
@@ -95,7 +95,7 @@ def finished(values: Sequence[float | None]) -> list[float]:
 
 
 def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, Any]]:
-    """Question 1: `count` vectors of each kind, of 4 to 64 layers, for 2 to 8 partitions."""
+    """Answer question 1 with `count` vectors of each kind, of 4 to 64 layers, for 2 to 8 partitions."""
     rows = []
     progress = Progress(len(KINDS))
     for kind in KINDS:
@@ -123,13 +123,13 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
-    """The 0th, 5th, 10th, ... 100th, each being one of the values."""
+    """Return the 0th, 5th, 10th, ... 100th percentile; each is one of the values."""
     ordered = sorted(values)
     return [ordered[round(percent / 100 * (len(ordered) - 1))] for percent in range(0, 101, 5)]
 
 
 def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -> list[dict[str, Any]]:
-    """Question 1: solving time as layers and partitions become many."""
+    """Answer question 1: solving time as layers and partitions become many."""
     rows = []
     progress = Progress(len(sizes))
     for layers, partitions in sizes:
@@ -146,7 +146,7 @@ def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -
 
 
 def models(peers: dict[str, Peer], seconds: float, limit: float) -> list[dict[str, Any]]:
-    """Question 2."""
+    """Answer question 2."""
     rows = []
     progress = Progress(len(MODELS))
     for name in MODELS:
@@ -167,7 +167,7 @@ def times(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Question 3."""
+    """Answer question 3."""
     profile = peers["ours"].ask({"kind": "profile", "model": "uneven", "seconds": seconds})["rows"]
     balances = proposals(peers, profile, partitions)
     measured: dict[str, list[float]] = {way: [] for way in balances}  # the slowest partition of each round
@@ -198,7 +198,7 @@ def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float
 
 
 def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions: int) -> dict[str, list[int]]:
-    """Four ways to split the model."""
+    """Return the balance of each of four ways to split the model."""
 
     def split(peer: str, costs: list[int]) -> list[int]:
         request = {"kind": "solve", "vectors": [costs], "partitions": partitions, "limit": 60, "turns": 1}
@@ -270,7 +270,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Questions 1 and 3."""
+    """Draw the answers to questions 1 and 3."""
     ours, *theirs = COLORS
     figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])

@@ -1,10 +1,10 @@
 """Time of a deferred batch norm: ours and the original's, each beside a plain one on the same micro-batches.
 
-Deferring the running statistics is to cost next to nothing, for the kernel has taken mean and variance of a
-micro-batch anyway. The original takes them again, in passes over the data of its own. A mini-batch of shape
+Deferring the running statistics should cost next to nothing, because the kernel computes mean and variance of a
+micro-batch anyway. The original computes them again, in passes over the data of its own. A mini-batch of shape
 (32, 64, 56, 56) goes through the layer in m micro-batches, in training, without a pipeline around it. Both
 layers of a process run in pairs, plain then deferred, then the other way round, so that a pair sees the same
-load; a turn's ratio is the median over its pairs. `peers.py` tells who the peers are.
+load; a turn's ratio is the median over its pairs. `peers.py` explains the peers.
 
     python -m benchmarks.batchnorm      # -> results/batchnorm.json, about 3 minutes
 """
@@ -28,12 +28,12 @@ SHAPE = (32, 64, 56, 56)
 PEERS = ("ours", "original")
 FIGURES = ("plain", "deferred", "ratio")
 
-#: Ours is to need at most this many times the time of a plain batch norm in forward.
+#: The largest ratio of our time to a plain batch norm's in forward that is aimed at.
 TARGET = 1.3
 
 
 def timed(norm: nn.Module, micro_batches: list[Tensor], grad: bool) -> dict[str, float]:
-    """Milliseconds of a mini-batch."""
+    """Return the milliseconds of a mini-batch."""
     start = perf_counter()
     outputs = [norm(part) for part in micro_batches]
     middle = perf_counter()
@@ -44,7 +44,7 @@ def timed(norm: nn.Module, micro_batches: list[Tensor], grad: bool) -> dict[str,
 
 
 def answer(peer: str, request: Request) -> Answer:
-    """In the peer's process: of each part the median time of both layers, and the median ratio of pairs."""
+    """Return, in the peer's process, the median time of both layers in each part, and the median ratio of pairs."""
     from torchgpipe.batchnorm import DeferredBatchNorm
 
     torch.set_num_threads(request["threads"])
@@ -77,7 +77,7 @@ def parts(grad: bool) -> tuple[str, ...]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of micro-batches and each part, with and without gradients."""
+    """Return a row for each number of micro-batches and each part, with and without gradients."""
     shapes = [{"m": m, "grad": grad} for grad in (True, False) for m in (1, 4, 8)]
     measured: list[dict[str, list[Answer]]] = [{name: [] for name in args.peers} for _ in shapes]
     progress = Progress(args.turns)

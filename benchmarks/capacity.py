@@ -1,4 +1,4 @@
-"""What fits: the largest model that can be trained on so many devices, and what the peak of a step depends on.
+"""Capacity: the largest model that can be trained on so many devices, and what the peak of a step depends on.
 
 Two questions, both about the memory of a training step (`footprint.py` says what is counted):
 
@@ -8,7 +8,7 @@ Two questions, both about the memory of a training step (`footprint.py` says wha
    a partition, all of them together, because they share one memory.
 2. What does the peak depend on? The same model and mini-batch, in more micro-batches and over more partitions.
 
-`memory.py` asks another question: what every byte is for, beside the original, with micro-batches that stay as large.
+`memory.py` asks another question: what every byte is for, beside the original, with micro-batches of constant size.
 
     python -m benchmarks.capacity                              # small models, on the CPU
     python -m benchmarks.capacity --size paper                 # AmoebaNet-D and U-Net, on GPUs
@@ -98,7 +98,7 @@ PUBLISHED = {
 
 
 def fits(answer: Answer, limit: float | None, n: int) -> bool:
-    """Whether a model could be trained, and within the limit, in bytes a partition, where that is arithmetic."""
+    """Return whether a model could be trained, within the limit in bytes a partition if there is one."""
     return "peak" in answer and (limit is None or sum(answer["peak"]) <= limit * n)
 
 
@@ -125,7 +125,7 @@ class Balances:
 def climb(
     peer: Peer, name: str, n: int, model: str, start: int, balances: Balances, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A row for each size, up to the first that does not fit."""
+    """Yield a row for each size, up to the first that does not fit."""
     on_cpu = args.devices == ["cpu"]
     ladder = LADDERS[args.size][model]
     for size in ladder.sizes[start:]:
@@ -142,7 +142,7 @@ def climb(
 
 
 def largest(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
-    """Question 1: all sizes that were tried."""
+    """Answer question 1 with a row for each size that was tried."""
     rows: list[dict[str, Any]] = []
     with Peer("ours", "footprint.py") as asked:
         balances = Balances(asked, args.partitions)
@@ -154,7 +154,7 @@ def largest(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
                         return rows
                     experiment = f"{'naive' if name == 'plain' else 'pipeline'}-{n}"
                     progress(f"{model}: {experiment} {name}")
-                    # A process of its own: where memory has run out, it is given back as a whole.
+                    # In a process of its own, which gives all memory back when it ends, also after memory has run out.
                     with Peer(name, "footprint.py") as peer:
                         tried = list(climb(peer, experiment, n, model, start, balances, args))
                     # On more devices at least the same fits: the ladder need not be climbed from the ground again.
@@ -164,7 +164,7 @@ def largest(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]
 
 
 def sweep(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
-    """What is varied, and micro-batches, partitions and mode."""
+    """Yield the varied number, 'm' or 'n', and micro-batches, partitions and mode."""
     most = max(args.partitions)
     for mode in MODES:
         yield from (("m", m, most, mode) for m in args.chunks)
@@ -172,7 +172,7 @@ def sweep(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
 
 
 def growth(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
-    """Question 2: a row for each number of micro-batches or partitions."""
+    """Answer question 2 with a row for each number of micro-batches or partitions."""
     task = TASKS[args.size]["resnet101"]
     with torch.device("meta"):
         layers = len(task.make())
@@ -186,7 +186,7 @@ def growth(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]
             shape = {"size": args.size, "model": "resnet101", "batch": task.batch, "m": m, "mode": mode}
             for name, peer in peers.items():
                 if name == "plain" and rows:
-                    row[name] = rows[0][name]  # It knows neither micro-batches nor partitions.
+                    row[name] = rows[0][name]  # The plain model knows neither micro-batches nor partitions.
                     continue
                 devices = placed(args.devices, 1 if name == "plain" else n)
                 row[name] = peer.ask({**shape, "balance": even(layers, n), "devices": devices})
@@ -198,7 +198,7 @@ def growth(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]
 
 
 def capacity(result: dict[str, Any]) -> str:
-    """For each experiment the largest model that fits."""
+    """Return a table of the largest model that fits, for each experiment."""
     name, unit = ("MiB", MIB) if result["size"] == "small" else ("GiB", GIB)
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in result["largest"]:
@@ -230,7 +230,7 @@ def capacity_growth(result: dict[str, Any]) -> str:
 
 
 def peak_of(answer: Answer) -> str:
-    """Of the fullest device."""
+    """Return the activations at the peak of the fullest device, in MiB."""
     return f"{max(answer['activations']) / MIB:.2f}" if "peak" in answer else f"- {answer['none']}"
 
 
@@ -248,7 +248,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """The largest models, and the peak over micro-batches and over partitions."""
+    """Draw the largest models, and the peak over micro-batches and over partitions."""
     if not (result["largest"] and result["growth"]):
         return None
     figure = new_figure(13, 4.2)

@@ -1,9 +1,9 @@
-"""The tests marked `cuda`, each noted as it ends, so that one that hangs or takes its process along costs only itself.
+"""The tests marked `cuda`, each noted as it ends, so that a test that hangs or ends its process costs only itself.
 
-Parent and plugin of pytest in one: the parent starts pytest with this file as a plugin, which appends a line to a file
-of notes when a test starts and when it has ended. A test that takes longer than `LIMIT` ends the process, after the
-stacks of all threads have been printed, and so does a failure that leaves CUDA unusable. The parent then starts
-another process, which runs what is not noted yet; so it does when it was cut off itself and is started again.
+This file is a program and a plugin of pytest. The program starts pytest with this file as a plugin. The plugin appends
+a line to a file of notes when a test starts and when it has ended. A test that takes longer than `LIMIT` ends the
+process, after the stacks of all threads have been printed, and so does a failure that leaves CUDA unusable. The program
+then starts another process, which runs the tests that are not noted yet. It does the same after it was cut off itself.
 
 Nothing is needed beside pytest: what `pyproject.toml` says to plugins that may be missing is left out, and plugins that
 are there and not needed stay unused.
@@ -48,7 +48,7 @@ def _note(**line: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # One that has only started was cut off with all the rest, by no fault of its own.
+    # A test that has only started was cut off with its process, and runs again.
     done = {test for test, last in outcomes(lines(Path(os.environ[VARIABLE]))).items() if last["outcome"] != "started"}
     items[:] = [item for item in items if item.nodeid not in done]
 
@@ -69,7 +69,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         told = {"told": report.longreprtext[-4000:]} if report.failed else {}
         _note(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), **told)
     if report.failed and "CUDA error" in report.longreprtext:
-        # An error of a kernel stays: all further tests of this process would fail of it.
+        # An error of a kernel persists: all further tests of this process would fail with it.
         os._exit(1)
 
 
@@ -82,7 +82,7 @@ def pytest_sessionfinish() -> None:
     _note(through=True)
 
 
-# ---- The parent.
+# ---- The program.
 
 
 def lines(notes: Path) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def lines(notes: Path) -> list[dict[str, Any]]:
 
 
 def outcomes(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the last note of each test; of one that has failed, that one."""
+    """Return the last note of each test; of a test that has failed, the note of the failure."""
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         if "test" in line and found.get(line["test"], {}).get("outcome") != "failed":
@@ -140,7 +140,7 @@ def run(paths: list[str], notes: Path, seconds: float) -> bool:
                         told = f"the process ended with {done.returncode}, by itself or after {LIMIT} s"
                         file.write(json.dumps({"test": test, "outcome": "failed", "told": told}) + "\n")
             if not added:
-                return False  # Nothing was collected, and no other process would do better.
+                return False  # Nothing was collected, and another process would not collect more.
     return False
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline over several processes costs beside one that is written by hand, and beside the ideal.
+"""The cost of a pipeline over several processes, beside one that is written by hand and beside the ideal.
 
 A GPT is trained three ways, in the same processes, in turn:
 
@@ -88,7 +88,7 @@ class Bench:
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def part(self) -> nn.Sequential:
-        """The layers of this process."""
+        """Return the layers of this process."""
         begin = sum(self.balance[: self.rank])
         return nn.Sequential(*list(self.layers)[begin : begin + self.balance[self.rank]]).to(self.device)
 
@@ -126,7 +126,7 @@ class Bench:
         return step
 
     def alone(self) -> Callable[[], Any]:
-        """A micro-batch on this stage: forward, backward, and nothing sent."""
+        """Return a step of one micro-batch on this stage: forward, backward, and no messages."""
         part = self.part()
         shape = (self.shape.rows, self.shape.length)
         if self.rank == 0:
@@ -145,7 +145,7 @@ class Bench:
         return step
 
     def message(self, numbers: int) -> Callable[[], Any]:
-        """There and back, between the first two."""
+        """Return a step that sends so many numbers between the first two processes, there and back."""
         numbers_ = torch.zeros(numbers, device=self.device)
 
         def step() -> None:
@@ -163,7 +163,7 @@ class Bench:
         return lambda: dist.all_reduce(flat)
 
     def seconds(self, *steps: Callable[[], Any], repeat: int = 1) -> list[list[float]]:
-        """What each of them takes, in turn: one figure for each turn, the same in all processes."""
+        """Return the seconds of each step, which run in turn: one figure a turn, in all processes."""
         for step in steps:
             for _ in range(2):
                 step()
@@ -206,7 +206,7 @@ class Bench:
         return result
 
     def row(self, m: int, stages: list[float], latency: float, send: float) -> dict[str, Any]:
-        """Both ways with m micro-batches, beside the ideal and the cost model."""
+        """Measure both ways with m micro-batches, and compute the ideal and the cost model."""
         ours, hand = self.seconds(self.ours(m), self.hand(m))
         texts = self.shape.rows * m
         return {
@@ -220,7 +220,7 @@ class Bench:
         }
 
     def replicas(self, m: int) -> dict[str, Any]:
-        """One stage in each process, all the same: what it costs to add up their gradients."""
+        """Measure what it costs to sum gradients of replicas, one stage in each process."""
         mesh = init_device_mesh(self.device.type, (self.n, 1))
         whole = Bench(0, 1, self.turns)
         whole.device = self.device
@@ -258,7 +258,7 @@ def _work(rank: int, n: int, folder: str, turns: int, counts: list[int]) -> None
 
 
 def distributed(result: dict[str, Any]) -> str:
-    """Texts a second, beside what is written by hand; what a step takes, and what the model of its costs says."""
+    """Return a table of texts a second, beside those by hand, and of a step as measured and as predicted."""
     lines = []
     for run in result["runs"]:
         for row in run["rows"]:

@@ -1,11 +1,11 @@
-"""Does a training run over several processes survive what happens to one of them?
+"""Does a training run over several processes survive harm to one of them?
 
 Each trial is a run under torchrun in which one process, drawn at random, raises an exception, is killed, or hangs: in a
-layer, while it saves a checkpoint, or between two steps. torchrun starts all of them again. What is looked at:
+layer, while it saves a checkpoint, or between two steps. torchrun starts all of them again. Each trial records:
 
 - whether the run ends, with the losses of a run that was not interrupted, bit for bit;
-- whether the others have ended by themselves, and their errors name them and the one they have waited for;
-- whether a process is left.
+- whether the other processes have ended by themselves, with errors that name them and the process they waited for;
+- whether a process is left behind.
 
     python -m benchmarks.faults             # -> results/faults.json; 24 trials, ten minutes
     python -m benchmarks.faults --trials 3
@@ -39,12 +39,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABL
 
 COUNTED = ("ended", "same_losses", "others_that_told", "left_behind")
 
-#: torchrun looks so rarely, in seconds, that the processes can end by themselves before it ends them.
+#: Seconds between two looks of torchrun: so rare that the processes can end by themselves before torchrun ends them.
 LOOKS = 2.0
 
 
 def trial(processes: int, harm: Harm) -> dict[str, Any]:
-    """A training run in which this happens.
+    """Run a training in which this harm happens.
 
     Returns:
         what has come of it; ``losses`` are those of the last run of each step
@@ -84,12 +84,12 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What was noted in a file."""
+    """Return the notes in a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def tells(error: dict[str, Any], rank: int) -> bool:
-    """Whether an error names its process, and whom it has waited for or what could not be saved together."""
+    """Return whether an error names its process, and the awaited process or the checkpoint that could not be saved."""
     text = error["error"]
     own = re.match(rf"rank {rank}, stage {rank} of \d", text)
     waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
@@ -106,7 +106,7 @@ def alive(pid: int) -> bool:
 
 
 def random_harms(trials: int, processes: int) -> list[Harm]:
-    """Harms at random, kills before all others; to those who save, at a step at which they do."""
+    """Return harms at random, kills first. A process that comes to harm while it saves does so at a step that saves."""
     random_ = random.Random(0)
     saves = [step for step in range(STEPS) if (step + 1) % 3 == 0]
     result = []
@@ -119,7 +119,7 @@ def random_harms(trials: int, processes: int) -> list[Harm]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What has come of the trials so far."""
+    """Return the outcomes of the trials so far."""
     return {
         "trials": len(rows),
         "by_kind": dict(Counter(row["kind"] for row in rows)),
@@ -130,7 +130,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def faults(result: dict[str, Any]) -> str:
-    """What has come of the processes that were brought to harm, by what happened to them and where."""
+    """Return a table of outcomes by the kind and the place of the harm."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         groups.setdefault((row["kind"], row["place"]), []).append(row)
@@ -155,7 +155,7 @@ def main() -> None:
             row["same_losses"] = row.pop("losses") == expected
             rows.append(row)
             print(row, flush=True)
-            command.write(**about, **summary(rows))  # So far: a run that is cut short has not been in vain.
+            command.write(**about, **summary(rows))  # Now, so that a run that is cut short leaves a result.
     command.finish(**about, **summary(rows))
 
 

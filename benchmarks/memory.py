@@ -1,9 +1,9 @@
 """Peak memory of a step: ours beside the original and the plain model.
 
-Checkpointing is done for memory alone, so every byte that a pipeline keeps too long undoes it. Counted are
-the bytes of all tensors alive, not of the process, above the level at rest (`allocations.py` says how). A
-micro-batch has the same size at every m: what a larger m adds is what a pipeline keeps of a micro-batch,
-and with checkpointing this should be little more than the activations at the partitions' ends.
+Checkpointing is done for memory alone, so every byte that a pipeline keeps too long undoes it. The bytes of
+all tensors alive are counted, not those of the process, above the level at rest (`allocations.py` says how). A
+micro-batch has the same size at every m, so a larger m adds what a pipeline keeps of a micro-batch. With
+checkpointing this should be little more than the activations at the partitions' ends.
 
     python -m benchmarks.memory                          # m = 4 and 32
     python -m benchmarks.memory --size full              # wide models too; m = 4, 8, 16, 32; n = 2, 4, 8; workers
@@ -27,7 +27,7 @@ NARROW = ("conv", "transformer", "mlp")
 MODELS = {"small": NARROW, "full": (*NARROW, *(f"wide {model}" for model in NARROW))}
 LAYERS = 8
 
-#: Ours is to need at most this many times the original's peak.
+#: The largest ratio of our peak to the original's that is aimed at.
 TARGET = 1.0
 
 
@@ -48,7 +48,7 @@ def requests(args: argparse.Namespace) -> list[Request]:
 
 
 def measure(names: list[str], asked: list[Request]) -> list[dict[str, Any]]:
-    """A row for each request. The count is exact: there are no rounds."""
+    """Return a row for each request. The count is exact, so there are no rounds."""
     rows = []
     progress = Progress(len(asked))
     with running(names, "allocations.py") as peers:
@@ -79,7 +79,7 @@ def summary(request: Request, answers: dict[str, Answer]) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
-    """What each further micro-batch adds to the peak, from the smallest m to the largest."""
+    """Return the bytes that each further micro-batch adds to the peak, from the smallest m to the largest."""
     sweeps: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if (row["n"], row["threads"]) == (4, "inline"):
@@ -101,7 +101,7 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def memory(result: dict[str, Any]) -> str:
-    """The ratios of the peaks, and what each further micro-batch adds."""
+    """Return a table of the ratios of the peaks, and of what each further micro-batch adds."""
     peers = [name for name in PEERS if name in result["growth"][0]]
     lines = []
     for more in result["growth"]:
@@ -113,7 +113,7 @@ def memory(result: dict[str, Any]) -> str:
 
 
 def memory_by_mode(result: dict[str, Any]) -> str:
-    """Peaks of the transformer on four partitions, which is what a guide needs."""
+    """Return a table of the peaks of the transformer on four partitions."""
     modes = ("never", "except_last", "always")
     found = {
         (row["m"], row["mode"]): row
@@ -132,7 +132,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
     told = {"ratio of peaks above rest, and KiB that each further micro-batch adds": memory(result)}
     unsteady = [_key(row) for row in result["rows"] if not all(row[p]["same_each_step"] for p in PEERS if p in row)]
     told[f"figures that differed between steps: {unsteady or 'none'}"] = ""
-    # Workers compute side by side, here in one memory: on devices each has its own. No target for them.
+    # No target for workers: they compute at the same time, and here they share a memory that devices would not share.
     compared = [row["ratio"] for row in result["rows"] if row["threads"] == "inline" and "ratio" in row]
     over = sum(ratio > TARGET for ratio in compared)
     told[f"above {TARGET} of the original's peak: {over} of {len(compared)} rows"] = ""

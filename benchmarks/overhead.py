@@ -1,10 +1,10 @@
 """Host time per cell: ours beside the original and the plain layers.
 
-A pipeline is worth its devices only if the host keeps them busy: what the host spends on a cell besides
-the layers themselves is lost on every device that waits for it. So the layers here are so tiny that host
-time is all there is (`tiny_steps.py`), and each peer runs in a process of its own (`peers.py`). A round starts
-fresh processes; within it they are asked in turn, A B A B, the same number of steps each. A turn's figure
-is its lowest step, because what is above it is the machine's; every figure shown is a median over turns.
+A pipeline is worth its devices only if the host keeps them busy: host time that a cell takes beside its layers is
+lost on every device that waits for it. So the layers here are so tiny that nearly all time is host time
+(`tiny_steps.py`), and each peer runs in a process of its own (`peers.py`). A round starts fresh processes; within
+it they are asked in turn, A B A B, the same number of steps each. A turn's figure is its lowest step, because time
+above the lowest is the machine's. Every figure shown is a median over turns.
 
     python -m benchmarks.overhead               # all modes, in the caller's thread and through workers
     python -m benchmarks.overhead --size full   # and growth with cells and partitions, and 2000 layers
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, asked: list[Request]) -> list[Measured]:
         if round and args.seconds.spent():
             break
         progress("round")
-        # Every other round starts from the other end: who comes first has no advantage.
+        # Every other round asks in reverse order, so that no peer profits from being first.
         with running(args.peers[:: -1 if round % 2 else 1], "tiny_steps.py") as peers:
             for request, answers in zip(asked, measured, strict=True):
                 for _ in range(request["turns"]):
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, asked: list[Request]) -> list[Measured]:
 
 
 def summary(request: Request, measured: Measured) -> dict[str, Any]:
-    """A row of the result: each peer's figures, turn by turn and as a spread, and the ratio original / ours."""
+    """Return a row of the result: each peer's figures, turn by turn and as a spread, and the ratio original / ours."""
     row: dict[str, Any] = {key: request[key] for key in ("n", "m", "mode", "threads", "parameters") if key in request}
     for part in ("construct", *PARTS) if request["kind"] == "deep" else PARTS:
         of_part = row[part] = {name: _turns(answers, part) for name, answers in measured.items()}
@@ -93,9 +93,9 @@ def _turns(answers: list[Answer], figure: str) -> dict[str, Any]:
 
 
 def grown(rows: list[dict[str, Any]], axis: str, peers: list[str]) -> list[dict[str, Any]]:
-    """Along one axis, by mode and part: the largest size's CPU time per cell over the smallest's, as a spread.
+    """Return, by mode and part, the largest size's CPU time per cell over the smallest's along one axis.
 
-    Of CPU time: sizes are not measured within seconds of each other, and a neighbour's load is no growth.
+    CPU time, because sizes are measured minutes apart, and another process's load would look like growth.
     """
     found = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
@@ -132,7 +132,7 @@ def _times(rows: list[dict[str, Any]], keys: Sequence[str], digits: int) -> str:
 
 
 def host_time_by_mode(result: dict[str, Any]) -> str:
-    """Forward and backward together, without workers."""
+    """Return a table of forward and backward together, without workers."""
     lines = [
         [f"`'{row['mode']}'`", *(f"{sum(row[part][peer]['median'] for part in PARTS):.0f}" for peer in PEERS)]
         for row in result["modes"]

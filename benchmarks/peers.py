@@ -1,4 +1,4 @@
-"""Who is measured, each in a process of its own.
+"""The peers that are measured, each in a process of its own.
 
 The original and ours share the name `torchgpipe`, so no process may use both. A peer is a child process that
 looks for modules in its own folder first, and then in this checkout, where the benchmarks are; it refuses to start
@@ -42,7 +42,7 @@ PEERS = ("ours", "original", "plain")
 
 
 def install(name: str) -> Path:
-    """Returns the folder that a peer is imported from, after installing it there when it is missing."""
+    """Return the folder that a peer is imported from. Install it there if it is missing."""
     if name not in REQUIREMENTS:
         return CHECKOUT
 
@@ -84,7 +84,7 @@ class Peer:
         )
 
     def ask(self, request: Request) -> Answer:
-        """Waits for the answer to one request.
+        """Ask one request, and wait for the answer.
 
         Raises:
             RuntimeError: the child raised, or ended.
@@ -95,7 +95,7 @@ class Peer:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # The child ended; what it said is reported below.
+            pass  # The child ended; its last words on stderr are raised below.
 
         line = self._process.stdout.readline()
         if not line:
@@ -108,7 +108,7 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """Ends the child."""
+        """End the child."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
@@ -140,8 +140,8 @@ def pipeline(layers: Any, request: Request) -> Any:
 
 
 def serve(answer: Callable[[str, Request], Answer]) -> None:
-    """Runs in a child: calls `answer(peer, request)` for each request until there is none."""
-    # Answers go to the real stdout; whatever a library prints does not end up between them.
+    """Call `answer(peer, request)` for each request until the parent closes the pipe. It runs in the child."""
+    # Answers go to the real stdout. What a library prints goes to stderr, or it would stand between two answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

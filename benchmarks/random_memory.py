@@ -23,7 +23,7 @@ STEPS = (1.0, 1.001, 1.01, 1.1)
 
 
 def measure(seeds: range) -> list[dict[str, Any]]:
-    """A row for each model."""
+    """Return a row for each model."""
     rows = []
     progress = Progress(len(seeds))
     with running(PEERS, "allocations.py") as peers:
@@ -40,7 +40,7 @@ def measure(seeds: range) -> list[dict[str, Any]]:
 
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many models have at most which ratio, and the highest and the median one."""
+    """Return how many models have at most which ratio, and the highest and the median ratio."""
     ratios = [row["ratio"] for row in rows]
     up_to = {str(step): sum(ratio <= step for ratio in ratios) for step in STEPS}
     return {"models": len(rows), "up to": up_to, "median": statistics.median(ratios), "highest": max(ratios)}

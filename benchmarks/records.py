@@ -30,25 +30,25 @@ MIB, GIB = 2**20, 2**30
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """The median of several turns, with the lowest and the highest."""
+    """Return the median of several turns, with the lowest and the highest."""
     values = list(values)
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
-    """How many times lower the first is than the second, turn by turn, as a spread."""
+    """Return how many times lower the first is than the second, turn by turn, as a spread."""
     return spread(b / a for a, b in zip(small, large, strict=True))
 
 
 def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
-    """A spread as the cell of a table; a dash for what was not measured."""
+    """Return a spread as the cell of a table; a dash if there is none."""
     if figures is None:
         return "-"
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on. No names of users, hosts or folders."""
+    """Return what the figures depend on, without names of users, hosts or folders."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
@@ -75,7 +75,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that was measured; with a `+` where the package differs from it."""
+    """Return the commit that was measured; with a `+` if the package differs from it."""
 
     def git(*args: str) -> str:
         checkout = RESULTS.parent.parent
@@ -90,14 +90,14 @@ def _commit() -> str | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a result as JSON: keys in the order they were put in, one figure a line."""
+    """Write a result as JSON: keys in the order of the result, one figure a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nwritten: {path.name}")
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """A Markdown table with aligned columns: words to the left, figures to the right."""
+    """Return a Markdown table with aligned columns: words to the left, figures to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in [list(header), *cells]) for c in range(len(header))]
     numeric = [all(_is_figure(row[c]) for row in cells) for c in range(len(header))]

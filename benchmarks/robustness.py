@@ -1,8 +1,8 @@
-"""How long the engine stays right: random models, random faults, and very many cells in one process.
+"""Random models, random faults, and very many cells in one process: does the engine stay right?
 
-The random ones are the properties that the tests state, with more examples than a run of the tests has time for: any
-model, balance, chunks, checkpoint mode and batch gives what the plain model gives; any faults raise the first of them,
-told where, and leave a model that works on. Each is tried inline and through workers.
+The first two run the properties of the tests with more examples than a test run has time for. Any model, balance,
+chunks, checkpoint mode and batch gives what the plain model gives. Any faults raise the first of them, with its place,
+and leave a model that works. Each is tried inline and through workers.
 
 The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
 what the process holds: memory, tensors, threads, open files.
@@ -46,7 +46,7 @@ WORKERS_EVERY, FAULT_EVERY = 4, 10
 
 
 def properties(tests: list[str], examples: int) -> dict[str, Any]:
-    """Tries properties with about so many random examples in all."""
+    """Try properties with about so many random examples in all."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=campaign"]
 
     def run(*options: str, each: int) -> str:
@@ -68,7 +68,7 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
 
 
 class Fault(nn.Module):
-    """Raises where an input says so."""
+    """Raises if the input asks for it, by a large number."""
 
     def forward(self, input: Tensor) -> Tensor:
         if bool((input > 1e6).any()):
@@ -77,7 +77,7 @@ class Fault(nn.Module):
 
 
 def held() -> dict[str, int]:
-    """What this process holds by now."""
+    """Return the amounts that this process holds now."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
@@ -86,7 +86,7 @@ def held() -> dict[str, int]:
 
 
 def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
-    """Trains, and looks at what is held at the start, when all is warm, and so many times on the way."""
+    """Train, and yield what is held after the warm-up and `looks` times on the way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = nn.Sequential(
@@ -129,7 +129,7 @@ def robustness(result: dict[str, Any]) -> str:
 
 
 def endurance_table(result: dict[str, Any]) -> str:
-    """What one process holds at the start of its cells, soon after it, and at their end."""
+    """Return a table of what one process holds at the start of its cells, soon after, and at their end."""
     counted = ("faults", "tensors", "threads", "files")
     lines = [
         [f"{row['cells']:,}", f"{row['memory'] / MIB:.1f}", *(row[name] for name in counted)]

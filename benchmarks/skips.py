@@ -5,7 +5,7 @@ needed, and its gradient once back. Without portals a Sequential has to hand it 
 copied to every device on the way. Both ways run the same layers, and have to give the same scores and gradients as
 the plain model on the same micro-batches.
 
-The bytes are counted as they are copied (`examples/traffic.py` says how), not estimated. They depend on the model
+The bytes are counted as they are copied, not estimated; `examples/traffic.py` says how. They depend on the model
 and on how it is split, not on the machine. On the CPU the devices are called cpu:0, cpu:1, ... and tensors are
 copied between them as between GPUs.
 
@@ -36,7 +36,7 @@ WAYS = ("portals", "tuples")
 
 
 def gradients(model: nn.Sequential) -> list[Tensor]:
-    """Takes the gradients off the model."""
+    """Take the gradients off the model."""
     taken = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     return taken
@@ -49,12 +49,12 @@ def plain_step(model: nn.Sequential, images: Tensor, chunks: int) -> tuple[Tenso
 
 
 def farthest(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest number of its tensor."""
+    """Return the largest difference, relative to the largest number of its tensor."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(these, those, strict=True))
 
 
 def measure(options: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
-    """Both ways over these devices, and how far they are from the plain model."""
+    """Count both ways over these devices, and compare them with the plain model."""
     from unet import counted_step, draw_images, unet, without_portals
 
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def skips(result: dict[str, Any]) -> str:
 
 
 def pairs(row: dict[str, Any]) -> str:
-    """What goes from each partition to each other."""
+    """Return a table of what goes from each partition to each other."""
     forward = list(combinations(range(len(row["balance"])), 2))
     ways = [copied_of(row, way) for way in WAYS]
     found = [pair for pair in forward + [(b, a) for a, b in forward] if any(pair in copied for copied in ways)]
@@ -104,7 +104,7 @@ def pairs(row: dict[str, Any]) -> str:
 
 
 def middle(result: dict[str, Any]) -> dict[str, Any]:
-    """The row that is shown pair by pair."""
+    """Return the row that is shown pair by pair."""
     row: dict[str, Any] = result["rows"][len(result["rows"]) // 2]
     return row
 
@@ -118,7 +118,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """What goes from each partition to each other, and how the sum grows with the number of partitions."""
+    """Draw what goes from each partition to each other, and how the sum grows with the number of partitions."""
     rows, row = result["rows"], middle(result)
     figure = new_figure(12 if len(rows) > 1 else 8.5, 4.2)
     axes = figure.subplots(1, 3 if len(rows) > 1 else 2)

@@ -1,18 +1,18 @@
-"""Throughput of training: how much faster a model is on n devices, beside what is possible, and beside others.
+"""Throughput of training: the speed-up of a model on n devices, beside the ideal and beside other libraries.
 
 Experiments are named as torchgpipe's own: `naive-1` is the plain model on one device, the whole mini-batch at once (and
-`micro-batches` the same in as many pieces as a pipeline gets, for small pieces take longer), and
-`pipeline-n` is a pipeline of n partitions, balanced by time, in each checkpoint mode. PyTorch's `checkpoint_sequential`
-is the other way to save memory by recomputation, on one device; it can divide a model only where no skip passes, and
-here it makes as many pieces as the root of the number of those places. It keeps the last piece of the model, where a
-pipeline with 'except_last' keeps the last micro-batch: what compares with it is a pipeline with few micro-batches, two
-(`2 micro-batches`) or as many as the other has pieces (`k micro-batches`). PyTorch's pipelines, `ScheduleGPipe` and
+`micro-batches` the same in as many pieces as a pipeline gets, for small pieces take longer), and `pipeline-n` is a
+pipeline of n partitions, balanced by time, in each checkpoint mode. PyTorch's `checkpoint_sequential` is the other way
+to save memory by recomputation, on one device; it can divide a model only where no skip passes, and here it makes as
+many pieces as the root of the number of those places. It keeps the activations of the model's last piece, as a pipeline
+with 'except_last' keeps those of the last micro-batch. So it is compared with pipelines of few micro-batches: two (`2
+micro-batches`), or as many as it has pieces (`k micro-batches`). PyTorch's pipelines, `ScheduleGPipe` and
 `Schedule1F1B` of torch.distributed.pipelining, take a process for each partition, are cut at the same places, and know
 no checkpointing. All train the same model on the same mini-batch.
 
 Speed-up is over `naive-1` in the same turn. The ideal is what the schedule allows, with partitions that take the same
 time, and nothing else: of m + n - 1 clocks each device works m, and of a checkpointed micro-batch forward is computed
-twice. What share of a step forward is, is measured: of `micro-batches`. (Taken for a third, where those are left out.)
+twice. The share of forward in a step is measured in `micro-batches`, or taken for a third if those are left out.
 
     python -m benchmarks.speed                 # small models, a minute or two on two cores
     python -m benchmarks.speed --size paper    # the real ones, on GPUs
@@ -20,10 +20,10 @@ twice. What share of a step forward is, is measured: of `micro-batches`. (Taken 
     python -m benchmarks.speed --scale 16      # mini-batches, and so micro-batches, of sixteen times the size
     python -m benchmarks.speed --draw          # only draws what was measured: results/speed.svg
 
-Beside the times stands what a step takes in memory on one device (`footprint.py`), and at the end what was aimed at: on
-one device a pipeline is to be nearly as fast as recomputation allows; no slower than `checkpoint_sequential` in equal
-memory, which is to a thousandth; and no slower than the original, and faster where the host is the limit, which is what
-the tiny GPT and the tiny MLP are for: they stay tiny, whatever the scale.
+Beside the times stand the memory of a step on one device (`footprint.py`) and, at the end, the aims
+(`speed_targets.py`). On one device a pipeline should be nearly as fast as recomputation allows; no slower than
+`checkpoint_sequential` in equal memory, to a thousandth; no slower than the original, and faster if the host is the
+limit. For the last aim there are a tiny GPT and a tiny MLP, which stay tiny at every scale.
 
 Where there are fewer devices than partitions, neighbours share one, and the ideal is for devices of their own. On a CPU
 all partitions share it, and one thread runs them: there it shows what a pipeline costs, not what it gains.
@@ -68,7 +68,7 @@ PUBLISHED = {
 
 
 def experiments(peers: list[str], partitions: list[int], modes: list[str]) -> Iterator[tuple[str, int, str, list[str]]]:
-    """Name, partitions, checkpoint mode, and who takes part."""
+    """Yield the name, partitions, checkpoint mode and peers of each experiment."""
     if "plain" in peers:
         yield "naive-1", 1, "-", ["plain"]
         yield SPLIT, 1, "-", ["plain"]
@@ -96,12 +96,12 @@ class Proposal(NamedTuple):
     segments: int
 
     def chunks(self, experiment: str, usual: int) -> int:
-        """The number of micro-batches."""
+        """Return the number of micro-batches."""
         return {TWO: 2, FEW: self.segments}.get(experiment, usual)
 
 
 def batch_size(args: argparse.Namespace, model: str) -> int:
-    """The samples of a mini-batch."""
+    """Return the number of samples in a mini-batch."""
     return TASKS[args.size][model].batch * (1 if model in TINY else args.scale)
 
 
@@ -121,7 +121,7 @@ def proposal(peer: Peer, args: argparse.Namespace, model: str) -> Proposal:
 
 
 def request_for(args: argparse.Namespace, model: str, experiment: str, n: int, mode: str, found: Proposal) -> Request:
-    """What a peer is asked to do."""
+    """Return the request to a peer."""
     task = TASKS[args.size][model]
     return {
         "kind": "train",
@@ -139,7 +139,7 @@ def request_for(args: argparse.Namespace, model: str, experiment: str, n: int, m
 
 
 def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """One row for each experiment on each model: each peer's throughput, turn by turn. Yields the rows so far."""
+    """Yield the rows so far after each model: each peer's throughput in each experiment, turn by turn."""
     planned = list(experiments(args.peers, args.partitions, args.checkpoint))
     rows: list[dict[str, Any]] = []
     found: dict[str, Proposal] = {}
@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
 
 
 def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, Proposal]) -> None:
-    """Tells the rows of one device what a step takes. Counted after the times, in processes of its own."""
+    """Add the memory of a step to the rows of one device. It is counted after the times, in processes of its own."""
     with running([name for name in args.peers if name not in SCHEDULES], "footprint.py") as peers:
         for row in rows:
             for name, peer in peers.items():
@@ -188,7 +188,7 @@ def summary(
     planned: list[tuple[str, int, str, list[str]]],
     answers: list[dict[str, list[Answer]]],
 ) -> list[dict[str, Any]]:
-    """The rows of one model."""
+    """Return the rows of one model."""
     # Seconds of a step, by experiment and peer: the median of each turn.
     seconds = [
         {
@@ -226,7 +226,7 @@ def summary(
 
 
 def forward_share(turns: list[Answer]) -> float:
-    """The share of forward in a step of the plain model."""
+    """Return the share of forward in a step of the plain model."""
     shares = [part / whole for turn in turns for part, whole in zip(turn.get("forward", ()), turn.get("seconds", ()))]
     return statistics.median(shares) if shares else 1 / 3
 
@@ -235,7 +235,7 @@ def forward_share(turns: list[Answer]) -> float:
 
 
 def speed_ups(result: dict[str, Any]) -> str:
-    """Medians; naive-1, which they are over, is left out."""
+    """Return a table of median speed-ups over naive-1."""
     lines = []
     for row in result["rows"]:
         if row["experiment"] == "naive-1":
@@ -261,7 +261,7 @@ def _median(figures: dict[str, float] | None) -> str:
 
 
 def throughput(rows: list[dict[str, Any]]) -> str:
-    """The rows of one model."""
+    """Return a table of the rows of one model."""
     lines = []
     for row in rows:
         for peer in (peer for peer in PEERS if peer in row):
@@ -298,7 +298,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Speed-up over the number of partitions, a panel for each model but the host-bound ones."""
+    """Draw the speed-up over the number of partitions, a panel for each model but the host-bound ones."""
     rows = [row for row in result["rows"] if row["experiment"].startswith("pipeline") and row["model"] not in TINY]
     models = list(dict.fromkeys(row["model"] for row in rows))
     if not models:
@@ -360,7 +360,7 @@ def main() -> None:
 
     about = {name: getattr(args, name) for name in ("size", "scale", "devices", "turns", "steps")}
     about["published"] = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
-    # After each model: what was measured of the first is there, whatever becomes of the last.
+    # After each model, so that a run that is cut short leaves the models before.
     for rows in measure(args):
         content = {"unit": "samples/s", **about, "rows": rows, "targets": targets(rows)}
         command.write(**content)

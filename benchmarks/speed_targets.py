@@ -1,4 +1,4 @@
-"""What was aimed at with the speed of training, and what a result of `speed.py` has reached."""
+"""The aims for the speed of training, and what a result of `speed.py` has reached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EQUAL = 1.001
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was aimed at, and what was reached: medians of ratios, turn by turn."""
+    """Return each aim with what was reached: medians of ratios, turn by turn."""
     reached = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
@@ -65,7 +65,7 @@ def _target(aim: str, model: str, where: str, figures: dict[str, float]) -> dict
 
 
 def targets_table(reached: list[dict[str, Any]]) -> str:
-    """For each aim and model how often it was met, and the best and the worst."""
+    """Return a table: for each aim and model how often it was met, and the lowest and the highest."""
     lines = []
     for aim, (least, words) in AIMS.items():
         for model in dict.fromkeys(one["model"] for one in reached):

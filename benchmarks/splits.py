@@ -23,7 +23,7 @@ from benchmarks.peers import Answer, Request, serve
 
 
 def vgg16() -> tuple[nn.Sequential, Tensor]:
-    """VGG-16 with batch norm (Simonyan and Zisserman, 2014) on 64 x 64 images, half as wide."""
+    """Return VGG-16 with batch norm (Simonyan and Zisserman, 2014), half as wide, and 64 x 64 images."""
     layers: list[nn.Module] = []
     channels = 3
     for width in (32, 32, 0, 64, 64, 0, 128, 128, 128, 0, 256, 256, 256, 0, 256, 256, 256, 0):
@@ -38,17 +38,17 @@ def vgg16() -> tuple[nn.Sequential, Tensor]:
 
 
 def resnet50() -> tuple[nn.Sequential, Tensor]:
-    """ResNet-50 on 64 x 64 images."""
+    """Return ResNet-50 and 64 x 64 images."""
     return resnet((3, 4, 6, 3)), torch.rand(4, 3, 64, 64)
 
 
 def transformer() -> tuple[nn.Sequential, Tensor]:
-    """A language model of twelve blocks, with a vocabulary so large that its head outweighs several of them."""
+    """Return a language model of twelve blocks whose vocabulary makes the head outweigh several of them."""
     return gpt(16000, 12, 4, 128, 64), torch.randint(16000, (2, 64))
 
 
 def uneven() -> tuple[nn.Sequential, Tensor]:
-    """Six convolutions that take the time, forty layers that take none, two linear ones that hold the parameters."""
+    """Return six convolutions that take the time, forty cheap layers, and two linear ones that hold the parameters."""
     layers: list[nn.Module] = [nn.Conv2d(3, 48, 3, padding=1)]
     layers += [nn.Conv2d(48, 48, 3, padding=1) for _ in range(5)]
     layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(768, 256)]
@@ -74,7 +74,7 @@ def model(name: str) -> tuple[nn.Sequential, Tensor]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a block that takes longer."""
+    """Raise TimeoutError in a block that takes longer."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -88,7 +88,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def solver(peer: str) -> Callable[[list[int], int], list[int]]:
-    """What the peer's own functions split costs with."""
+    """Return the function with which the peer splits costs."""
     if peer == "ours":
         from torchgpipe_balancing import partition
 
@@ -100,7 +100,7 @@ def solver(peer: str) -> Callable[[list[int], int], list[int]]:
 
 
 def solve(peer: str, request: Request) -> Answer:
-    """For each vector the balance, and the seconds of the quickest turn; null where it took too long."""
+    """Return the balance of each vector, and the seconds of the quickest turn; None if it took too long."""
     split = solver(peer)
     balances: list[list[int] | None] = []
     seconds: list[float | None] = []
@@ -121,7 +121,7 @@ def solve(peer: str, request: Request) -> Answer:
 
 
 def profile(peer: str, request: Request) -> Answer:
-    """The rows of a report."""
+    """Return the rows of a report."""
     import torchgpipe_balancing
 
     module, sample = model(request["model"])
@@ -131,7 +131,7 @@ def profile(peer: str, request: Request) -> Answer:
 
 
 def run(peer: str, request: Request) -> Answer:
-    """Seconds that layers `start` to `end` take together, for a checkpointed micro-batch."""
+    """Return the seconds that layers `start` to `end` take together, for a checkpointed micro-batch."""
     module, sample = model(request["model"])
     with torch.no_grad():
         input = module[: request["start"]](sample)

@@ -38,7 +38,7 @@ README = Path(__file__).resolve().parent / "README.md"
 
 
 def render(text: str) -> str:
-    """A page with every table between its marks as the results have it now."""
+    """Return a page with the tables of the current results between their marks."""
 
     def fill(match: re.Match[str]) -> str:
         try:
@@ -51,7 +51,7 @@ def render(text: str) -> str:
 
 
 def summary() -> str:
-    """What is new beside the original, in a few lines."""
+    """Return a table of the main figures beside the original's."""
     pair = ("ours", "original")
     rows = []
     cells = {(row["threads"], row["mode"]): row for row in _result("overhead")["modes"]}
@@ -136,7 +136,7 @@ PICTURES = {
 
 
 def pages() -> Iterable[Path]:
-    """The pages that have tables."""
+    """Return the pages that have tables."""
     return [README, README.parent.parent / "README.md"]
 
 

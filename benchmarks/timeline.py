@@ -1,16 +1,17 @@
-"""What a timeline costs: while nobody records, and while somebody does.
+"""The cost of a timeline, with a recorder and without.
 
-Both are told for pipelines of cells that do next to nothing, in microseconds a cell: of one micro-batch on one
-partition, forward, recomputation and backward together.
+Both costs are in microseconds a cell, for pipelines of cells that do next to nothing. A cell is one micro-batch on one
+partition: forward, recomputation and backward together.
 
-Recording: some steps in a row take CPU time, of all threads, with a recorder and without, in turn, every other pair
-the other way round. A figure is the median difference of a turn's pairs, over all cells. Entering and leaving the
+Recording: the CPU time of all threads for some steps in a row, with a recorder and without, in turn; every other pair
+runs the other way round. A figure is the median difference of a turn's pairs, over all cells. Entering and leaving the
 block does not count. The share is that of cells whose runs (forward, recomputation, backward) take a millisecond each:
 what is added does not depend on how long the layers take.
 
-Idle: the engine asks for a recorder once for each call and cell, and for each copy and wait. A pipeline without these
-questions does not exist any more, so they are timed alone, as often as a step asks them, and put beside a step. Inline
-there are no copies. Workers are counted with those that they make between accelerators, though CPUs share a memory.
+Idle: the engine asks for a recorder once for each call and cell, and for each copy and wait. There is no pipeline
+without these questions to compare with, so the questions are timed alone and multiplied by their number in a step.
+Inline there are no copies. Workers are counted with those that they make between accelerators, though CPUs share a
+memory.
 
     python -m benchmarks.timeline                    # -> results/timeline.json, about two minutes
     python -m benchmarks.timeline --device cuda:0    # on a GPU, and on it and the CPU in turn
@@ -38,7 +39,7 @@ from torchgpipe import GPipe
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.record import recorded
 
-#: The idle questions may take at most this share of a cell, and recording of one whose runs take a millisecond each.
+#: The largest share of a cell that the idle questions may take, and recording of a cell whose runs take a millisecond.
 IDLE_TARGET = 0.01
 RECORDING_TARGET = 0.03
 
@@ -52,7 +53,7 @@ def pipeline(mode: str, threads: str, device: str) -> GPipe:
 
 
 def cell(model: GPipe, x: Tensor, steps: int, context: AbstractContextManager[Any]) -> float:
-    """Microseconds of CPU time of a cell."""
+    """Return the microseconds of CPU time of a cell."""
     with context:
         start = process_time()
         for _ in range(steps):
@@ -61,7 +62,7 @@ def cell(model: GPipe, x: Tensor, steps: int, context: AbstractContextManager[An
 
 
 class Asks:
-    """The questions of an engine that nobody listens to, as they stand there."""
+    """The questions that an engine without a recorder asks."""
 
     _step = None
 
@@ -98,7 +99,7 @@ def seconds_of(question: Callable[[], object], count: int = 20_000) -> float:
 
 
 def idle(threads: str) -> float:
-    """Microseconds of a cell's share in what a step asks."""
+    """Return the microseconds that a cell spends on asking for a recorder."""
     asks = Asks()
     call, cell, copy = (seconds_of(question) for question in (asks.call, asks.cell, asks.copy))
     copies = 0 if threads == "inline" else 2 * M * (N - 1)
@@ -121,7 +122,7 @@ def turn(mode: str, threads: str, device: str, pairs: int, steps: int) -> dict[s
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each mode, in the caller's thread and through workers."""
+    """Return a row for each mode, in the caller's thread and through workers."""
     rows: list[dict[str, Any]] = []
     planned = [(threads, mode) for threads in ("inline", "workers") for mode in MODES]
     progress = Progress(len(planned))
@@ -136,13 +137,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def recording_share(row: dict[str, Any]) -> float:
-    """What recording adds to cells whose runs take a millisecond each, in these milliseconds."""
+    """Return the share that recording adds to cells whose runs take a millisecond each."""
     added: float = row["added"]["median"]
     return added / (1000 * (2 + recomputed(row["mode"], M) / M))
 
 
 def idle_share(row: dict[str, Any]) -> float:
-    """What the questions take of a cell."""
+    """Return the share of a cell that asking for a recorder takes."""
     share: float = row["asked"]["median"] / row["cell"]["median"]
     return share
 
@@ -174,7 +175,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    gc.freeze()  # What is there by now is not looked at again: collecting is cheap.
+    gc.freeze()  # Objects that exist by now are not visited again, so collecting is cheap.
     about = {name: getattr(args, name) for name in ("device", "turns", "pairs", "steps")}
     unit = "us per cell of a micro-batch on a partition: forward, recomputation and backward"
     command.finish(unit=unit, size={"m": M, "n": N}, **about, rows=measure(args))

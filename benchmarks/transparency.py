@@ -1,4 +1,4 @@
-"""Whether a pipeline changes what is learned: the accuracy of a ResNet, trained plain and through a pipeline.
+"""Does a pipeline change what is learned? The accuracy of a ResNet, trained plain and through a pipeline.
 
 A pipeline gives the gradients of the plain model on the same micro-batches. What is left is batch norm, which
 normalises each micro-batch by itself. So the same ResNet is trained with the same seeds plain, on whole mini-batches,
@@ -11,7 +11,7 @@ ImageNet.
     python -m benchmarks.transparency --size paper --cifar10 FOLDER   # ResNet-101, mini-batches of 256 to 4k
     python -m benchmarks.transparency --draw                          # only draws what is in results/transparency.json
 
-The digits come with scikit-learn. All that is random depends on the seed: on the CPU the same figures come out again.
+The digits come with scikit-learn. All random numbers depend on the seed, so on the CPU the figures can be reproduced.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ TRAININGS = {
 
 
 def digits() -> Data:
-    """The 1797 handwritten digits that come with scikit-learn, 8 by 8 pixels each twice as wide and high."""
+    """Return the 1797 handwritten digits that come with scikit-learn, 8 by 8 pixels doubled in width and height."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -93,13 +93,13 @@ def digits() -> Data:
     images = torch.from_numpy(found.images).float().div(16).sub(0.5)
     images = F.interpolate(images[:, None], scale_factor=2).expand(-1, 3, -1, -1)
     classes = torch.from_numpy(found.target).long()
-    # The last fifth was written by other people than the rest.
+    # Other people wrote the last fifth.
     last = len(images) // 5
     return Data("digits", images[:-last], classes[:-last], images[-last:], classes[-last:])
 
 
 def cifar10(folder: Path) -> Data:
-    """CIFAR-10 from the files of its binary version: for an image a byte that is its class, and 3 x 32 x 32 pixels."""
+    """Return CIFAR-10 from its binary version, in which an image is a byte for its class and 3 x 32 x 32 pixels."""
 
     def read(names: Sequence[str]) -> tuple[Tensor, Tensor]:
         missing = [name for name in names if not (folder / name).is_file()]
@@ -115,7 +115,7 @@ def cifar10(folder: Path) -> Data:
 
 
 def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[str]) -> tuple[nn.Module, str, str]:
-    """The model, and the devices of its input and of its output."""
+    """Return the model, and the devices of its input and of its output."""
     if peer == "plain":
         return module.to(devices[0]), devices[0], devices[0]
     places = placed(devices, training.partitions)
@@ -130,7 +130,7 @@ def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[
 
 
 def rate_at(epoch: float, training: Training, batch: int) -> float:
-    """Grows for the first twentieth of the epochs, then falls along a cosine."""
+    """Return a learning rate that grows for a twentieth of the epochs, then falls along a cosine."""
     top = training.rate * batch / training.batches[0]
     warm = training.epochs / 20
     if epoch < warm:
@@ -139,12 +139,12 @@ def rate_at(epoch: float, training: Training, batch: int) -> float:
 
 
 def train(peer: str, data: Data, training: Training, batch: int, seed: int, devices: list[str]) -> float:
-    """The share of test images that are classified right in the end."""
+    """Return the share of test images that are classified right in the end."""
     torch.manual_seed(seed)
     model, first, last = wrapped(peer, training.make(10), training, devices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4, nesterov=True)
     order = torch.Generator().manual_seed(seed)
-    count = len(data.images) // batch  # What is left over would be a smaller mini-batch, and waits for another order.
+    count = len(data.images) // batch  # The rest would be a smaller mini-batch, so it is left out of this epoch.
     for epoch in range(training.epochs):
         for k, picked in enumerate(torch.randperm(len(data.images), generator=order)[: count * batch].split(batch)):
             for group in optimizer.param_groups:
@@ -160,7 +160,7 @@ def train(peer: str, data: Data, training: Training, batch: int, seed: int, devi
 
 
 def measure(args: argparse.Namespace, data: Data, training: Training) -> list[dict[str, Any]]:
-    """A row for each way and size of mini-batches."""
+    """Return a row for each way and size of mini-batches."""
     rows = []
     progress = Progress(len(args.peers) * len(training.batches) * args.seeds)
     for peer in args.peers:
@@ -180,7 +180,7 @@ def mean_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the pipeline gains or loses, seed by seed."""
+    """Return what the pipeline gains or loses, seed by seed."""
     by_batch = {(row["peer"], row["batch"]): row for row in rows}
     found = []
     for (peer, batch), row in by_batch.items():
@@ -207,7 +207,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Every run a dot, and the mean of each experiment."""
+    """Draw every run as a dot, and the mean of each experiment."""
     rows = result["rows"]
     figure = new_figure(1.1 * len(rows) + 2, 4.0)
     axes = figure.subplots()
