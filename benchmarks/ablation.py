@@ -1,4 +1,4 @@
-"""What each mechanism of the engine gives: a U-Net trained with none of them, and with one after the other.
+"""What each mechanism of the engine gains: a U-Net trained with none of them, then with one more at a time.
 
     dependency   the order of micro-batches at backward is fixed, and not the autograd engine's choice
     streams      copies have streams of their own, beside the computation
@@ -13,7 +13,7 @@ timeline of one step, as `torchgpipe.record` has seen it; the pictures stand one
     python -m benchmarks.ablation --size gpu --devices cuda:0 cpu cuda:0 --balance 3 1 4    # on one, with the CPU
     python -m benchmarks.ablation --draw          # only draws what was measured: results/ablation.svg
 
-The CPU is no place to see what streams give: its work is done when the call returns, so there is nothing to overlap.
+On the CPU streams gain nothing: its work is done when the call returns, so there is nothing to overlap.
 Its devices are numbered, `cpu:0`, `cpu:1` and so on, have a thread each in forward, which take turns, and are made to
 copy as GPUs do; backward runs in one thread, in the order that the engine takes.
 """
@@ -21,28 +21,23 @@ copy as GPUs do; backward runs in one thread, in the order that the engine takes
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from benchmarks.peers import Answer, Peer, Request, serve
-from benchmarks.pictures import INK, drawing, open_axes, save
-from benchmarks.records import RESULTS, Budget, environment, ratios, shown, spread, table, write
-from benchmarks.speed import placed
+from benchmarks.peers import CHECKOUT, Answer, Peer, Request, serve
+from benchmarks.pictures import INK, new_figure, open_axes
+from benchmarks.placement import placed
+from benchmarks.program import Command, Progress
+from benchmarks.records import MIB, ratios, shown, spread, table
 
 PEERS = ("plain", "ours")
-EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
-MIB = 2**20
 
 
 class Ways(NamedTuple):
@@ -97,12 +92,12 @@ NOTE = (
 
 
 def wrapped(request: Request) -> tuple[nn.Module, Any]:
-    """The model with what is on, and its input."""
+    """Return the model with the mechanisms of a request, and its input."""
     from torchgpipe import GPipe
     from torchgpipe.devices.stream import Stream, Streams
 
-    if EXAMPLES not in sys.path:
-        sys.path.append(EXAMPLES)
+    if (examples := str(CHECKOUT / "examples")) not in sys.path:
+        sys.path.append(examples)
     from unet import unet, without_portals
 
     class Apart(Streams):
@@ -145,7 +140,7 @@ def loss_of(model: nn.Module, x: Any) -> Tensor:
 
 
 def timed(model: nn.Module, x: Any, request: Request) -> Answer:
-    """Seconds of steps."""
+    """Return the seconds of each step."""
     from benchmarks.training import synchronize
 
     seconds = []
@@ -160,7 +155,7 @@ def timed(model: nn.Module, x: Any, request: Request) -> Answer:
 
 
 def recorded(model: nn.Module, x: Any, request: Request) -> Answer:
-    """What a step was like, the shortest of several: kind, micro-batch, partition, start and end of each span."""
+    """Return the shortest of several steps: kind, micro-batch, partition, start and end of each span."""
     from torchgpipe import record
 
     torch.autograd.backward(loss_of(model, x))
@@ -179,7 +174,7 @@ def recorded(model: nn.Module, x: Any, request: Request) -> Answer:
 
 
 def counted(model: nn.Module, x: Any, request: Request) -> Answer:
-    """The peak of a step above the level at rest, in each memory."""
+    """Return the peak of a step above the level at rest, in each memory."""
     from benchmarks.allocations import memories, peaks, reports
 
     own = memories(request["devices"])
@@ -198,86 +193,77 @@ def answer(peer: str, request: Request) -> Answer:
 # ---- The parent.
 
 
-def experiments(peers: list[str]) -> Iterator[tuple[str, bool, Ways]]:
-    """Name, whether it is the plain model, and what is on."""
-    if "plain" in peers:
-        yield "plain, one device", True, WAYS[-1]
-    if "ours" in peers:
-        yield from ((str(ways), False, ways) for ways in WAYS)
+def experiments(peers: list[str]) -> dict[str, Ways | None]:
+    """Return the mechanisms of each experiment by its name; None for the plain model."""
+    plain = {"plain, one device": None} if "plain" in peers else {}
+    return {**plain, **({str(ways): ways for ways in WAYS} if "ours" in peers else {})}
 
 
 def places(devices: list[str], n: int) -> list[str]:
-    """The device of each partition. CPUs are numbered, and so are devices of their own."""
+    """Return the device of each partition. CPUs are numbered, so that each is a device of its own."""
     return [f"cpu:{j}" for j in range(n)] if devices == ["cpu"] else placed(devices, n)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     task = TASKS[args.size]
-    planned = list(experiments(args.peers))
+    planned = experiments(args.peers)
     balance: list[int] | None = args.balance
+    progress = Progress(len(planned) * (args.turns + 2))
 
-    def request(kind: str, plain: bool, ways: Ways) -> Request:
-        n = 1 if plain else task.partitions
-        about = {"kind": kind, "task": task, "plain": plain, "ways": ways, "balance": balance}
-        return {**about, "devices": places(args.devices, n), "warm_up": 1, "steps": args.steps}
+    def ask(peer: Peer, kind: str, name: str) -> Answer:
+        progress(f"{name}: {kind}")
+        ways = planned[name]
+        devices = places(args.devices, 1 if ways is None else task.partitions)
+        about = {"kind": kind, "task": task, "plain": ways is None, "ways": ways or WAYS[-1], "balance": balance}
+        return peer.ask({**about, "devices": devices, "warm_up": 1, "steps": args.steps})
 
-    seconds: list[list[float]] = [[] for _ in planned]
-    rows: list[dict[str, Any]] = []
-    with tqdm(total=len(planned) * (args.turns + 2), unit="run") as bar:
-        with Peer("ours", Path(__file__).name) as peer:
-            for turn in range(args.turns):
-                if turn and args.seconds.spent():
-                    break
-                for (name, plain, ways), found in zip(planned, seconds, strict=True):
-                    bar.set_description(name)
-                    told = peer.ask(request("time", plain, ways))
-                    balance = balance or told["balance"]
-                    found.append(statistics.median(told["seconds"]))
-                    bar.update()
-            for name, plain, ways in planned:
-                bar.set_description(f"{name}: timeline")
-                spans = [] if plain else peer.ask(request("record", plain, ways))["spans"]
-                rows.append({"experiment": name, **({} if plain else ways._asdict()), "spans": spans})
-                bar.update()
-        with Peer("ours", Path(__file__).name) as peer:
-            for (name, plain, ways), row, found in zip(planned, rows, seconds, strict=True):
-                bar.set_description(f"{name}: memory")
-                row["peak"] = peer.ask(request("count", plain, ways))["peak"]
-                row["seconds"] = found
-                row["throughput"] = spread(task.batch / each for each in found)
-                bar.update()
-    first = next((row for row in rows if row["experiment"] == "none"), rows[0])
-    for row in rows:
-        row["over none"] = ratios(row["seconds"], first["seconds"])
+    rows = {name: {"experiment": name, **(ways._asdict() if ways else {})} for name, ways in planned.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in planned}
+    with Peer("ours", "ablation.py") as peer:
+        for turn in range(args.turns):
+            if turn and args.seconds.spent():
+                break
+            for name in planned:
+                told = ask(peer, "time", name)
+                balance = balance or told["balance"]
+                seconds[name].append(statistics.median(told["seconds"]))
+        for name, row in rows.items():
+            row["spans"] = ask(peer, "record", name)["spans"] if planned[name] else []
+    with Peer("ours", "ablation.py") as peer:
+        for name, row in rows.items():
+            row["peak"] = ask(peer, "count", name)["peak"]
+    first = seconds.get("none") or next(iter(seconds.values()))
+    for name, row in rows.items():
+        row["seconds"] = seconds[name]
+        row["throughput"] = spread(task.batch / each for each in seconds[name])
+        row["over none"] = ratios(seconds[name], first)
         row["balance"] = balance
-    return rows
+    return list(rows.values())
 
 
-def ablation_table(result: dict[str, Any]) -> str:
-    lines = [
-        [
-            row["experiment"],
-            shown(row["throughput"], 1),
-            shown(row["over none"], 2),
-            ", ".join(f"{peak / MIB:.2f}" for peak in row["peak"]),
-        ]
-        for row in result["rows"]
-    ]
+# ---- The table and the picture of a result.
+
+
+def ablation(result: dict[str, Any]) -> str:
+    lines = []
+    for row in result["rows"]:
+        peaks = ", ".join(f"{peak / MIB:.2f}" for peak in row["peak"])
+        lines.append([row["experiment"], shown(row["throughput"]), shown(row["over none"], 2), peaks])
     return table(lines, ["switched on", "images/s", "over none", "peak of each memory, MiB"])
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> dict[str, str]:
     task = Task(**result["task"])
     about = f"U-Net over {task.partitions} partitions, mini-batches of {task.batch} in {task.chunks} micro-batches"
-    print(f"\n{about}; median of turns (lowest-highest)\n\n" + ablation_table(result))
-    if result["note"]:
-        print("\n" + result["note"])
+    notes = {result["note"]: ""} if result["note"] else {}
+    return {f"{about}; median of turns (lowest-highest)": ablation(result), **notes}
 
 
-@drawing
-def draw(result: dict[str, Any], path: Path) -> None:
-    """A timeline for each, one above the other on one scale."""
-    from matplotlib.figure import Figure
+def draw(result: dict[str, Any]) -> Any:
+    """Draw the timelines of all experiments, one above the other on one scale."""
+    rows = [row for row in result["rows"] if row["spans"]]
+    if not rows:
+        return None
     from matplotlib.patches import Patch, Rectangle
 
     colors = {
@@ -287,12 +273,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         "copy": "#cc79a7",
         "wait": "#c8c8c8",
     }
-    rows = [row for row in result["rows"] if row["spans"]]
-    if not rows:
-        print("\nno pipeline was measured: nothing to draw")
-        return
     n = result["task"]["partitions"]
-    figure = Figure(figsize=(12, (0.28 * n + 0.75) * len(rows) + 0.6), layout="constrained")
+    figure = new_figure(12, (0.28 * n + 0.75) * len(rows) + 0.6)
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True)[:, 0]
     longest = 0.0
     for axes, row in zip(panels, rows, strict=True):
@@ -309,41 +291,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.grid(False)
     panels[-1].set(xlim=(0, 1.01 * longest), xlabel="ms since the step began")
     figure.supylabel("partition", fontsize=10)
-    figure.legend(
-        handles=[Patch(facecolor=color, label=kind) for kind, color in colors.items()],
-        loc="outside upper right",
-        ncols=len(colors),
-        frameon=False,
-    )
-    save(figure, path)
+    handles = [Patch(facecolor=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(colors), frameon=False)
+    return figure
 
 
 def main() -> None:
-    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=list(TASKS), default="small")
-    parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="in a turn, whose figure is their median")
-    parser.add_argument("--balance", nargs="+", type=int, help="layers in each partition; by time, if not given")
-    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further turn after so many")
-    parser.add_argument("--json", type=Path, default=RESULTS / "ablation.json")
-    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
-    args = parser.parse_args()
-    if args.draw:
-        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
-        return
-
-    before = environment()
-    rows = measure(args)
-    about = {"size": args.size, "devices": args.devices, "turns": args.turns, "steps": args.steps}
+    command = Command("ablation", __doc__, show=show, draw=draw, sizes=TASKS, peers=PEERS, devices=True, seconds="turn")
+    command.add("--turns", type=int, default=3)
+    command.add("--steps", type=int, default=3, help="in a turn, whose figure is their median")
+    command.add("--balance", nargs="+", type=int, help="layers in each partition; by time, if not given")
+    args = command.parse()
+    about = {name: getattr(args, name) for name in ("size", "devices", "turns", "steps")}
     note = NOTE if args.devices == ["cpu"] else ""
-    content = {"task": TASKS[args.size]._asdict(), "note": note, "rows": rows}
-    result = {"unit": "images/s, seconds, bytes", "environment": before, **about, **content}
-    show(result)
-    write(args.json, result)
-    draw(result, args.json.with_suffix(".svg"))
+    task = TASKS[args.size]._asdict()
+    command.finish(unit="images/s, seconds, bytes", **about, task=task, note=note, rows=measure(args))
 
 
 if __name__ == "__main__":

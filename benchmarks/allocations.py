@@ -1,11 +1,11 @@
-"""The child of memory.py and random_memory.py: counts the bytes of tensors alive during one step.
+"""The child of memory.py and random_memory.py: count the bytes of the tensors alive during one step.
 
 On the CPU PyTorch's own allocator is asked to report: `FLAGS_caffe2_report_cpu_memory_usage`, a switch in
 libc10, makes it write one line for each block that it hands out or takes back, with the bytes in use after
 it. Every CPU tensor's memory comes from it, whatever thread asks, and nothing is patched: each peer runs
-as it is. (The profiler's memory events and a TorchDispatchMode see one thread only, and the original
-computes in a worker thread.) The lines go to stderr, which is a file for the time of a step; so do this
-script's own lines where a phase ends. What libraries such as oneDNN use inside an operation is not a
+as it is. The profiler's memory events and a TorchDispatchMode would see one thread only, and the original
+computes in a worker thread. The lines go to stderr, which is a file for the time of a step, and so do this
+script's own lines at the end of a phase. What libraries such as oneDNN use inside an operation is not a
 tensor and not counted. The switch is found under this name where PyTorch was built as its Linux wheels are.
 
 On a GPU the same figures are read from `torch.cuda.max_memory_allocated`.
@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.drawn import draw
-from benchmarks.peers import Answer, Request, serve
+from benchmarks.peers import Answer, Request, pipeline, serve
+from benchmarks.random_models import random_model
 
 LAYERS = 8
 
@@ -48,7 +48,7 @@ PHASE = b"-- phase ends --\n"
 
 
 def conv_net(width: int) -> nn.Sequential:
-    """Eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last one classifies."""
+    """Return eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last layer classifies."""
 
     def block(channels: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
@@ -58,7 +58,7 @@ def conv_net(width: int) -> nn.Sequential:
 
 
 def transformer(width: int) -> nn.Sequential:
-    """Eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
+    """Return eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
 
     The projection is small so that the loss, which is not the pipeline's, does not make the peak.
     """
@@ -70,7 +70,7 @@ def transformer(width: int) -> nn.Sequential:
 
 
 def mlp(width: int) -> nn.Sequential:
-    """Eight layers."""
+    """Return eight layers."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)])
 
 
@@ -87,7 +87,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Sequential], int, int]] = {
 
 
 def sample(model: str, m: int, device: torch.device, scale: int = 1) -> Tensor:
-    """A mini-batch, with ``scale`` times the rows that the model's micro-batches have."""
+    """Return a mini-batch, with ``scale`` times the rows that the model's micro-batches have."""
     make, width, rows = MODELS[model]
     rows *= scale
     if make is conv_net:
@@ -113,7 +113,7 @@ class Reports:
 
     @contextmanager
     def written_to(self, path: str) -> Iterator[None]:
-        """Lets the allocator write its lines, and all that goes to stderr goes to a file."""
+        """Let the allocator write its lines, and send stderr to a file."""
         level = self._flag("FLAGS_caffe2_log_level", ctypes.c_int)
         quiet = level.value
         stderr = os.dup(2)
@@ -154,56 +154,60 @@ def _lines(report: bytes) -> list[tuple[bytes, int, int]]:
     return [(kind, int(size), int(total)) for kind, size, total in LINE.findall(report)]
 
 
-def measure_on_gpu(forward: Callable[[], Tensor]) -> Answer:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    rest = torch.cuda.memory_allocated()
+def measure_on_gpus(forward: Callable[[], Tensor], devices: Sequence[torch.device]) -> list[Answer]:
+    """Return the same three figures for each GPU."""
 
+    def start() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+
+    start()
+    rest = [torch.cuda.memory_allocated(device) for device in devices]
     loss = forward()
-    torch.cuda.synchronize()
-    answer = {"forward": torch.cuda.max_memory_allocated() - rest, "held": torch.cuda.memory_allocated() - rest}
-
-    torch.cuda.reset_peak_memory_stats()
+    for device in devices:
+        torch.cuda.synchronize(device)
+    after_forward = [torch.cuda.max_memory_allocated(device) for device in devices]
+    held = [torch.cuda.memory_allocated(device) for device in devices]
+    start()
     torch.autograd.backward(loss)
     del loss
-    torch.cuda.synchronize()
-    return {**answer, "backward": torch.cuda.max_memory_allocated() - rest}
+    return [
+        {"forward": most - low, "held": kept - low, "backward": torch.cuda.max_memory_allocated(device) - low}
+        for device, low, most, kept in zip(devices, rest, after_forward, held, strict=True)
+    ]
 
 
 @cache
 def reports() -> Reports:
-    """The CPU allocator's. To be called before anything is made that a counted step will free."""
+    """Return the CPU allocator's reports. Call it before anything is made that a counted step will free."""
     return Reports()
 
 
 def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
-    """The devices that have a memory of their own: CPU devices share one."""
+    """Return the devices that have a memory of their own. CPU devices share one."""
     found = [torch.device(device) for device in devices]
     return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in found))
 
 
-def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
-    """The most bytes that a step takes above the level at rest, in each memory. Beside GPUs the CPU is not counted."""
+def counted(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[Answer]:
+    """Count the bytes of a step above the level at rest, in each memory. Beside GPUs the CPU is not counted."""
     gc.collect()
     if memories[0].type == "cpu":
-        above = reports().measure(forward)
-        return [max(above["forward"], above["backward"])]
-    memories = [device for device in memories if device.type != "cpu"]
-    for device in memories:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    rest = [torch.cuda.memory_allocated(device) for device in memories]
-    torch.autograd.backward(forward())
-    most = [torch.cuda.max_memory_allocated(device) for device in memories]
-    return [high - low for high, low in zip(most, rest, strict=True)]
+        return [reports().measure(forward)]
+    return measure_on_gpus(forward, [device for device in memories if device.type != "cpu"])
+
+
+def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
+    """Return the most bytes that a step takes above the level at rest, in each memory."""
+    return [max(each["forward"], each["backward"]) for each in counted(forward, memories)]
 
 
 # One request
 
 
 def boundary_bytes(layers: nn.Sequential, x: Tensor, balance: list[int]) -> int:
-    """What one micro-batch leaves at the ends of all partitions: the least that checkpointing keeps."""
+    """Return the bytes that a micro-batch leaves at the partitions' ends: the least that checkpointing keeps."""
     count = 0
     with torch.no_grad():
         remaining = iter(layers)
@@ -217,37 +221,30 @@ def boundary_bytes(layers: nn.Sequential, x: Tensor, balance: list[int]) -> int:
 def answer(peer: str, request: Request) -> Answer:
     device = torch.device(request["device"])
     m = request["m"]
-    balance = request["balance"]
 
     if "seed" in request:
-        drawn = draw(request["seed"])
+        drawn = random_model(request["seed"])
         layers, x = drawn.layers.to(device), drawn.x.to(device)
     else:
         torch.manual_seed(0)
         make, width, _ = MODELS[request["model"]]
         layers = make(width).to(device)
         x = sample(request["model"], m, device, request["scale"])
-    boundary = boundary_bytes(layers, x[: len(x) // m], balance)
+    boundary = boundary_bytes(layers, x[: len(x) // m], request["balance"])
 
-    model: Callable[[Tensor], Tensor] = layers
-    if peer != "plain":
-        from torchgpipe import GPipe
-
-        model = GPipe(layers, balance, devices=request["devices"], chunks=m, checkpoint=request["mode"])
+    model = layers if peer == "plain" else pipeline(layers, request)
 
     def forward() -> Tensor:
         # The output is the loss's own: as in `loss_fn(model(x)).backward()`, nothing else holds it.
-        return model(x).square().mean()
-
-    measure = measure_on_gpu if device.type == "cuda" else reports().measure
+        loss: Tensor = model(x).square().mean()
+        return loss
 
     torch.autograd.backward(forward())  # What is made once and kept is made here.
     figures = []
     for _ in range(request["steps"]):
         if not request["accumulate"]:
             layers.zero_grad(set_to_none=True)
-        gc.collect()
-        figures.append(measure(forward))
+        figures.append(counted(forward, [device])[0])
 
     worst = {key: max(each[key] for each in figures) for key in figures[0]}
     return {

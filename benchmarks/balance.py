@@ -1,4 +1,4 @@
-"""Balancing: how good a split is, how long it takes to find, and whether it keeps in reality what it promises.
+"""Balancing: how good a split is, how long it takes to find, and whether measured times agree with the prediction.
 
 Three questions, each with a table:
 
@@ -16,26 +16,25 @@ Three questions, each with a table:
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import Answer, Peer
-from benchmarks.pictures import save
-from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
+from benchmarks.cost import clocks
+from benchmarks.peers import Answer, Peer, running
+from benchmarks.pictures import COLORS, INK, new_figure, open_axes
+from benchmarks.placement import even
+from benchmarks.program import Command, Progress
+from benchmarks.records import ratios, shown, spread, table
 from benchmarks.splits import MODELS
 
 PEERS = ("ours", "original")
 
 
-def drawn(kind: str, made: random.Random, layers: int) -> list[int]:
-    """Costs in microseconds, as the original measures them."""
+def random_costs(kind: str, made: random.Random, layers: int) -> list[int]:
+    """Return random costs in microseconds, as the original measures them."""
     if kind == "uniform":
         return [made.randint(1, 1000) for _ in range(layers)]
     if kind == "lognormal":
@@ -53,7 +52,7 @@ KINDS = ("uniform", "lognormal", "one heavy", "blocks")
 
 
 def optimum(costs: Sequence[int], partitions: int) -> int:
-    """The smallest possible largest load: the least bound that partitions filled one after the other keep."""
+    """Return the smallest possible largest load: the least bound within which partitions can be filled in turn."""
 
     def kept(bound: int) -> bool:
         used, load = 1, 0
@@ -75,7 +74,7 @@ def loads(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
 
 
 def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, limit: float, turns: int) -> Answer:
-    """By peer: each vector's largest load over the optimum, and seconds; null where it took longer than the limit."""
+    """Return for each peer each vector's largest load over the optimum, and seconds; None beyond the limit."""
     best = [optimum(costs, partitions) for costs in vectors]
     request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit, "turns": turns}
     found: Answer = {}
@@ -91,22 +90,24 @@ def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, 
     return found
 
 
-def known(values: Sequence[float | None]) -> list[float]:
+def finished(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
 def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, Any]]:
-    """Question 1: `count` vectors of each kind, of 4 to 64 layers, for 2 to 8 partitions."""
+    """Answer question 1 with `count` vectors of each kind, of 4 to 64 layers, for 2 to 8 partitions."""
     rows = []
+    progress = Progress(len(KINDS))
     for kind in KINDS:
+        progress(f"vectors: {kind}")
         made = random.Random(kind)
         ratios: dict[str, list[float]] = {name: [] for name in peers}
         seconds: dict[str, list[float]] = {name: [] for name in peers}
         for partitions in range(2, 9):
-            vectors = [drawn(kind, made, made.randint(partitions, 64)) for _ in range(count // 7)]
+            vectors = [random_costs(kind, made, made.randint(partitions, 64)) for _ in range(count // 7)]
             for name, answer in compared(peers, vectors, partitions, limit, 1).items():
-                ratios[name] += known(answer["ratios"])
-                seconds[name] += known(answer["seconds"])
+                ratios[name] += finished(answer["ratios"])
+                seconds[name] += finished(answer["seconds"])
         row: dict[str, Any] = {"costs": kind, "vectors": count // 7 * 7}
         for name in peers:
             row[name] = {
@@ -118,36 +119,38 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
                 "unfinished": row["vectors"] - len(ratios[name]),
             }
         rows.append(row)
-        print(f"vectors: {kind} done", flush=True)
     return rows
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
-    """The 0th, 5th, 10th, ... 100th, each being one of the values."""
+    """Return the 0th, 5th, 10th, ... 100th percentile; each is one of the values."""
     ordered = sorted(values)
     return [ordered[round(percent / 100 * (len(ordered) - 1))] for percent in range(0, 101, 5)]
 
 
 def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -> list[dict[str, Any]]:
-    """Question 1: solving time as layers and partitions become many."""
+    """Answer question 1: solving time as layers and partitions become many."""
     rows = []
+    progress = Progress(len(sizes))
     for layers, partitions in sizes:
+        progress(f"time: {layers} layers on {partitions} partitions")
         for kind in KINDS:
-            vectors = [drawn(kind, random.Random(seed), layers) for seed in range(3)]
+            vectors = [random_costs(kind, random.Random(seed), layers) for seed in range(3)]
             answers = compared(peers, vectors, partitions, limit, 3)
             row: dict[str, Any] = {"layers": layers, "partitions": partitions, "costs": kind, "limit": limit}
             for name, answer in answers.items():
-                finished = known(answer["seconds"])
-                row[name] = {"seconds": spread(finished) if finished else None, "ratios": answer["ratios"]}
+                seconds = finished(answer["seconds"])
+                row[name] = {"seconds": spread(seconds) if seconds else None, "ratios": answer["ratios"]}
             rows.append(row)
-        print(f"time: {layers} layers on {partitions} partitions done", flush=True)
     return rows
 
 
 def models(peers: dict[str, Peer], seconds: float, limit: float) -> list[dict[str, Any]]:
-    """Question 2."""
+    """Answer question 2."""
     rows = []
+    progress = Progress(len(MODELS))
     for name in MODELS:
+        progress(f"models: {name}")
         profile = peers["ours"].ask({"kind": "profile", "model": name, "seconds": seconds})
         costs = [max(1, round(cost * 1e6)) for cost in times(profile["rows"])]
         for partitions in (2, 4, 8):
@@ -156,7 +159,6 @@ def models(peers: dict[str, Peer], seconds: float, limit: float) -> list[dict[st
             for peer, answer in answers.items():
                 row[peer] = {"ratio": answer["ratios"][0], "seconds": answer["seconds"][0]}
             rows.append(row)
-        print(f"models: {name} done", flush=True)
     return rows
 
 
@@ -165,28 +167,30 @@ def times(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Question 3."""
+    """Answer question 3."""
     profile = peers["ours"].ask({"kind": "profile", "model": "uneven", "seconds": seconds})["rows"]
     balances = proposals(peers, profile, partitions)
     measured: dict[str, list[float]] = {way: [] for way in balances}  # the slowest partition of each round
-    with ExitStack() as stack:
-        processes = [stack.enter_context(Peer("plain", "splits.py")) for _ in range(partitions)]
-        for turn in range(rounds):
+    progress = Progress(rounds)
+    names = [f"partition {j}" for j in range(partitions)]
+    with running(names, "splits.py") as processes:
+        for _ in range(rounds):
+            progress("reality: round")
             for way, balance in balances.items():
                 slowest = 0.0
-                for process, (start, end) in zip(processes, pairwise(accumulate(balance, initial=0)), strict=True):
+                for process, (start, end) in zip(
+                    processes.values(), pairwise(accumulate(balance, initial=0)), strict=True
+                ):
                     request = {"kind": "run", "model": "uneven", "start": start, "end": end, "seconds": 0.5}
                     slowest = max(slowest, process.ask(request)["seconds"])
                 measured[way].append(slowest)
-            print(f"reality: round {turn + 1} of {rounds} done", flush=True)
 
-    clocks = chunks + partitions - 1  # each lasts as long as its slowest partition
     return [
         {
             "way": way,
             "balance": balance,
-            "predicted": clocks * max(loads(times(profile), balance)),
-            "measured": spread(clocks * slowest for slowest in measured[way]),
+            "predicted": clocks(chunks, partitions) * max(loads(times(profile), balance)),
+            "measured": spread(clocks(chunks, partitions) * slowest for slowest in measured[way]),
             "over by time": ratios(measured["by time"], measured[way]),
         }
         for way, balance in balances.items()
@@ -194,7 +198,7 @@ def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float
 
 
 def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions: int) -> dict[str, list[int]]:
-    """Four ways to split the model."""
+    """Return the balance of each of four ways to split the model."""
 
     def split(peer: str, costs: list[int]) -> list[int]:
         request = {"kind": "solve", "vectors": [costs], "partitions": partitions, "limit": 60, "turns": 1}
@@ -202,91 +206,86 @@ def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions:
         return balance
 
     costs = [max(1, round(cost * 1e6)) for cost in times(profile)]
-    layers = len(costs)
     return {
         "by time": split("ours", costs),
         "by time, original's solver": split("original", costs),
         "by parameters": split("ours", [row["parameters"] for row in profile]),
-        "even": [layers * (j + 1) // partitions - layers * j // partitions for j in range(partitions)],
+        "even": even(len(costs), partitions),
     }
 
 
-def milliseconds(seconds: dict[str, float] | float | None, limit: float) -> str:
+# ---- Tables and the picture of a result.
+
+
+def balance_vectors(result: dict[str, Any]) -> str:
+    lines = []
+    for row in result["vectors"]:
+        ours, original = row["ours"], row["original"]
+        lines.append([row["costs"], f"{ours['missed']:.0%}", f"{ours['worst']:.3f}", f"{original['missed']:.0%}"])
+        lines[-1] += [f"{original['mean']:.3f}", f"{original['worst']:.3f}"]
+    header = ["costs", "ours: missed", "ours: worst", "original: missed", "original: mean", "original: worst"]
+    return table(lines, header)
+
+
+def solving_time(result: dict[str, Any]) -> str:
+    keys = ["layers", "partitions", "costs"]
+    lines = [
+        [*(row[key] for key in keys), *(_seconds(row[name]["seconds"]) for name in PEERS)] for row in result["time"]
+    ]
+    return table(lines, [*keys, *(f"{name}: ms" for name in PEERS)])
+
+
+def balance_models(result: dict[str, Any]) -> str:
+    keys = ["model", "layers", "partitions"]
+    lines: list[list[object]] = []
+    for row in result["models"]:
+        lines.append([row[key] for key in keys])
+        for name in PEERS:
+            ratio = row[name]["ratio"]
+            lines[-1] += ["-" if ratio is None else f"{ratio:.3f}", _seconds(row[name]["seconds"])]
+    return table(lines, [*keys, *(f"{name}: {what}" for name in PEERS for what in ("ratio", "ms"))])
+
+
+def _seconds(seconds: dict[str, float] | float | None) -> str:
     if seconds is None:
-        return f"> {limit * 1e3:.0f}"
+        return "too long"
     return f"{(seconds['median'] if isinstance(seconds, dict) else seconds) * 1e3:.2f}"
 
 
-def show(result: dict[str, Any], limit: float) -> None:
-    header = ["costs", "vectors"]
-    for name in PEERS:
-        header += [f"{name}: missed", "mean", "worst", "ms"]
+def balance_reality(result: dict[str, Any]) -> str:
     lines = []
-    for row in result["vectors"]:
-        lines.append([row["costs"], row["vectors"]])
-        for name in PEERS:
-            of = row[name]
-            lines[-1] += [f"{of['missed']:.1%}", f"{of['mean']:.3f}", f"{of['worst']:.3f}"]
-            lines[-1].append(milliseconds(of["seconds"], limit))
-    print("\nlargest load over the smallest possible one\n\n" + table(lines, header))
-
-    header = ["layers", "partitions", "costs", *(f"{name}: ms" for name in PEERS)]
-    lines = [
-        [row["layers"], row["partitions"], row["costs"], *(milliseconds(row[name]["seconds"], limit) for name in PEERS)]
-        for row in result["time"]
-    ]
-    print("\nsolving time\n\n" + table(lines, header))
-
-    header = ["model", "layers", "partitions", *(f"{name}: {what}" for name in PEERS for what in ("ratio", "ms"))]
-    lines = []
-    for row in result["models"]:
-        lines.append([row["model"], row["layers"], row["partitions"]])
-        for name in PEERS:
-            ratio = row[name]["ratio"]
-            lines[-1] += ["-" if ratio is None else f"{ratio:.3f}", milliseconds(row[name]["seconds"], limit)]
-    print("\nlargest load over the smallest possible one, for measured times\n\n" + table(lines, header))
-
-    header = ["balance", "layers", "predicted, ms", "measured, ms", "measured/predicted", "over 'by time'"]
-    lines = [
-        [
-            row["way"],
-            " ".join(map(str, row["balance"])),
-            f"{row['predicted'] * 1e3:.0f}",
-            shown({key: 1e3 * seconds for key, seconds in row["measured"].items()}, 0),
-            f"{row['measured']['median'] / row['predicted']:.2f}",
-            shown(row["over by time"], 2),
-        ]
-        for row in result["reality"]
-    ]
-    print("\na step of the pipeline, each partition timed in a process of its own\n\n" + table(lines, header))
+    for row in result["reality"]:
+        measured = shown({name: 1000 * seconds for name, seconds in row["measured"].items()}, 0)
+        lines.append([row["way"], " ".join(map(str, row["balance"])), f"{1000 * row['predicted']:.0f}", measured])
+    return table(lines, ["balance", "layers", "predicted, ms", "measured, ms"])
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws questions 1 and 3."""
-    import matplotlib
-    from matplotlib.figure import Figure
+def show(result: dict[str, Any]) -> dict[str, str]:
+    return {
+        "largest load over the smallest possible one": balance_vectors(result),
+        "solving time": solving_time(result),
+        "largest load over the smallest possible one, for measured times": balance_models(result),
+        "a step of the pipeline, each partition timed in a process of its own": balance_reality(result),
+    }
 
-    ours, theirs, ink = "#1f6f8b", ["#e07a1f", "#c2407a", "#8a5fbf", "#7a8a1f"], "#404040"
-    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 11, "text.color": ink})
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+
+def draw(result: dict[str, Any]) -> Any:
+    """Draw the answers to questions 1 and 3."""
+    ours, *theirs = COLORS
+    figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=ink)
 
-    top = 1.8
-    for row, color in zip(result["vectors"], theirs, strict=True):
-        ratios = row["original"]["percentiles"]
-        label = f"{row['costs']}: {row['original']['missed']:.0%} not optimal, worst {ratios[-1]:.2f}"
-        left.plot(range(0, 101, 5), ratios, color=color, linewidth=2, label=label)
+    for row, color in zip(result["vectors"], theirs):
+        percentiles = row["original"]["percentiles"]
+        label = f"{row['costs']}: {row['original']['missed']:.0%} not optimal, worst {percentiles[-1]:.2f}"
+        left.plot(range(0, 101, 5), percentiles, color=color, linewidth=2, label=label)
     worst = max(ratio for row in result["vectors"] for ratio in row["ours"]["percentiles"])
     left.axhline(worst, color=ours, linewidth=3, label=f"ours: all of them {worst:.2f}")
-    left.set(xlim=(0, 100), ylim=(0.98, top), xlabel="cost vectors, sorted (%)")
-    left.set_ylabel("largest load / smallest possible")
     count = sum(row["vectors"] for row in result["vectors"])
-    left.set_title(f"{count} splits by the original, and by ours", loc="left")
+    title = f"{count} splits by the original, and by ours"
+    open_axes(left, title=title, xlim=(0, 100), ylim=(0.98, 1.8), xlabel="cost vectors, sorted (%)")
+    left.set_ylabel("largest load / smallest possible")
     left.legend(loc="upper left", frameon=False)
-    left.grid(axis="y", alpha=0.3)
 
     rows = result["reality"][::-1]
     height = 0.36
@@ -294,50 +293,35 @@ def draw(result: dict[str, Any], path: Path) -> None:
         low, middle, high = (row["measured"][key] * 1e3 for key in ("low", "median", "high"))
         first = {"label": "measured, median with lowest and highest"} if y == 0 else {}
         right.barh(y - height / 2, middle, height, color=ours, **first)
-        right.errorbar(middle, y - height / 2, xerr=[[middle - low], [high - middle]], color=ink, capsize=3)
+        right.errorbar(middle, y - height / 2, xerr=[[middle - low], [high - middle]], color=INK, capsize=3)
         first = {"label": "predicted"} if y == 0 else {}
         right.barh(y + height / 2, row["predicted"] * 1e3, height, color="#a9cdd8", **first)
+    title = "A very uneven model on 4 partitions, by balance"
+    open_axes(right, grid="x", title=title, xlabel="ms a step", xlim=(0, None), ylim=(-0.6, len(rows) + 0.3))
     right.set_yticks(range(len(rows)), [f"{row['way']}\n{' '.join(map(str, row['balance']))}" for row in rows])
-    right.set(xlabel="ms a step", xlim=(0, None), ylim=(-0.6, len(rows) + 0.3))
-    right.set_title("A very uneven model on 4 partitions, by balance", loc="left")
     right.legend(*(items[::-1] for items in right.get_legend_handles_labels()), loc="upper right", frameon=False)
-    right.grid(axis="x", alpha=0.3)
-    right.set_axisbelow(True)
-
-    save(figure, path)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=["small", "full"], default="small")
-    parser.add_argument("--rounds", type=int, default=None, help="of the model that is really split")
-    parser.add_argument("--partitions", type=int, default=4, help="of the model that is really split")
-    parser.add_argument("--chunks", type=int, default=8, help="of the model that is really split")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
-    parser.add_argument("--json", type=Path, default=RESULTS / "balance.json")
-    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
-    args = parser.parse_args()
-    if args.draw:
-        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
-        return
+    command = Command("balance", __doc__, show=show, draw=draw, sizes=("small", "full"))
+    command.add("--rounds", type=int, help="of the model that is really split")
+    command.add("--partitions", type=int, default=4, help="of the model that is really split")
+    command.add("--chunks", type=int, default=8, help="of the model that is really split")
+    command.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
+    args = command.parse()
     full = args.size == "full"
     sizes = [(50, 4), (200, 8), (1000, 32), (2000, 64)] if full else [(50, 4), (200, 8)]
     rounds = args.rounds or (9 if full else 3)
 
-    before = environment()
-    with ExitStack() as stack:
-        peers = {name: stack.enter_context(Peer(name, "splits.py")) for name in PEERS}
-        result = {
-            "unit": "ratios: largest load over the smallest possible one; seconds",
-            "environment": before,
-            "vectors": quality(peers, 1400 if full else 140, args.limit),
-            "time": growth(peers, sizes, args.limit),
-            "models": models(peers, 5.0 if full else 1.0, args.limit),
-            "reality": reality(peers, args.partitions, args.chunks, 20.0 if full else 5.0, rounds),
-        }
-    show(result, args.limit)
-    write(args.json, result)
-    draw(result, args.json.with_suffix(".svg"))
+    with running(PEERS, "splits.py") as peers:
+        command.finish(
+            unit="ratios: largest load over the smallest possible one; seconds",
+            vectors=quality(peers, 1400 if full else 140, args.limit),
+            time=growth(peers, sizes, args.limit),
+            models=models(peers, 5.0 if full else 1.0, args.limit),
+            reality=reality(peers, args.partitions, args.chunks, 20.0 if full else 5.0, rounds),
+        )
 
 
 if __name__ == "__main__":

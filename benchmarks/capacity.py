@@ -1,4 +1,4 @@
-"""What fits: the largest model that can be trained on so many devices, and what the peak of a step depends on.
+"""Capacity: the largest model that can be trained on so many devices, and what the peak of a step depends on.
 
 Two questions, both about the memory of a training step (`footprint.py` says what is counted):
 
@@ -8,7 +8,7 @@ Two questions, both about the memory of a training step (`footprint.py` says wha
    a partition, all of them together, because they share one memory.
 2. What does the peak depend on? The same model and mini-batch, in more micro-batches and over more partitions.
 
-`memory.py` asks another question: what every byte is for, beside the original, with micro-batches that stay as large.
+`memory.py` asks another question: what every byte is for, beside the original, with micro-batches of constant size.
 
     python -m benchmarks.capacity                              # small models, on the CPU
     python -m benchmarks.capacity --size paper                 # AmoebaNet-D and U-Net, on GPUs
@@ -21,22 +21,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.peers import PEERS, Answer, Peer, Request
-from benchmarks.pictures import COLORS, drawing, open_axes, save
-from benchmarks.records import RESULTS, Budget, environment, table, write
-from benchmarks.speed import MODES, PIPELINES, placed
+from benchmarks.cost import MODES
+from benchmarks.peers import Answer, Peer, Request, running
+from benchmarks.pictures import COLORS, new_figure, open_axes, shared_legend
+from benchmarks.placement import even, placed
+from benchmarks.program import Command, Progress
+from benchmarks.records import GIB, MIB, table
+from benchmarks.speed import PIPELINES
 from benchmarks.training import TASKS
 
+PEERS = ("plain", *PIPELINES)
 QUESTIONS = ("largest", "growth")
-GIB = 2**30
-MIB = 2**20
 
 
 class Ladder(NamedTuple):
@@ -61,28 +60,29 @@ class Ladder(NamedTuple):
 
 
 #: Sizes are (L, D) of an AmoebaNet-D, and (B, C) of a U-Net. The paper's are among the large ones.
+LARGE_AMOEBANETS = [
+    (18, 208),
+    (18, 416),
+    (18, 544),
+    (36, 544),
+    (72, 512),
+    (72, 768),
+    (72, 1024),
+    (144, 1024),
+    (144, 1536),
+]
+LARGE_UNETS = [(6, 72), (11, 128), (24, 128), (24, 160), (48, 160), (48, 224), (96, 224)]
 LADDERS: dict[str, dict[str, Ladder]] = {
     "small": {
         "amoebanetd": Ladder((10,), [(3, 8), (3, 16), (3, 24), (3, 32), (3, 40), (3, 48)], (3, 16, 16), 8, 4),
         "unet": Ladder((2,), [(1, 8), (2, 8), (2, 16), (2, 24), (3, 32), (3, 48)], (3, 32, 32), 8, 4),
     },
     "paper": {
-        "amoebanetd": Ladder(
-            (1000,),
-            [(18, 208), (18, 416), (18, 544), (36, 544), (72, 512), (72, 768), (72, 1024), (144, 1024), (144, 1536)],
-            (3, 224, 224),
-            128,
-            32,
-        ),
-        "unet": Ladder(
-            (5,),
-            [(6, 72), (11, 128), (24, 128), (24, 160), (48, 160), (48, 224), (96, 224)],
-            (3, 192, 192),
-            32,
-            32,
-        ),
+        "amoebanetd": Ladder((1000,), LARGE_AMOEBANETS, (3, 224, 224), 128, 32),
+        "unet": Ladder((5,), LARGE_UNETS, (3, 192, 192), 32, 32),
     },
 }
+LADDERS["gpu"] = LADDERS["paper"]  # On one large GPU it is climbed less far.
 
 #: What torchgpipe 0.0.3 gives in its documentation, on Tesla P40: millions of parameters, GB for the model (parameters,
 #: gradients, optimizer), and GB for the activations at the peak, over all devices.
@@ -98,17 +98,13 @@ PUBLISHED = {
 
 
 def fits(answer: Answer, limit: float | None, n: int) -> bool:
-    """Whether a model could be trained, and within the limit, in bytes a partition, where that is arithmetic."""
+    """Return whether a model could be trained, within the limit in bytes a partition if there is one."""
     return "peak" in answer and (limit is None or sum(answer["peak"]) <= limit * n)
 
 
 def request_for(model: str, ladder: Ladder, size: tuple[int, int]) -> Request:
     about = {"model": model, "args": ladder.arguments(size), "sample": ladder.sample}
     return {**about, "batch": ladder.batch, "m": ladder.chunks, "mode": "always"}
-
-
-#: On one large GPU the ladder is the same, and shorter where something does not fit.
-LADDERS["gpu"] = LADDERS["paper"]
 
 
 class Balances:
@@ -129,7 +125,7 @@ class Balances:
 def climb(
     peer: Peer, name: str, n: int, model: str, start: int, balances: Balances, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A row for each size, up to the first that does not fit."""
+    """Yield a row for each size, up to the first that does not fit."""
     on_cpu = args.devices == ["cpu"]
     ladder = LADDERS[args.size][model]
     for size in ladder.sizes[start:]:
@@ -145,8 +141,8 @@ def climb(
             return
 
 
-def largest(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """Question 1: all sizes that were tried."""
+def largest(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """Answer question 1 with a row for each size that was tried."""
     rows: list[dict[str, Any]] = []
     with Peer("ours", "footprint.py") as asked:
         balances = Balances(asked, args.partitions)
@@ -157,141 +153,111 @@ def largest(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
                     if args.seconds.spent():
                         return rows
                     experiment = f"{'naive' if name == 'plain' else 'pipeline'}-{n}"
-                    bar.set_description(f"{model}: {experiment} {name}")
-                    # A process of its own: where memory has run out, it is given back as a whole.
+                    progress(f"{model}: {experiment} {name}")
+                    # In a process of its own, which gives all memory back when it ends, also after memory has run out.
                     with Peer(name, "footprint.py") as peer:
                         tried = list(climb(peer, experiment, n, model, start, balances, args))
                     # On more devices at least the same fits: the ladder need not be climbed from the ground again.
                     start += max(0, sum(row["fits"] for row in tried) - 1)
                     rows += tried
-                    bar.update()
     return rows
 
 
 def sweep(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
-    """What is varied, and micro-batches, partitions and mode."""
+    """Yield the varied number, 'm' or 'n', and micro-batches, partitions and mode."""
     most = max(args.partitions)
     for mode in MODES:
         yield from (("m", m, most, mode) for m in args.chunks)
         yield from (("n", max(args.chunks), n, mode) for n in args.partitions)
 
 
-def growth(args: argparse.Namespace, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """Question 2: a row for each number of micro-batches or partitions."""
+def growth(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """Answer question 2 with a row for each number of micro-batches or partitions."""
     task = TASKS[args.size]["resnet101"]
     with torch.device("meta"):
         layers = len(task.make())
     rows = []
-    with ExitStack() as stack:
-        running = {name: stack.enter_context(Peer(name, "footprint.py")) for name in args.peers}
+    with running(args.peers, "footprint.py") as peers:
         for axis, m, n, mode in sweep(args):
             if args.seconds.spent():
                 break
+            progress(f"resnet101: {m} micro-batches, {n} partitions, {mode}")
             row: dict[str, Any] = {"axis": axis, "m": m, "n": n, "mode": mode, "batch": task.batch}
-            for name, peer in running.items():
+            shape = {"size": args.size, "model": "resnet101", "batch": task.batch, "m": m, "mode": mode}
+            for name, peer in peers.items():
                 if name == "plain" and rows:
-                    row[name] = rows[0][name]  # It knows neither micro-batches nor partitions.
+                    row[name] = rows[0][name]  # The plain model knows neither micro-batches nor partitions.
                     continue
-                bar.set_description(f"resnet101: {m} micro-batches, {n} partitions, {mode}")
-                row[name] = peer.ask(
-                    {
-                        "size": args.size,
-                        "model": "resnet101",
-                        "batch": task.batch,
-                        "m": m,
-                        "mode": mode,
-                        "balance": [layers * (j + 1) // n - layers * j // n for j in range(n)],
-                        "devices": placed(args.devices, 1 if name == "plain" else n),
-                    }
-                )
+                devices = placed(args.devices, 1 if name == "plain" else n)
+                row[name] = peer.ask({**shape, "balance": even(layers, n), "devices": devices})
             rows.append(row)
-            bar.update()
     return rows
 
 
-def amount(values: Sequence[int], unit: int) -> str:
-    return f"{sum(values) / unit:.2f}"
+# ---- Tables and the picture of a result.
 
 
-def largest_rows(result: dict[str, Any]) -> list[list[str]]:
-    """For each experiment the largest model that fits."""
-    unit = MIB if result["size"] == "small" else GIB
-    lines = []
+def capacity(result: dict[str, Any]) -> str:
+    """Return a table of the largest model that fits, for each experiment."""
+    name, unit = ("MiB", MIB) if result["size"] == "small" else ("GiB", GIB)
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in result["largest"]:
         key = row["model"], row["experiment"], row["peer"]
         if row["fits"] or key not in found:
             found[key] = row
+    lines: list[list[str]] = []
     for (model, experiment, peer), row in found.items():
-        theirs = PUBLISHED.get(model, {}).get(experiment) if peer == "ours" or peer == "plain" else None
-        told = "-" if theirs is None else " / ".join("-" if one is None else f"{one:g}" for one in theirs)
-        if not row["fits"]:
-            lines.append([model, experiment, peer, "none", "-", "-", "-", "-", told])
-            continue
-        each = ", ".join(amount([one], unit) for one in row["peak"])
-        lines.append(
-            [
-                model,
-                experiment,
-                peer,
-                "({}, {})".format(*row["size"]),
-                f"{row['parameters'] / 1e6:.2f}",
-                amount(row["kept"], unit),
-                amount(row["activations"], unit),
-                each,
-                told,
-            ]
-        )
-    return lines
+        lines.append([model, experiment, peer, *["none", "-", "-", "-", "-"]])
+        if row["fits"]:
+            sums = (f"{sum(row[part]) / unit:.2f}" for part in ("kept", "activations"))
+            each = ", ".join(f"{one / unit:.2f}" for one in row["peak"])
+            lines[-1][3:] = ["({}, {})".format(*row["size"]), f"{row['parameters'] / 1e6:.2f}", *sums, each]
+        theirs = PUBLISHED.get(model, {}).get(experiment, []) if peer in ("ours", "plain") else []
+        lines[-1].append(" / ".join("-" if one is None else f"{one:g}" for one in theirs) or "-")
+    header = ["model", "experiment", "peer", "largest", "parameters, M", f"model, {name}", f"activations, {name}"]
+    return table(lines, [*header, f"peak of each memory, {name}", "theirs, P40"])
 
 
-def largest_table(result: dict[str, Any]) -> str:
-    unit = "MiB" if result["size"] == "small" else "GiB"
-    header = ["model", "experiment", "peer", "largest", "parameters, M", f"model, {unit}", f"activations, {unit}"]
-    return table(largest_rows(result), [*header, f"peak of each memory, {unit}", "theirs, P40"])
-
-
-def growth_table(result: dict[str, Any]) -> str:
-    peers = [name for name in PEERS if name in result["growth"][0]]
+def capacity_growth(result: dict[str, Any]) -> str:
+    rows = result["growth"]
+    peers = [name for name in ("ours", "original", "plain") if name in rows[0]]
     lines = [
         [row["m"], row["n"], row["mode"], *(peak_of(row[name]) for name in peers)]
-        for row in result["growth"]
-        if row["axis"] == "m" or row["n"] != max(one["n"] for one in result["growth"])
+        for row in rows
+        if row["axis"] == "m" or row["n"] != max(one["n"] for one in rows)
     ]
     return table(lines, ["micro-batches", "partitions", "checkpoint", *(f"{name}, MiB" for name in peers)])
 
 
 def peak_of(answer: Answer) -> str:
-    """Of the fullest device."""
+    """Return the activations at the peak of the fullest device, in MiB."""
     return f"{max(answer['activations']) / MIB:.2f}" if "peak" in answer else f"- {answer['none']}"
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> dict[str, str]:
+    told = {}
     if result["largest"]:
-        print("\nthe largest model that fits\n\n" + largest_table(result))
+        told["the largest model that fits"] = capacity(result)
     if result["devices"] == ["cpu"]:
-        print(
-            "\nThe CPU has one memory for all partitions: a model fits if its peak is within "
-            f"{result['limit']:g} MiB a partition, all together."
-        )
+        limit = f"a model fits if its peak is within {result['limit']:g} MiB a partition, all together."
+        told[f"The CPU has one memory for all partitions: {limit}"] = ""
     if result["growth"]:
         batch = result["growth"][0]["batch"]
-        print(f"\nresnet101, mini-batches of {batch}: activations at the peak\n\n" + growth_table(result))
+        told[f"resnet101, mini-batches of {batch}: activations at the peak"] = capacity_growth(result)
+    return told
 
 
-@drawing
-def draw(result: dict[str, Any], path: Path) -> None:
-    """The largest models, and the peak over micro-batches and over partitions."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+def draw(result: dict[str, Any]) -> Any:
+    """Draw the largest models, and the peak over micro-batches and over partitions."""
+    if not (result["largest"] and result["growth"]):
+        return None
+    figure = new_figure(13, 4.2)
     left, middle, right = figure.subplots(1, 3)
     draw_largest(left, result)
     for axes, axis, what in ((middle, "m", "micro-batches"), (right, "n", "partitions")):
         draw_growth(axes, [row for row in result["growth"] if row["axis"] == axis], axis, what)
-    labels = {text: line for line, text in zip(*middle.get_legend_handles_labels())}
-    figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
-    save(figure, path)
+    shared_legend(figure, [middle])
+    return figure
 
 
 def draw_largest(axes: Any, result: dict[str, Any]) -> None:
@@ -319,10 +285,8 @@ def draw_growth(axes: Any, rows: list[dict[str, Any]], axis: str, what: str) -> 
             known = [row for row in rows if row["mode"] == mode and "peak" in row.get(peer, {})]
             if known:
                 peaks = [max(row[peer]["activations"]) / MIB for row in known]
-                label = f"{peer}, {mode}"
-                axes.plot(
-                    [row[axis] for row in known], peaks, style, color=color, marker="o", markersize=4, label=label
-                )
+                along = [row[axis] for row in known]
+                axes.plot(along, peaks, style, color=color, marker="o", markersize=4, label=f"{peer}, {mode}")
     if rows and "peak" in rows[0].get("plain", {}):
         axes.axhline(max(rows[0]["plain"]["activations"]) / MIB, color=COLORS[-1], linewidth=1, label="plain")
     other = "n" if axis == "m" else "m"
@@ -335,46 +299,32 @@ def draw_growth(axes: Any, rows: list[dict[str, Any]], axis: str, what: str) -> 
 
 
 def main() -> None:
-    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=list(TASKS), default="small")
-    parser.add_argument("--models", nargs="+", choices=list(LADDERS["small"]), default=list(LADDERS["small"]))
-    parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["plain", "ours", "original"])
-    parser.add_argument("--partitions", nargs="+", type=int, help="n: 1, 2, 4 and 8, as far as there are GPUs")
-    parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the second question")
-    parser.add_argument("--limit", type=float, help="MiB a partition on the CPU (4), GiB a device on GPUs (all it has)")
-    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
-    parser.add_argument("--seconds", type=Budget, default=Budget(), help="try nothing further after so many")
-    parser.add_argument("--json", type=Path, default=RESULTS / "capacity.json")
-    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
-    args = parser.parse_args()
-    if args.draw:
-        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
-        return
+    command = Command(
+        "capacity", __doc__, show=show, draw=draw, sizes=TASKS, peers=PEERS, devices=True, seconds="experiment"
+    )
+    command.add("--models", nargs="+", choices=list(LADDERS["small"]), default=list(LADDERS["small"]))
+    command.add("--partitions", nargs="+", type=int, help="n: 1, 2, 4 and 8, as far as there are GPUs")
+    command.add("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the second question")
+    command.add("--limit", type=float, help="MiB a partition on the CPU (4), GiB a device on GPUs (all it has)")
+    command.add("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    args = command.parse()
 
     on_cpu = args.devices == ["cpu"]
     args.partitions = args.partitions or [n for n in (1, 2, 4, 8) if n <= (4 if on_cpu else len(args.devices))]
     limit = args.limit or (4.0 if on_cpu else None)
     args.limit = None if limit is None else limit * (MIB if on_cpu else GIB)
-    before = environment()
     piped = sum(name != "plain" for name in args.peers)
-    total = len(args.models) * (len(args.partitions) * piped + ("plain" in args.peers)) + len(list(sweep(args)))
-    with tqdm(total=total, unit="run") as bar:
-        result = {
-            "unit": "bytes",
-            "environment": before,
-            "size": args.size,
-            "devices": args.devices,
-            "limit": limit,
-            "published": {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "figures": PUBLISHED},
-            "largest": largest(args, bar) if "largest" in args.questions else [],
-            "growth": growth(args, bar) if "growth" in args.questions else [],
-        }
-    show(result)
-    write(args.json, result)
-    if result["largest"] and result["growth"]:
-        draw(result, args.json.with_suffix(".svg"))
+    climbs = len(args.models) * (len(args.partitions) * piped + ("plain" in args.peers))
+    progress = Progress(climbs * ("largest" in args.questions) + len(list(sweep(args))) * ("growth" in args.questions))
+    command.finish(
+        unit="bytes",
+        size=args.size,
+        devices=args.devices,
+        limit=limit,
+        published={"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "figures": PUBLISHED},
+        largest=largest(args, progress) if "largest" in args.questions else [],
+        growth=growth(args, progress) if "growth" in args.questions else [],
+    )
 
 
 if __name__ == "__main__":

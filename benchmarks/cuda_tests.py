@@ -1,9 +1,9 @@
-"""The tests marked `cuda`, each noted as it ends, so that one that hangs or takes its process along costs only itself.
+"""The tests marked `cuda`, each noted as it ends, so that a test that hangs or ends its process costs only itself.
 
-Parent and plugin of pytest in one: the parent starts pytest with this file as a plugin, which appends a line to a file
-of notes when a test starts and when it has ended. A test that takes longer than `LIMIT` ends the process, after the
-stacks of all threads have been printed, and so does a failure that leaves CUDA unusable. The parent then starts
-another process, which runs what is not noted yet; so it does when it was cut off itself and is started again.
+This file is a program and a plugin of pytest. The program starts pytest with this file as a plugin. The plugin appends
+a line to a file of notes when a test starts and when it has ended. A test that takes longer than `LIMIT` ends the
+process, after the stacks of all threads have been printed, and so does a failure that leaves CUDA unusable. The program
+then starts another process, which runs the tests that are not noted yet. It does the same after it was cut off itself.
 
 Nothing is needed beside pytest: what `pyproject.toml` says to plugins that may be missing is left out, and plugins that
 are there and not needed stay unused.
@@ -13,7 +13,6 @@ are there and not needed stay unused.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import math
@@ -49,7 +48,7 @@ def _note(**line: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # One that has only started was cut off with all the rest, by no fault of its own.
+    # A test that has only started was cut off with its process, and runs again.
     done = {test for test, last in outcomes(lines(Path(os.environ[VARIABLE]))).items() if last["outcome"] != "started"}
     items[:] = [item for item in items if item.nodeid not in done]
 
@@ -70,7 +69,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         told = {"told": report.longreprtext[-4000:]} if report.failed else {}
         _note(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), **told)
     if report.failed and "CUDA error" in report.longreprtext:
-        # An error of a kernel stays: all further tests of this process would fail of it.
+        # An error of a kernel persists: all further tests of this process would fail with it.
         os._exit(1)
 
 
@@ -83,7 +82,7 @@ def pytest_sessionfinish() -> None:
     _note(through=True)
 
 
-# ---- The parent.
+# ---- The program.
 
 
 def lines(notes: Path) -> list[dict[str, Any]]:
@@ -91,7 +90,7 @@ def lines(notes: Path) -> list[dict[str, Any]]:
 
 
 def outcomes(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the last note of each test; of one that has failed, that one."""
+    """Return the last note of each test; of a test that has failed, the note of the failure."""
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         if "test" in line and found.get(line["test"], {}).get("outcome") != "failed":
@@ -111,7 +110,7 @@ def settings() -> str:
 
 def run(paths: list[str], notes: Path, seconds: float) -> bool:
     """Run the tests that are not noted yet, in as many processes as it takes; return whether all are through."""
-    from benchmarks.records import Budget
+    from benchmarks.program import Budget
 
     budget = Budget(seconds)
     environment = {**os.environ, VARIABLE: str(notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -141,20 +140,18 @@ def run(paths: list[str], notes: Path, seconds: float) -> bool:
                         told = f"the process ended with {done.returncode}, by itself or after {LIMIT} s"
                         file.write(json.dumps({"test": test, "outcome": "failed", "told": told}) + "\n")
             if not added:
-                return False  # Nothing was collected, and no other process would do better.
+                return False  # Nothing was collected, and another process would not collect more.
     return False
 
 
 def main() -> int:
-    from benchmarks.records import RESULTS, environment, write
+    from benchmarks.program import Command
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("paths", nargs="*", help="tests, as pytest takes them; all, if none is given")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="what is not through by then waits")
-    parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "tests.json")
-    args = parser.parse_args()
+    command = Command("gpu/tests", __doc__)
+    command.add("paths", nargs="*", help="tests, as pytest takes them; all, if none is given")
+    command.add("--seconds", type=float, default=math.inf, help="what is not through by then waits")
+    args = command.parse()
 
-    before = environment()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     notes = args.json.with_suffix(".jsonl")
     through = run(args.paths, notes, args.seconds)
@@ -162,15 +159,13 @@ def main() -> int:
     failed = {test: line["told"] for test, line in found.items() if line["outcome"] == "failed"}
     counts = Counter(line["outcome"] for line in found.values())
     slowest = sorted(found.values(), key=lambda line: line.get("seconds", 0.0), reverse=True)[:10]
-    result = {
-        "unit": "tests",
-        "environment": before,
-        "through": through,
-        "counts": {name: counts[name] for name in ("passed", "failed", "skipped")},
-        "failed": failed,
-        "slowest": {line["test"]: line.get("seconds") for line in slowest},
-    }
-    write(args.json, result)
+    command.finish(
+        unit="tests",
+        through=through,
+        counts={name: counts[name] for name in ("passed", "failed", "skipped")},
+        failed=failed,
+        slowest={line["test"]: line.get("seconds") for line in slowest},
+    )
     if through:
         notes.unlink()  # Started again, it runs all tests.
     return 0 if through and not failed and found else 1

@@ -1,4 +1,4 @@
-"""What a pipeline over several processes costs beside one that is written by hand, and beside the ideal.
+"""The cost of a pipeline over several processes, beside one that is written by hand and beside the ideal.
 
 A GPT is trained three ways, in the same processes, in turn:
 
@@ -18,11 +18,9 @@ bandwidth that are measured between the processes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,12 +35,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
+from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
-from benchmarks.pictures import save
-from benchmarks.records import RESULTS, environment, ratios, shown, spread, table, write
+from benchmarks.pictures import new_figure
+from benchmarks.program import Command
+from benchmarks.records import ratios, shown, spread, table
 from torchgpipe.distributed import DistributedGPipe
-
-__all__ = ["Shape", "main", "predicted"]
 
 VOCABULARY = 256
 
@@ -64,22 +62,6 @@ class Shape(NamedTuple):
 
 
 SIZES = {"cpu": Shape(8, 128, 64, 16), "cuda": Shape(24, 1024, 1024, 2)}
-
-
-def predicted(stages: list[float], m: int, latency: float, send: float, reduce: float = 0.0) -> float:
-    """The seconds that a step takes by the cost model.
-
-    Args:
-        stages: the seconds that a micro-batch takes on each stage, forward and backward
-        m: the number of micro-batches
-        latency: of a message, in seconds
-        send: the seconds that the tensors of a micro-batch take over one boundary, one way
-        reduce: the seconds that the gradients of the replicas take
-    """
-    n = len(stages)
-    ways = 2 * (n - 1)  # each boundary there and back, once at the start and at the end of a step
-    agree = 2 * (n > 1) * latency * n  # all say that they are ready, and hear of the loss
-    return sum(stages) + (m - 1) * max(stages) + ways * (latency + send) + agree + reduce
 
 
 # ---- In each process.
@@ -106,7 +88,7 @@ class Bench:
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def part(self) -> nn.Sequential:
-        """The layers of this process."""
+        """Return the layers of this process."""
         begin = sum(self.balance[: self.rank])
         return nn.Sequential(*list(self.layers)[begin : begin + self.balance[self.rank]]).to(self.device)
 
@@ -144,7 +126,7 @@ class Bench:
         return step
 
     def alone(self) -> Callable[[], Any]:
-        """A micro-batch on this stage: forward, backward, and nothing sent."""
+        """Return a step of one micro-batch on this stage: forward, backward, and no messages."""
         part = self.part()
         shape = (self.shape.rows, self.shape.length)
         if self.rank == 0:
@@ -163,7 +145,7 @@ class Bench:
         return step
 
     def message(self, numbers: int) -> Callable[[], Any]:
-        """There and back, between the first two."""
+        """Return a step that sends so many numbers between the first two processes, there and back."""
         numbers_ = torch.zeros(numbers, device=self.device)
 
         def step() -> None:
@@ -181,7 +163,7 @@ class Bench:
         return lambda: dist.all_reduce(flat)
 
     def seconds(self, *steps: Callable[[], Any], repeat: int = 1) -> list[list[float]]:
-        """What each of them takes, in turn: one figure for each turn, the same in all processes."""
+        """Return the seconds of each step, which run in turn: one figure a turn, in all processes."""
         for step in steps:
             for _ in range(2):
                 step()
@@ -207,51 +189,50 @@ class Bench:
         stages = self.gathered(statistics.median(self.seconds(self.alone(), repeat=10)[0]))
         latency = send = 0.0
         if self.n > 1:
-            small, large = self.seconds(
-                self.message(1), self.message(self.shape.rows * self.shape.length * self.shape.width), repeat=20
-            )
+            tensor = self.shape.rows * self.shape.length * self.shape.width
+            small, large = self.seconds(self.message(1), self.message(tensor), repeat=20)
             latency = statistics.median(small) / 2
             send = max(0.0, statistics.median(large) / 2 - latency)
-        rows = []
-        for m in counts:
-            ours, hand = self.seconds(self.ours(m), self.hand(m))
-            ideal = sum(stages) + (m - 1) * max(stages)
-            rows.append(
-                {
-                    "chunks": m,
-                    "ours": spread(self.shape.rows * m / x for x in ours),
-                    "hand": spread(self.shape.rows * m / x for x in hand),
-                    "ideal": self.shape.rows * m / ideal,
-                    "ours_over_hand": ratios(ours, hand),
-                    "measured_ms": statistics.median(ours) * 1000,
-                    "predicted_ms": predicted(stages, m, latency, send) * 1000,
-                }
-            )
         result = {
             "processes": self.n,
             "balance": self.balance,
             "stages_ms": [1000 * x for x in stages],
             "latency_ms": latency * 1000,
             "send_ms": send * 1000,
-            "rows": rows,
+            "rows": [self.row(m, stages, latency, send) for m in counts],
         }
         if self.n > 1:
             result["replicas"] = self.replicas(counts[-1])
         return result
 
+    def row(self, m: int, stages: list[float], latency: float, send: float) -> dict[str, Any]:
+        """Measure both ways with m micro-batches, and compute the ideal and the cost model."""
+        ours, hand = self.seconds(self.ours(m), self.hand(m))
+        texts = self.shape.rows * m
+        return {
+            "chunks": m,
+            "ours": spread(texts / x for x in ours),
+            "hand": spread(texts / x for x in hand),
+            "ideal": texts / step_seconds(stages, m),
+            "ours_over_hand": ratios(ours, hand),
+            "measured_ms": statistics.median(ours) * 1000,
+            "predicted_ms": step_seconds(stages, m, latency=latency, send=send) * 1000,
+        }
+
     def replicas(self, m: int) -> dict[str, Any]:
-        """One stage in each process, all the same: what it costs to add up their gradients."""
+        """Measure what it costs to sum gradients of replicas, one stage in each process."""
         mesh = init_device_mesh(self.device.type, (self.n, 1))
         whole = Bench(0, 1, self.turns)
         whole.device = self.device
         alone = statistics.median(self.gathered(statistics.median(self.seconds(whole.alone())[0])))
         reduce = statistics.median(self.seconds(self.reduce())[0])
         measured = statistics.median(self.seconds(self.ours(m, mesh))[0])
+        predicted = step_seconds([alone], m, reduce=reduce)
         return {
             "chunks": m,
             "reduce_ms": reduce * 1000,
             "measured_ms": measured * 1000,
-            "predicted_ms": predicted([alone], m, 0.0, 0.0, reduce) * 1000,
+            "predicted_ms": predicted * 1000,
         }
 
 
@@ -261,42 +242,45 @@ def _gpus(n: int) -> bool:
 
 def _work(rank: int, n: int, folder: str, turns: int, counts: list[int]) -> None:
     torch.set_num_threads(1)
-    with _joined(rank, n, Path(folder)):
-        bench = Bench(rank, n, turns)
-        result = bench.run(counts)
-        if rank == 0:
-            Path(folder, "result").write_text(json.dumps(result))
-
-
-@contextmanager
-def _joined(rank: int, n: int, folder: Path) -> Iterator[None]:
-    store = dist.FileStore(str(folder / "store"), n)
+    store = dist.FileStore(f"{folder}/store", n)
+    backend = "nccl" if _gpus(n) else "gloo"
     if _gpus(n):
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if _gpus(n) else "gloo", store=store, rank=rank, world_size=n, timeout=timedelta(minutes=2)
-    )
-    yield
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=timedelta(minutes=2))
+    result = Bench(rank, n, turns).run(counts)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-# ---- What there is to see.
+# ---- The table and the picture of a result.
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
+def distributed(result: dict[str, Any]) -> str:
+    """Return a table of texts a second, beside those by hand, and of a step as measured and as predicted."""
+    lines = []
+    for run in result["runs"]:
+        for row in run["rows"]:
+            lines.append(
+                [run["processes"], row["chunks"], *(f"{row[name]['median']:.1f}" for name in ("ours", "hand"))]
+            )
+            lines[-1] += [f"{row['ideal']:.1f}", shown(row["ours_over_hand"], 2)]
+            lines[-1] += [f"{row[name]:.0f}" for name in ("measured_ms", "predicted_ms")]
+    header = ["processes", "micro-batches", "ours", "by hand", "ideal", "ours / by hand", "step, ms", "predicted, ms"]
+    return table(lines, header)
 
+
+def draw(result: dict[str, Any]) -> Any:
     runs = result["runs"]
-    figure = Figure(figsize=(4.2 * len(runs), 3.6), layout="constrained")
+    figure = new_figure(4.2 * len(runs), 3.6)
+    ways = (("hand", "written by hand", "tab:blue", 5), ("ours", "DistributedGPipe", "tab:orange", 2))
     for axes, run in zip(figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs):
         counts = [row["chunks"] for row in run["rows"]]
         axes.plot(counts, [row["ideal"] for row in run["rows"]], "--", color="gray", label="ideal")
-        for name, color, width in (("hand", "tab:blue", 5), ("ours", "tab:orange", 2)):
-            label = "DistributedGPipe" if name == "ours" else "written by hand"
-            axes.plot(
-                counts, [row[name]["median"] for row in run["rows"]], "o-", color=color, linewidth=width, label=label
-            )
+        for name, label, color, width in ways:
+            medians = [row[name]["median"] for row in run["rows"]]
+            axes.plot(counts, medians, "o-", color=color, linewidth=width, label=label)
         axes.set(title=f"{run['processes']} process{'es' if run['processes'] > 1 else ''}", xlabel="micro-batches")
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, counts)
@@ -304,47 +288,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.axes[0].set_ylim(bottom=0)  # Now that all is plotted: it fixes the top as well.
     figure.axes[0].set_ylabel("texts a second")
     figure.axes[0].legend()
-    save(figure, path)
-
-
-def distributed_table(result: dict[str, Any]) -> str:
-    """Texts a second, beside what is written by hand; what a step takes, and what the model of its costs says."""
-    rows = [
-        [
-            run["processes"],
-            row["chunks"],
-            *(f"{row[name]['median']:.1f}" for name in ("ours", "hand")),
-            f"{row['ideal']:.1f}",
-            shown(row["ours_over_hand"], 2),
-            *(f"{row[name]:.0f}" for name in ("measured_ms", "predicted_ms")),
-        ]
-        for run in result["runs"]
-        for row in run["rows"]
-    ]
-    header = ["processes", "micro-batches", "ours", "by hand", "ideal", "ours / by hand", "step, ms", "predicted, ms"]
-    return table(rows, header)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure a pipeline over several processes.")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--json", type=Path, default=RESULTS / "distributed.json")
-    parser.add_argument("--draw", action="store_true", help="only draw what was measured")
-    options = parser.parse_args()
-    if not options.draw:
-        runs = []
-        for n in options.processes:
-            with TemporaryDirectory() as folder:
-                mp.spawn(_work, (n, folder, options.turns, options.chunks), nprocs=n)  # type: ignore[no-untyped-call]
-                runs.append(json.loads(Path(folder, "result").read_text()))
-        backend = "nccl" if _gpus(max(options.processes)) else "gloo"
-        shape = SIZES["cuda" if backend == "nccl" else "cpu"]
-        write(options.json, {"environment": environment(), "backend": backend, "shape": shape._asdict(), "runs": runs})
-    result = json.loads(options.json.read_text())
-    print(distributed_table(result))
-    draw(result, options.json.with_suffix(".svg"))
+    about = "Measure a pipeline over several processes."
+    command = Command("distributed", about, show=lambda result: {"texts a second": distributed(result)}, draw=draw)
+    command.add("--processes", type=int, nargs="+", default=[1, 2])
+    command.add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
+    command.add("--turns", type=int, default=9)
+    args = command.parse()
+    runs = []
+    for n in args.processes:
+        with TemporaryDirectory() as folder:
+            mp.spawn(_work, (n, folder, args.turns, args.chunks), nprocs=n)  # type: ignore[no-untyped-call]
+            runs.append(json.loads(Path(folder, "result").read_text()))
+    on_gpus = _gpus(max(args.processes))
+    shape = SIZES["cuda" if on_gpus else "cpu"]
+    command.finish(backend="nccl" if on_gpus else "gloo", shape=shape._asdict(), runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Does a training run over several processes survive what happens to one of them?
+"""Does a training run over several processes survive harm to one of them?
 
 Each trial is a run under torchrun in which one process, drawn at random, raises an exception, is killed, or hangs: in a
-layer, while it saves a checkpoint, or between two steps. torchrun starts all of them again. What is looked at:
+layer, while it saves a checkpoint, or between two steps. torchrun starts all of them again. Each trial records:
 
 - whether the run ends, with the losses of a run that was not interrupted, bit for bit;
-- whether the others have ended by themselves, and their errors name them and the one they have waited for;
-- whether a process is left.
+- whether the other processes have ended by themselves, with errors that name them and the process they waited for;
+- whether a process is left behind.
 
     python -m benchmarks.faults             # -> results/faults.json; 24 trials, ten minutes
     python -m benchmarks.faults --trials 3
@@ -13,7 +13,6 @@ layer, while it saves a checkpoint, or between two steps. torchrun starts all of
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -29,20 +28,23 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.interrupted import STEPS, TIMEOUT, Harm
-from benchmarks.records import RESULTS, environment, spread, write
+from benchmarks.peers import CHECKOUT
+from benchmarks.program import Command
+from benchmarks.records import spread, table
 
 __all__ = ["lines", "main", "trial"]
 
 #: The last one gives every restart a store of its own: in a shared one gloo would find addresses of the run before.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-ROOT = Path(__file__).resolve().parent.parent
-#: torchrun looks so rarely, in seconds, that the processes can end by themselves before it ends them.
+COUNTED = ("ended", "same_losses", "others_that_told", "left_behind")
+
+#: Seconds between two looks of torchrun: so rare that the processes can end by themselves before torchrun ends them.
 LOOKS = 2.0
 
 
 def trial(processes: int, harm: Harm) -> dict[str, Any]:
-    """A training run in which this happens.
+    """Run a training in which this harm happens.
 
     Returns:
         what has come of it; ``losses`` are those of the last run of each step
@@ -56,7 +58,7 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
                 *["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"],
                 *["-m", "benchmarks.interrupted", name, json.dumps(harm)],
             ],
-            cwd=ROOT,
+            cwd=CHECKOUT,
             env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
@@ -82,12 +84,12 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What was noted in a file."""
+    """Return the notes in a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def tells(error: dict[str, Any], rank: int) -> bool:
-    """Whether an error names its process, and whom it has waited for or what could not be saved together."""
+    """Return whether an error names its process, and the awaited process or the checkpoint that could not be saved."""
     text = error["error"]
     own = re.match(rf"rank {rank}, stage {rank} of \d", text)
     waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
@@ -103,8 +105,8 @@ def alive(pid: int) -> bool:
     return True
 
 
-def draw(trials: int, processes: int) -> list[Harm]:
-    """Harms at random, kills before all others; to those who save, at a step at which they do."""
+def random_harms(trials: int, processes: int) -> list[Harm]:
+    """Return harms at random, kills first. A process that comes to harm while it saves does so at a step that saves."""
     random_ = random.Random(0)
     saves = [step for step in range(STEPS) if (step + 1) % 3 == 0]
     result = []
@@ -116,42 +118,45 @@ def draw(trials: int, processes: int) -> list[Harm]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Let processes come to harm, and see what becomes of the run.")
-    parser.add_argument("--trials", type=int, default=24, help="the first 20 of them are kills")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--at-once", type=int, default=2, help="trials that run side by side")
-    parser.add_argument("--json", type=Path, default=RESULTS / "faults.json")
-    options = parser.parse_args()
-
-    expected = trial(options.processes, Harm("none"))["losses"]
-    assert len(expected) == STEPS
-    rows = []
-    with ThreadPoolExecutor(options.at_once) as pool:
-        for row in pool.map(partial(trial, options.processes), draw(options.trials, options.processes)):
-            row["same_losses"] = row.pop("losses") == expected
-            rows.append(row)
-            print(row, flush=True)
-            write(options.json, summary(rows, options.trials))  # So far: a run that is cut short has not been in vain.
-
-
-def summary(rows: list[dict[str, Any]], wanted: int) -> dict[str, Any]:
-    """What has come of the trials."""
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the outcomes of the trials so far."""
     return {
-        "environment": environment(),
-        "steps": STEPS,
-        "timeout": TIMEOUT,
         "trials": len(rows),
-        "trials_wanted": wanted,
         "by_kind": dict(Counter(row["kind"] for row in rows)),
-        "ended": sum(row["ended"] for row in rows),
-        "same_losses": sum(row["same_losses"] for row in rows),
-        "others": sum(row["others"] for row in rows),
-        "others_that_told": sum(row["others_that_told"] for row in rows),
-        "left_behind": sum(row["left_behind"] for row in rows),
+        **{name: sum(row[name] for row in rows) for name in (*COUNTED, "others")},
         "seconds": spread(row["seconds"] for row in rows),
         "rows": rows,
     }
+
+
+def faults(result: dict[str, Any]) -> str:
+    """Return a table of outcomes by the kind and the place of the harm."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["kind"], row["place"]), []).append(row)
+    lines = [[*key, len(rows), *(sum(row[name] for row in rows) for name in COUNTED)] for key, rows in groups.items()]
+    header = ["harm", "where", "trials", "ended", "same losses", "others that told", "left behind"]
+    return table(sorted(lines), header)
+
+
+def main() -> None:
+    command = Command("faults", __doc__, show=lambda result: {"what has come of the trials": faults(result)})
+    command.add("--trials", type=int, default=24, help="the first 20 of them are kills")
+    command.add("--processes", type=int, default=2)
+    command.add("--at-once", type=int, default=2, help="trials that run side by side")
+    args = command.parse()
+
+    about = {"steps": STEPS, "timeout": TIMEOUT, "trials_wanted": args.trials}
+    expected = trial(args.processes, Harm("none"))["losses"]
+    assert len(expected) == STEPS
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for row in pool.map(partial(trial, args.processes), random_harms(args.trials, args.processes)):
+            row["same_losses"] = row.pop("losses") == expected
+            rows.append(row)
+            print(row, flush=True)
+            command.write(**about, **summary(rows))  # Now, so that a run that is cut short leaves a result.
+    command.finish(**about, **summary(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The child of capacity.py, and of speed.py where that asks for memory: what a training step takes, memory by memory.
+"""The child of capacity.py, and of speed.py where that asks for memory: the memory of a training step.
 
 Measured is the second step, with an optimizer that keeps one number for each parameter (RMSprop):
 
@@ -29,7 +29,7 @@ MAKERS: dict[str, Callable[..., nn.Sequential]] = {"amoebanetd": amoebanetd, "gp
 
 
 def task_of(request: Request) -> Task:
-    """What a request asks to train: one of speed.py's tasks by its name, or a model with its arguments."""
+    """Return what a request asks to train: one of the tasks by its name, or a model with its arguments."""
     if "size" in request:
         return TASKS[request["size"]][request["model"]]
     make, args = MAKERS[request["model"]], request["args"]
@@ -37,7 +37,7 @@ def task_of(request: Request) -> Task:
 
 
 def balances(request: Request) -> Answer:
-    """The balance by size for each number of partitions. It is found on the CPU: sizes are the same everywhere."""
+    """Return the balance by size for each number of partitions, found on the CPU: sizes are the same on all devices."""
     from torchgpipe_balancing import profile
 
     task = task_of(request)
@@ -50,7 +50,7 @@ def balances(request: Request) -> Answer:
 
 
 def answer(peer: str, request: Request) -> Answer:
-    """The number of parameters, and bytes; or why there are none."""
+    """Return the number of parameters, and bytes; or the reason why there are none."""
     if "partitions" in request:
         return balances(request)
     gc.collect()

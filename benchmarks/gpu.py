@@ -1,18 +1,17 @@
-"""All that needs a GPU, on a machine that has one large GPU, for as long as it is to be had.
+"""All tests and benchmarks that need a GPU, on a machine with one large GPU, within a time limit.
 
 First the tests marked `cuda`, and then the benchmarks at sizes for one GPU. Each is a slice: a process with a time
-limit of its own, that writes what it has found out, and on what, to `results/gpu/`, with its log beside. A slice that
-has passed is not run again, so the run can be stopped and started as often as it takes; one that fails or hangs does
-not keep the others from running.
+limit of its own, which writes its result and a log to `results/gpu/`. A slice that has passed is not run again, so the
+run can be stopped and started again at any time. A slice that fails or hangs does not keep the others from running.
 
     make gpu                                    # with the interpreter that is there: PYTHON=..., ARGS='--limit 500'
-    python -m benchmarks.gpu --list             # the slices, and what has become of them
+    python -m benchmarks.gpu --list             # the slices and their outcomes
     python -m benchmarks.gpu --only tests speed
     python -m benchmarks.gpu --dry-run          # the same commands, tiny and on the CPU, into a temporary folder
 
-The library need not be installed, and there need be no network: torchgpipe 0.0.7 is measured where it is in `.peers/`
-(`python -m benchmarks.gpu --peers` puts it there) or can be installed, and left out elsewhere. One GPU makes two
-devices with the CPU; where a benchmark has several devices, it has these in turn.
+Neither an installed library nor a network is needed: torchgpipe 0.0.7 is measured if it is in `.peers/`
+(`python -m benchmarks.gpu --peers` puts it there) or can be installed, and left out otherwise. The GPU and the CPU are
+two devices; a benchmark of several devices has them in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.peers import CHECKOUT, Peer, install
-from benchmarks.records import RESULTS, Budget, environment, table, write
+from benchmarks.program import Budget
+from benchmarks.records import MIB, PARTS, RESULTS, environment, table, write
 
 GPU = "cuda:0"
 FOLDER = RESULTS / "gpu"
@@ -43,10 +43,10 @@ FOLDER = RESULTS / "gpu"
 #: Seconds for all slices. One that would have to end before half of its own limit is not started.
 LIMIT = 1500.0
 
-#: The share of its limit after which a slice starts nothing further, and comes to an end by itself.
+#: The share of its limit after which a slice starts nothing further, so that it ends by itself.
 SOFT = 0.7
 
-#: Of memory libraries get for every thread: nothing beside the tensors of small models, in place of 32 MiB.
+#: Workspaces of 128 KiB for each thread. The libraries' default of 32 MiB would outweigh the tensors of small models.
 SMALL_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
 
 
@@ -96,9 +96,6 @@ def _overhead(result: dict[str, Any]) -> str:
     return "a cell, " + "; ".join(told)
 
 
-PARTS = ("forward", "backward")
-
-
 def _memory(result: dict[str, Any]) -> str:
     if "ratio" not in result["rows"][0]:
         return f"{len(result['rows'])} peaks"
@@ -108,9 +105,9 @@ def _memory(result: dict[str, Any]) -> str:
 
 
 def _timeline(result: dict[str, Any]) -> str:
-    from benchmarks.timeline import share
+    from benchmarks.timeline import recording_share
 
-    added = max(share(row, result["size"]["m"]) for row in result["rows"])
+    added = max(map(recording_share, result["rows"]))
     return f"recording adds at most {added:.1%} of runs of a millisecond"
 
 
@@ -142,43 +139,22 @@ def _growth(result: dict[str, Any]) -> str:
     rows = [row for row in result["growth"] if row["mode"] == "always" and row["axis"] == "m"]
     last = max(rows, key=lambda row: row["m"])
     peers = [peer for peer in ("ours", "original", "plain") if "activations" in last.get(peer, {})]
-    each = [f"{peer} {max(last[peer]['activations']) / 2**20:.0f}" for peer in peers]
+    each = [f"{peer} {max(last[peer]['activations']) / MIB:.0f}" for peer in peers]
     return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(each)} MiB"
 
 
-ON_GPU = f"--device {GPU}"
 SLICES = (
     Slice(
-        "tests",
-        "cuda_tests",
-        "",
-        "tests/test_cuda.py tests/timeline/test_recorder_cuda.py",
-        480,
-        _tests,
-        peers=False,
+        "tests", "cuda_tests", "", "tests/test_cuda.py tests/timeline/test_recorder_cuda.py", 480, _tests, peers=False
     ),
+    Slice("overhead", "overhead", f"--device {GPU} --rounds 3", "--rounds 1 --turns 1", 200, _overhead),
     Slice(
-        "overhead",
-        "overhead",
-        f"{ON_GPU} --rounds 3",
-        "--rounds 1 --turns 1",
-        200,
-        _overhead,
-    ),
-    Slice(
-        "memory",
-        "memory",
-        f"{ON_GPU} --scale 64",
-        "--steps 1 --models mlp",
-        200,
-        _memory,
-        budget=False,
-        environment=SMALL_WORKSPACES,
-    ),
+        "memory", "memory", f"--device {GPU} --scale 64", "--steps 1 --models mlp", 200, _memory, budget=False
+    )._replace(environment=SMALL_WORKSPACES),
     Slice(
         "timeline",
         "timeline",
-        f"{ON_GPU} --turns 3",
+        f"--device {GPU} --turns 3",
         "--turns 1 --pairs 1 --steps 1",
         120,
         _timeline,
@@ -192,7 +168,7 @@ SLICES = (
         150,
         _ablation,
         peers=False,
-        needs=("matplotlib", "tqdm"),
+        needs=("matplotlib", "tqdm"),  # of the example that it takes its model from
     ),
     Slice(
         "speed",
@@ -201,7 +177,6 @@ SLICES = (
         "--devices cpu --models mlp-tiny --partitions 1 --checkpoint except_last --turns 1",
         560,
         _speed,
-        needs=("tqdm",),
     ),
     Slice(
         "growth",
@@ -210,7 +185,6 @@ SLICES = (
         "--devices cpu --questions growth --partitions 1 --chunks 2",
         200,
         _growth,
-        needs=("tqdm",),
     ),
     Slice(
         "capacity",
@@ -219,7 +193,6 @@ SLICES = (
         "--devices cpu --questions largest --partitions 1 --limit 3 --models unet",
         400,
         _capacity,
-        needs=("tqdm",),
     ),
 )
 
@@ -238,7 +211,7 @@ def command(one: Slice, path: Path, limit: float, dry: bool, original: bool) -> 
 
 
 def run(one: Slice, folder: Path, limit: float, *, dry: bool, original: bool, about: dict[str, Any]) -> dict[str, Any]:
-    """Run a slice; return, and write, what has become of it."""
+    """Run a slice; write and return its outcome."""
     path = folder / f"{one.name}.json"
     path.unlink(missing_ok=True)
     missing = [name for name in one.needs if find_spec(name) is None]
@@ -264,7 +237,7 @@ def run(one: Slice, folder: Path, limit: float, *, dry: bool, original: bool, ab
 def watch(line: list[str], log: Path, limit: float, environment: Mapping[str, str]) -> str:
     """Run a command for so many seconds at most, with its output in a file; return how it ended.
 
-    All processes that it has started and left in its session have ended then, too.
+    The processes of its session have ended then, too.
     """
     paths = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     variables = {**os.environ, **environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "TQDM_MININTERVAL": "5"}
@@ -290,7 +263,7 @@ def watch(line: list[str], log: Path, limit: float, environment: Mapping[str, st
 
 
 def read(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return what became of a slice; None if it has not been run, or was cut off."""
+    """Return the outcome of a slice; None if it has not been run, or was cut off."""
     path = folder / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found if "outcome" in found else None
@@ -300,7 +273,7 @@ def figures(one: Slice, done: dict[str, Any]) -> str:
     """Return the key figures of a slice, as far as there are any."""
     try:
         return one.shown(done["result"]) if done.get("result") else ""
-    except (KeyError, IndexError, ValueError) as error:  # A result that was cut off lacks some.
+    except (KeyError, IndexError, ValueError) as error:  # A result that was cut off lacks some figures.
         return f"no figures: {error!r}"
 
 
@@ -318,11 +291,11 @@ def gpu_table(folder: Path = FOLDER) -> str:
     return table(rows, ["slice", "outcome", "seconds", "on", "key figures"])
 
 
-# ---- What is there, and what it cannot do.
+# ---- What this machine has, and what its versions lack.
 
 
 def versions() -> dict[str, Any]:
-    """Return on what is measured."""
+    """Return the environment of the measurements."""
     import numpy
 
     about = {**environment(), "numpy": numpy.__version__}
@@ -349,7 +322,7 @@ def has_original(dry: bool) -> bool:
     os.environ.setdefault("PIP_DEFAULT_TIMEOUT", "10")
     try:
         install("original")
-        with Peer("original", "steps.py") as peer:
+        with Peer("original", "tiny_steps.py") as peer:
             for devices in ([GPU, GPU], [GPU, "cpu"]):
                 shape = {"kind": "step", "m": 2, "mode": "always", "balance": [1, 1], "steps": 1}
                 peer.ask({**shape, "devices": devices})
@@ -413,7 +386,7 @@ def run_all(args: argparse.Namespace, folder: Path) -> int:
         print(f"{one.name}: {outcome}, {key}", flush=True)
         return outcome
 
-    # What has failed before comes after what has not been tried.
+    # Slices that failed before come after slices that were not tried.
     wanted.sort(key=lambda one: read(folder, one.name) is not None)
     with ThreadPoolExecutor(2) as pool:  # Nothing is measured in a dry run.
         outcomes = list((pool.map if args.dry_run else map)(attempt, wanted))

@@ -1,4 +1,4 @@
-"""The child of faults.py: a training run that comes to harm, is started again by torchrun, and goes on.
+"""The child of faults.py: a training run that comes to harm, and that torchrun starts again.
 
 It writes one line for each step that it has made, and one for each error that ends a process. The harm comes once, in
 the first of the runs: to one process, at one step, in the middle of a micro-batch, while it saves, or between steps.
@@ -45,7 +45,7 @@ class Harm(NamedTuple):
     step: int = 0
 
     def strike(self, place: str, step: int) -> None:
-        """Does it, if this is the place, the process and the step."""
+        """Do harm if this is the place, the process and the step."""
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if not first or (place, step, dist.get_rank()) != (self.place, self.step, self.rank):
             return
@@ -70,7 +70,7 @@ class Layer(nn.Linear):
 
 
 class Writer(files.FileSystemWriter):  # type: ignore[misc, name-defined, unused-ignore]
-    """May come to harm when it has written, and before it has told the others."""
+    """A writer that may come to harm after it has written, before it has told the other processes."""
 
     harm = Harm("none")
     step = 0
@@ -82,7 +82,7 @@ class Writer(files.FileSystemWriter):  # type: ignore[misc, name-defined, unused
 
 
 def train(folder: Path, harm: Harm) -> None:
-    """Trains to the end, from the last checkpoint."""
+    """Train to the end, from the last checkpoint."""
     n = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     with torch.random.fork_rng():
@@ -114,13 +114,13 @@ def train(folder: Path, harm: Harm) -> None:
 
 
 def note(path: Path, **fields: Any) -> None:
-    """Adds a line to a file."""
+    """Add a line to a file."""
     with path.open("a") as file:
         print(json.dumps(fields), file=file)
 
 
 def main() -> None:
-    """Takes a folder and the harm, as a list in JSON."""
+    """Train in the folder of the first argument, with the harm of the second, a list in JSON."""
     folder, harm = Path(sys.argv[1]), Harm(*json.loads(sys.argv[2]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))

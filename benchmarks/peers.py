@@ -1,4 +1,4 @@
-"""Who is measured, each in a process of its own.
+"""The peers that are measured, each in a process of its own.
 
 The original and ours share the name `torchgpipe`, so no process may use both. A peer is a child process that
 looks for modules in its own folder first, and then in this checkout, where the benchmarks are; it refuses to start
@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "serve"]
+__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "pipeline", "running", "serve"]
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -41,7 +42,7 @@ PEERS = ("ours", "original", "plain")
 
 
 def install(name: str) -> Path:
-    """Returns the folder that a peer is imported from, after installing it there when it is missing."""
+    """Return the folder that a peer is imported from. Install it there if it is missing."""
     if name not in REQUIREMENTS:
         return CHECKOUT
 
@@ -83,7 +84,7 @@ class Peer:
         )
 
     def ask(self, request: Request) -> Answer:
-        """Waits for the answer to one request.
+        """Ask one request, and wait for the answer.
 
         Raises:
             RuntimeError: the child raised, or ended.
@@ -94,7 +95,7 @@ class Peer:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # The child ended; what it said is reported below.
+            pass  # The child ended; its last words on stderr are raised below.
 
         line = self._process.stdout.readline()
         if not line:
@@ -107,7 +108,7 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """Ends the child."""
+        """End the child."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
@@ -121,9 +122,26 @@ class Peer:
         self.close()
 
 
+@contextmanager
+def running(
+    names: Iterable[str], script: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[dict[str, Peer]]:
+    """Keep a process for each of these peers in a ``with`` block."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(Peer(name, script, environment)) for name in names}
+
+
+def pipeline(layers: Any, request: Request) -> Any:
+    """Return layers in the pipeline of the `torchgpipe` that this process finds, as a request describes it."""
+    from torchgpipe import GPipe
+
+    places = {"devices": request["devices"], "chunks": request["m"], "checkpoint": request["mode"]}
+    return GPipe(layers, request["balance"], **places)
+
+
 def serve(answer: Callable[[str, Request], Answer]) -> None:
-    """Runs in a child: calls `answer(peer, request)` for each request until there is none."""
-    # Answers go to the real stdout; whatever a library prints does not end up between them.
+    """Call `answer(peer, request)` for each request until the parent closes the pipe. It runs in the child."""
+    # Answers go to the real stdout. What a library prints goes to stderr, or it would stand between two answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

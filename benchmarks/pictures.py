@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLORS", "INK", "drawing", "open_axes", "save"]
+__all__ = ["COLORS", "INK", "new_figure", "open_axes", "save", "shared_legend"]
 
 INK = "#404040"
 COLORS = ("#1f6f8b", "#e07a1f", "#8a5fbf", "#c2407a", "#7a8a1f", "#909090")
 
 
-def drawing(draw: Callable[[dict[str, Any], Path], None]) -> Callable[[dict[str, Any], Path], None]:
-    """Let a function that draws a result say so where it cannot: figures are worth having without their picture."""
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches."""
+    from matplotlib.figure import Figure
 
-    @wraps(draw)
-    def drawn(result: dict[str, Any], path: Path) -> None:
-        if find_spec("matplotlib") is None:
-            print(f"\nnot drawn, for Matplotlib is missing: {path.name}")
-        else:
-            draw(result, path)
-
-    return drawn
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def open_axes(axes: Any, **settings: Any) -> None:
-    """Axes without a frame, with a light grid, and what else `Axes.set` takes; a title is on the left."""
+def open_axes(axes: Any, *, grid: str = "y", **settings: Any) -> None:
+    """Take the frame off axes, give them a light grid, and set what `Axes.set` takes; a title is on the left."""
     title = settings.pop("title", None)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
-    axes.grid(axis="y", alpha=0.3)
+    axes.grid(axis=grid, alpha=0.3)
     axes.set_axisbelow(True)
     axes.set(**settings)
     if title is not None:
         axes.set_title(title, loc="left", fontsize=11, color=INK)
 
 
+def shared_legend(figure: Any, panels: Iterable[Any]) -> None:
+    """Put one legend beside all panels, with each label once."""
+    labels = {text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels())}
+    figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False)
+
+
 def save(figure: Any, path: Path) -> None:
-    """Writes a picture, as the ending of its name says. An SVG has no date and no random names in it."""
+    """Write a picture, as the ending of its name says. An SVG has no date and no random names in it."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

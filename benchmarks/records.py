@@ -7,7 +7,6 @@ turn, and then their median: the load of a shared machine moves both sides of a 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -16,64 +15,43 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "Budget", "environment", "ratios", "shown", "spread", "table", "write"]
+__all__ = ["GIB", "MIB", "PARTS", "RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
+#: Of a step, as they are timed.
+PARTS = ("forward", "backward")
+
+MIB, GIB = 2**20, 2**30
+
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """The median of several turns, with the lowest and the highest."""
+    """Return the median of several turns, with the lowest and the highest."""
     values = list(values)
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
-    """How many times lower the first is than the second, turn by turn, as a spread."""
+    """Return how many times lower the first is than the second, turn by turn, as a spread."""
     return spread(b / a for a, b in zip(small, large, strict=True))
 
 
 def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
-    """A spread as the cell of a table; a dash for what was not measured."""
+    """Return a spread as the cell of a table; a dash if there is none."""
     if figures is None:
         return "-"
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
-class Budget:
-    """The seconds in which a benchmark may start something new; then it writes what it has.
-
-    Args:
-        seconds: from now on
-    """
-
-    def __init__(self, seconds: float | str = math.inf) -> None:
-        self._start = monotonic()
-        self._seconds = float(seconds)
-
-    def passed(self) -> float:
-        """Return the seconds that have passed."""
-        return monotonic() - self._start
-
-    def left(self) -> float:
-        """Return the seconds that are left, at least 0."""
-        return max(0.0, self._seconds - self.passed())
-
-    def spent(self, share: float = 1.0) -> bool:
-        """Return whether this share of the seconds has passed."""
-        return self.passed() >= share * self._seconds
-
-
 def environment() -> dict[str, Any]:
-    """What the figures depend on. No names of users, hosts or folders."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    """Return what the figures depend on, without names of users, hosts or folders."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", *_command()]),
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -82,12 +60,8 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
-
-
-def _command() -> list[str]:
-    return ["-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
 
 
 def _cpu() -> str:
@@ -101,7 +75,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that was measured; with a `+` where the package differs from it."""
+    """Return the commit that was measured; with a `+` if the package differs from it."""
 
     def git(*args: str) -> str:
         checkout = RESULTS.parent.parent
@@ -116,34 +90,27 @@ def _commit() -> str | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a result as JSON: keys in the order they were put in, one figure a line."""
+    """Write a result as JSON: keys in the order of the result, one figure a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nwritten: {path.name}")
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """A Markdown table with aligned columns: words to the left, figures to the right."""
+    """Return a Markdown table with aligned columns: words to the left, figures to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in [list(header), *cells]) for c in range(len(header))]
     numeric = [all(_is_figure(row[c]) for row in cells) for c in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        return (
-            "| "
-            + " | ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, numeric, strict=True)
-            )
-            + " |"
+        padded = (
+            f" {cell.rjust(width) if right else cell.ljust(width)} "
+            for cell, width, right in zip(row, widths, numeric, strict=True)
         )
+        return f"|{'|'.join(padded)}|"
 
-    rule = (
-        "|"
-        + "|".join("-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True))
-        + "|"
-    )
-    return "\n".join([line(list(header)), rule, *map(line, cells)])
+    rule = [f"{'-' * (width + 1)}{':' if right else '-'}" for width, right in zip(widths, numeric, strict=True)]
+    return "\n".join([line(header), f"|{'|'.join(rule)}|", *map(line, cells)])
 
 
 def _is_figure(cell: str) -> bool:

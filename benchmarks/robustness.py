@@ -1,8 +1,8 @@
-"""How long the engine stays right: random models, random faults, and very many cells in one process.
+"""Random models, random faults, and very many cells in one process: does the engine stay right?
 
-The random ones are the properties that the tests state, with more examples than a run of the tests has time for: any
-model, balance, chunks, checkpoint mode and batch gives what the plain model gives; any faults raise the first of them,
-told where, and leave a model that works on. Each is tried inline and through workers.
+The first two run the properties of the tests with more examples than a test run has time for. Any model, balance,
+chunks, checkpoint mode and batch gives what the plain model gives. Any faults raise the first of them, with its place,
+and leave a model that works. Each is tried inline and through workers.
 
 The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
 what the process holds: memory, tensors, threads, open files.
@@ -14,9 +14,7 @@ what the process holds: memory, tensors, threads, open files.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import re
 import subprocess
@@ -28,12 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from benchmarks.records import RESULTS, environment, table, write
+from benchmarks.peers import CHECKOUT
+from benchmarks.program import Command, Progress
+from benchmarks.records import MIB, table
 from torchgpipe import GPipe
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = [
     "tests/test_transparency.py::test_any_model_gives_what_the_plain_model_gives",
     "tests/test_transparency.py::test_any_model_with_shared_weights_gives_what_the_plain_model_gives",
@@ -41,20 +39,20 @@ MODELS = [
     "tests/skip/test_transparency.py::test_any_skips_give_what_the_plain_model_gives",
 ]
 FAULTS = ["tests/test_faults.py::test_any_faults"]
-PARTS = ["endurance", "faults", "models"]
+QUESTIONS = ("endurance", "faults", "models")
 PARTITIONS, CHUNKS = 8, 32
 #: In steps. Every second fault comes to workers.
 WORKERS_EVERY, FAULT_EVERY = 4, 10
 
 
 def properties(tests: list[str], examples: int) -> dict[str, Any]:
-    """Tries properties with about so many random examples in all."""
+    """Try properties with about so many random examples in all."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=campaign"]
 
     def run(*options: str, each: int) -> str:
         variables = {"HYPOTHESIS_EXAMPLES": str(each), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         done = subprocess.run(
-            [*command, *options, *tests], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+            [*command, *options, *tests], cwd=CHECKOUT, env={**os.environ, **variables}, capture_output=True, text=True
         )
         if done.returncode != 0:
             raise SystemExit(done.stdout[-8000:] + done.stderr[-2000:])
@@ -70,7 +68,7 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
 
 
 class Fault(nn.Module):
-    """Raises where an input says so."""
+    """Raises if the input asks for it, by a large number."""
 
     def forward(self, input: Tensor) -> Tensor:
         if bool((input > 1e6).any()):
@@ -79,7 +77,7 @@ class Fault(nn.Module):
 
 
 def held() -> dict[str, int]:
-    """What this process holds by now."""
+    """Return the amounts that this process holds now."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
@@ -88,7 +86,7 @@ def held() -> dict[str, int]:
 
 
 def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
-    """Trains, and looks at what is held at the start, when all is warm, and so many times on the way."""
+    """Train, and yield what is held after the warm-up and `looks` times on the way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = nn.Sequential(
@@ -103,7 +101,8 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
     at = {round(step * steps / looks) for step in range(1, looks + 1)}
     warm = min(20, steps // 2)
     faults = 0
-    for step in tqdm(range(1, warm + steps + 1), unit="step"):
+    progress = Progress(looks + 1)
+    for step in range(1, warm + steps + 1):
         x = torch.randn(2 * CHUNKS, 4)
         model = workers if step % WORKERS_EVERY == 0 else inline
         model(x).square().sum().backward()
@@ -118,32 +117,52 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
                 faults += 1
             layers[0][2] = nn.Tanh()
         if step == warm or step - warm in at:
+            progress(f"after {step} steps")
             yield {"cells": (step - warm) * PARTITIONS * CHUNKS, "faults": faults, **held()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="the others stay as they are in --json"
+def robustness(result: dict[str, Any]) -> str:
+    tried = [(name, result[name]) for name in ("models", "faults") if name in result]
+    return table(
+        [[name, f"{one['examples']:,}", one["failures"]] for name, one in tried], ["random", "tried", "failed"]
     )
-    parser.add_argument("--models", type=int, default=100_000)
-    parser.add_argument("--faults", type=int, default=10_000)
-    parser.add_argument("--cells", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path, default=RESULTS / "robustness.json")
-    args = parser.parse_args()
+
+
+def endurance_table(result: dict[str, Any]) -> str:
+    """Return a table of what one process holds at the start of its cells, soon after, and at their end."""
+    counted = ("faults", "tensors", "threads", "files")
+    lines = [
+        [f"{row['cells']:,}", f"{row['memory'] / MIB:.1f}", *(row[name] for name in counted)]
+        for row in result.get("endurance", [])
+    ]
+    return table(lines[:2] + lines[-1:], ["cells", "memory, MiB", "faults", "tensors", "threads", "open files"])
+
+
+def show(result: dict[str, Any]) -> dict[str, str]:
+    return {"random examples": robustness(result), "what the process holds": endurance_table(result)}
+
+
+def main() -> None:
+    command = Command("robustness", __doc__, show=show)
+    command.add(
+        "--parts", nargs="+", choices=QUESTIONS, default=QUESTIONS, help="the others stay as they are in --json"
+    )
+    command.add("--models", type=int, default=100_000)
+    command.add("--faults", type=int, default=10_000)
+    command.add("--cells", type=int, default=1_000_000)
+    args = command.parse()
 
     for part in args.parts:
         if part == "endurance":
             outcome: Any = list(endurance(args.cells))
-            print("\n" + table([[f"{row[key]:,}" for key in row] for row in outcome], list(outcome[0])))
         else:
             tests, examples = (FAULTS, args.faults) if part == "faults" else (MODELS, args.models)
             outcome = {"tests": tests, **properties(tests, examples)}
-            print(f"\n{part}: {outcome['examples']:,} random examples in {outcome['seconds']:.0f} s, all right")
         # Read only now: another process may have run another part meanwhile.
-        result = json.loads(args.json.read_text()) if args.json.exists() else {}
-        environments = {**result.get("environments", {}), part: environment()}
-        write(args.json, {**result, "environments": environments, part: outcome})
+        result = command.known()
+        environments = {**result.get("environments", {}), part: command.environment}
+        content = {"environment": command.environment, "environments": environments, part: outcome}
+        command.finish(**{**result, **content})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ needed, and its gradient once back. Without portals a Sequential has to hand it 
 copied to every device on the way. Both ways run the same layers, and have to give the same scores and gradients as
 the plain model on the same micro-batches.
 
-The bytes are counted as they are copied (`examples/traffic.py` says how), not estimated. They depend on the model
+The bytes are counted as they are copied, not estimated; `examples/traffic.py` says how. They depend on the model
 and on how it is split, not on the machine. On the CPU the devices are called cpu:0, cpu:1, ... and tensors are
 copied between them as between GPUs.
 
@@ -20,27 +20,23 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from benchmarks.pictures import save
-from benchmarks.records import RESULTS, environment, table, write
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-from unet import counted_step, draw_images, unet, without_portals
+from benchmarks.peers import CHECKOUT
+from benchmarks.pictures import new_figure
+from benchmarks.program import Command
+from benchmarks.records import table
 
 PARTITIONS = (2, 4, 8)
 WAYS = ("portals", "tuples")
 
 
 def gradients(model: nn.Sequential) -> list[Tensor]:
-    """Takes the gradients off the model."""
+    """Take the gradients off the model."""
     taken = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     return taken
@@ -53,12 +49,14 @@ def plain_step(model: nn.Sequential, images: Tensor, chunks: int) -> tuple[Tenso
 
 
 def farthest(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest number of its tensor."""
+    """Return the largest difference, relative to the largest number of its tensor."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(these, those, strict=True))
 
 
 def measure(options: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
-    """Both ways over these devices, and how far they are from the plain model."""
+    """Count both ways over these devices, and compare them with the plain model."""
+    from unet import counted_step, draw_images, unet, without_portals
+
     torch.manual_seed(0)
     model = unet(options.depth, options.width)
     images, _ = draw_images(options.batch, options.size, torch.Generator().manual_seed(0))
@@ -86,40 +84,55 @@ def copied_of(row: dict[str, Any], way: str) -> Counter[tuple[int, int]]:
     return Counter({(source, target): count for source, target, count in row[way]["copied"]})
 
 
-def print_pairs(row: dict[str, Any]) -> None:
+def skips(result: dict[str, Any]) -> str:
+    lines = []
+    for row in result["rows"]:
+        figures = [f"{row[way][what] / 1e6:.2f}" for what in ("total", "busiest") for way in WAYS]
+        over = row["tuples"]["total"] / max(row["portals"]["total"], 1)
+        lines.append([len(row["balance"]), *figures, f"{over:.2f}"])
+    header = [f"{what}, {way}" for what in ("all", "busiest pair") for way in WAYS]
+    return table(lines, ["partitions", *header, "tuples / portals"])
+
+
+def pairs(row: dict[str, Any]) -> str:
+    """Return a table of what goes from each partition to each other."""
     forward = list(combinations(range(len(row["balance"])), 2))
     ways = [copied_of(row, way) for way in WAYS]
-    pairs = [pair for pair in forward + [(b, a) for a, b in forward] if any(pair in copied for copied in ways)]
-    lines = [[f"from {a} to {b}", *(f"{copied[a, b] / 1e6:.2f}" for copied in ways)] for a, b in pairs]
-    print(f"\nMB copied in a step, layers {row['balance']}\n\n" + table(lines, ["partitions", *WAYS]))
+    found = [pair for pair in forward + [(b, a) for a, b in forward] if any(pair in copied for copied in ways)]
+    lines = [[f"from {a} to {b}", *(f"{copied[a, b] / 1e6:.2f}" for copied in ways)] for a, b in found]
+    return table(lines, ["partitions", *WAYS])
 
 
-def print_totals(rows: list[dict[str, Any]]) -> None:
-    lines = [
-        [len(row["balance"])]
-        + [f"{row[way][what] / 1e6:.2f}" for what in ("total", "busiest") for way in WAYS]
-        + [f"{row['tuples']['total'] / max(row['portals']['total'], 1):.2f}"]
-        for row in rows
-    ]
-    header = ["partitions", *(f"{what}, {way}" for what in ("all", "busiest pair") for way in WAYS), "tuples / portals"]
-    print("\nMB copied in a step\n\n" + table(lines, header))
+def middle(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the row that is shown pair by pair."""
+    row: dict[str, Any] = result["rows"][len(result["rows"]) // 2]
+    return row
 
 
-def draw(rows: list[dict[str, Any]], shown: dict[str, Any], path: Path) -> None:
-    """What goes from each partition to each other, and how the sum grows with the number of partitions."""
-    figure = Figure(figsize=(12 if len(rows) > 1 else 8.5, 4.2), layout="constrained")
+def show(result: dict[str, Any]) -> dict[str, str]:
+    row = middle(result)
+    return {
+        f"MB copied in a step, layers {row['balance']}": pairs(row),
+        "MB copied in a step": skips(result),
+    }
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """Draw what goes from each partition to each other, and how the sum grows with the number of partitions."""
+    rows, row = result["rows"], middle(result)
+    figure = new_figure(12 if len(rows) > 1 else 8.5, 4.2)
     axes = figure.subplots(1, 3 if len(rows) > 1 else 2)
-    largest = max(shown[way]["busiest"] for way in WAYS) / 1e6
+    largest = max(row[way]["busiest"] for way in WAYS) / 1e6
     for way, place in zip(WAYS, axes):
-        draw_matrix(place, copied_of(shown, way), len(shown["balance"]), largest)
-        place.set_title(f"{way}: {shown[way]['total'] / 1e6:.1f} MB")
+        draw_matrix(place, copied_of(row, way), len(row["balance"]), largest)
+        place.set_title(f"{way}: {row[way]['total'] / 1e6:.1f} MB")
     if len(rows) > 1:
         draw_totals(axes[2], rows)
     figure.suptitle("Copied in a training step of a U-Net, in MB: forward above the diagonal, backward below it")
-    save(figure, path)
+    return figure
 
 
-def draw_matrix(place: Axes, copied: Counter[tuple[int, int]], n: int, largest: float) -> None:
+def draw_matrix(place: Any, copied: Counter[tuple[int, int]], n: int, largest: float) -> None:
     megabytes = np.array([[copied[j, k] / 1e6 for k in range(n)] for j in range(n)])
     place.imshow(np.where(megabytes > 0, megabytes, np.nan), cmap="YlGnBu", vmin=0, vmax=1.15 * largest)
     for (j, k), value in np.ndenumerate(megabytes):
@@ -135,7 +148,7 @@ def draw_matrix(place: Axes, copied: Counter[tuple[int, int]], n: int, largest: 
     place.spines[:].set_visible(False)
 
 
-def draw_totals(place: Axes, rows: list[dict[str, Any]]) -> None:
+def draw_totals(place: Any, rows: list[dict[str, Any]]) -> None:
     for way, color, shift in zip(WAYS, ("#41b6c4", "#253494"), (-0.2, 0.2)):
         heights = [row[way]["total"] / 1e6 for row in rows]
         bars = place.bar(np.arange(len(rows)) + shift, heights, 0.38, color=color, label=way)
@@ -147,26 +160,21 @@ def draw_totals(place: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--devices", nargs="+", help="one for each partition, by default 2, 4 and 8 on the CPU")
-    parser.add_argument("--depth", type=int, default=4, help="how often the U-Net halves the size")
-    parser.add_argument("--width", type=int, default=16, help="channels at full size")
-    parser.add_argument("--size", type=int, default=128, help="height and width of the images")
-    parser.add_argument("--batch", type=int, default=8, help="images in a mini-batch")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--json", type=Path, default=RESULTS / "skips.json", help="the figure is beside it")
-    options = parser.parse_args()
+    command = Command("skips", __doc__, show=show, draw=draw)
+    command.add("--devices", nargs="+", help="one for each partition, by default 2, 4 and 8 on the CPU")
+    command.add("--depth", type=int, default=4, help="how often the U-Net halves the size")
+    command.add("--width", type=int, default=16, help="channels at full size")
+    command.add("--size", type=int, default=128, help="height and width of the images")
+    command.add("--batch", type=int, default=8, help="images in a mini-batch")
+    command.add("--chunks", type=int, default=4, help="micro-batches")
+    options = command.parse()
 
-    before = environment()
     torch.set_num_threads(1)
+    sys.path.append(str(CHECKOUT / "examples"))
     asked = [options.devices] if options.devices else [[f"cpu:{j}" for j in range(n)] for n in PARTITIONS]
     rows = [measure(options, devices) for devices in asked]
-    shown = rows[len(rows) // 2]
-    print_pairs(shown)
-    print_totals(rows)
     shape = {name: getattr(options, name) for name in ("depth", "width", "size", "batch", "chunks")}
-    write(options.json, {"unit": "bytes in a step", "environment": before, **shape, "rows": rows})
-    draw(rows, shown, options.json.with_suffix(".svg"))
+    command.finish(unit="bytes in a step", **shape, rows=rows)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models import gpt, resnet
 from benchmarks.peers import Answer, Request, serve
 
 
 def vgg16() -> tuple[nn.Sequential, Tensor]:
-    """VGG-16 with batch norm (Simonyan and Zisserman, 2014) on 64 x 64 images, half as wide."""
+    """Return VGG-16 with batch norm (Simonyan and Zisserman, 2014), half as wide, and 64 x 64 images."""
     layers: list[nn.Module] = []
     channels = 3
     for width in (32, 32, 0, 64, 64, 0, 128, 128, 128, 0, 256, 256, 256, 0, 256, 256, 256, 0):
@@ -36,59 +37,18 @@ def vgg16() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
 
 
-class Bottleneck(nn.Module):
-    """A block of ResNet-50 (He et al., 2015)."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, 4 * width, 1, bias=False),
-            nn.BatchNorm2d(4 * width),
-        )
-        same = stride == 1 and channels == 4 * width
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.relu(self.body(input) + self.shortcut(input))
-
-
 def resnet50() -> tuple[nn.Sequential, Tensor]:
-    """ResNet-50 on 64 x 64 images."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, padding=1),
-    ]
-    channels = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        for block in range(blocks):
-            width = 64 * 2**stage
-            layers.append(Bottleneck(channels, width, 2 if stage and not block else 1))
-            channels = 4 * width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
-    return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
+    """Return ResNet-50 and 64 x 64 images."""
+    return resnet((3, 4, 6, 3)), torch.rand(4, 3, 64, 64)
 
 
 def transformer() -> tuple[nn.Sequential, Tensor]:
-    """A language model of twelve blocks, with a vocabulary so large that its head outweighs several of them."""
-    blocks = [nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True) for _ in range(12)]
-    layers = [nn.Embedding(16000, 128), *blocks, nn.LayerNorm(128), nn.Linear(128, 16000)]
-    return nn.Sequential(*layers), torch.randint(16000, (2, 64))
+    """Return a language model of twelve blocks whose vocabulary makes the head outweigh several of them."""
+    return gpt(16000, 12, 4, 128, 64), torch.randint(16000, (2, 64))
 
 
 def uneven() -> tuple[nn.Sequential, Tensor]:
-    """Six convolutions that take the time, forty layers that take none, two linear ones that hold the parameters."""
+    """Return six convolutions that take the time, forty cheap layers, and two linear ones that hold the parameters."""
     layers: list[nn.Module] = [nn.Conv2d(3, 48, 3, padding=1)]
     layers += [nn.Conv2d(48, 48, 3, padding=1) for _ in range(5)]
     layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(768, 256)]
@@ -114,7 +74,7 @@ def model(name: str) -> tuple[nn.Sequential, Tensor]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a block that takes longer."""
+    """Raise TimeoutError in a block that takes longer."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -128,7 +88,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def solver(peer: str) -> Callable[[list[int], int], list[int]]:
-    """What the peer's own functions split costs with."""
+    """Return the function with which the peer splits costs."""
     if peer == "ours":
         from torchgpipe_balancing import partition
 
@@ -140,7 +100,7 @@ def solver(peer: str) -> Callable[[list[int], int], list[int]]:
 
 
 def solve(peer: str, request: Request) -> Answer:
-    """For each vector the balance, and the seconds of the quickest turn; null where it took too long."""
+    """Return the balance of each vector, and the seconds of the quickest turn; None if it took too long."""
     split = solver(peer)
     balances: list[list[int] | None] = []
     seconds: list[float | None] = []
@@ -161,7 +121,7 @@ def solve(peer: str, request: Request) -> Answer:
 
 
 def profile(peer: str, request: Request) -> Answer:
-    """The rows of a report."""
+    """Return the rows of a report."""
     import torchgpipe_balancing
 
     module, sample = model(request["model"])
@@ -171,7 +131,7 @@ def profile(peer: str, request: Request) -> Answer:
 
 
 def run(peer: str, request: Request) -> Answer:
-    """Seconds that layers `start` to `end` take together, for a checkpointed micro-batch."""
+    """Return the seconds that layers `start` to `end` take together, for a checkpointed micro-batch."""
     module, sample = model(request["model"])
     with torch.no_grad():
         input = module[: request["start"]](sample)

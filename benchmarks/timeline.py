@@ -1,16 +1,17 @@
-"""What a timeline costs: while nobody records, and while somebody does.
+"""The cost of a timeline, with a recorder and without.
 
-Both are told for pipelines of cells that do next to nothing, in microseconds a cell: of one micro-batch on one
-partition, forward, recomputation and backward together.
+Both costs are in microseconds a cell, for pipelines of cells that do next to nothing. A cell is one micro-batch on one
+partition: forward, recomputation and backward together.
 
-Recording: some steps in a row take CPU time, of all threads, with a recorder and without, in turn, every other pair
-the other way round. A figure is the median difference of a turn's pairs, over all cells. Entering and leaving the
+Recording: the CPU time of all threads for some steps in a row, with a recorder and without, in turn; every other pair
+runs the other way round. A figure is the median difference of a turn's pairs, over all cells. Entering and leaving the
 block does not count. The share is that of cells whose runs (forward, recomputation, backward) take a millisecond each:
 what is added does not depend on how long the layers take.
 
-Idle: the engine asks for a recorder once for each call and cell, and for each copy and wait. A pipeline without these
-questions does not exist any more, so they are timed alone, as often as a step asks them, and put beside a step. Inline
-there are no copies. Workers are counted with those that they make between accelerators, though CPUs share a memory.
+Idle: the engine asks for a recorder once for each call and cell, and for each copy and wait. There is no pipeline
+without these questions to compare with, so the questions are timed alone and multiplied by their number in a step.
+Inline there are no copies. Workers are counted with those that they make between accelerators, though CPUs share a
+memory.
 
     python -m benchmarks.timeline                    # -> results/timeline.json, about two minutes
     python -m benchmarks.timeline --device cuda:0    # on a GPU, and on it and the CPU in turn
@@ -23,7 +24,6 @@ import gc
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
@@ -31,14 +31,15 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from benchmarks.records import RESULTS, Budget, environment, shown, spread, table, write
+from benchmarks.cost import MODES, recomputed
+from benchmarks.placement import threaded
+from benchmarks.program import Command, Progress
+from benchmarks.records import shown, spread, table
 from torchgpipe import GPipe
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.record import recorded
 
-MODES = ("always", "except_last", "never")
-
-#: The idle questions may take at most this share of a cell, and recording of one whose runs take a millisecond each.
+#: The largest share of a cell that the idle questions may take, and recording of a cell whose runs take a millisecond.
 IDLE_TARGET = 0.01
 RECORDING_TARGET = 0.03
 
@@ -47,13 +48,12 @@ M, N = 8, 4
 
 def pipeline(mode: str, threads: str, device: str) -> GPipe:
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(N)])
-    several = [f"cpu:{j}" for j in range(N)] if device == "cpu" else [device, "cpu"] * N
-    devices = [device] * N if threads == "inline" else several[:N]
+    devices = threaded("ours", threads, N, device)
     return GPipe(layers, [1] * N, devices=devices, chunks=M, checkpoint=mode)
 
 
 def cell(model: GPipe, x: Tensor, steps: int, context: AbstractContextManager[Any]) -> float:
-    """Microseconds of CPU time of a cell."""
+    """Return the microseconds of CPU time of a cell."""
     with context:
         start = process_time()
         for _ in range(steps):
@@ -62,7 +62,7 @@ def cell(model: GPipe, x: Tensor, steps: int, context: AbstractContextManager[An
 
 
 class Asks:
-    """The questions of an engine that nobody listens to, as they stand there."""
+    """The questions that an engine without a recorder asks."""
 
     _step = None
 
@@ -99,7 +99,7 @@ def seconds_of(question: Callable[[], object], count: int = 20_000) -> float:
 
 
 def idle(threads: str) -> float:
-    """Microseconds of a cell's share in what a step asks."""
+    """Return the microseconds that a cell spends on asking for a recorder."""
     asks = Asks()
     call, cell, copy = (seconds_of(question) for question in (asks.call, asks.cell, asks.copy))
     copies = 0 if threads == "inline" else 2 * M * (N - 1)
@@ -121,64 +121,64 @@ def turn(mode: str, threads: str, device: str, pairs: int, steps: int) -> dict[s
     }
 
 
-def share(row: dict[str, Any], m: int) -> float:
-    """What recording adds to cells whose runs take a millisecond each, in these milliseconds."""
-    recomputed = {"always": m, "except_last": m - 1, "never": 0}[row["mode"]] / m
-    added: float = row["added"]["median"]
-    return added / (1000 * (2 + recomputed))
-
-
-def timeline_table(result: dict[str, Any]) -> str:
-    rows = []
-    for row in result["rows"]:
-        shares = [f"{share(row, result['size']['m']):.1%}", f"{row['asked']['median'] / row['cell']['median']:.2%}"]
-        figures = [shown(row["cell"], 1), shown(row["added"], 1), shares[0], shown(row["asked"], 2), shares[1]]
-        rows.append([row["threads"], row["mode"], *figures])
-    header = ["threads", "mode", "cell, us", "recording adds, us", "of 1 ms a run", "idle, us", "of the cell"]
-    return table(rows, header)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=8, help="in a turn, with and without a recorder")
-    parser.add_argument("--steps", type=int, default=10, help="in a row")
-    parser.add_argument("--seconds", type=Budget, default=Budget(), help="start no further turn after so many")
-    parser.add_argument("--json", type=Path, default=RESULTS / "timeline.json")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    gc.freeze()  # What is there by now is not looked at again: collecting is cheap.
-    before = environment()
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each mode, in the caller's thread and through workers."""
     rows: list[dict[str, Any]] = []
     planned = [(threads, mode) for threads in ("inline", "workers") for mode in MODES]
+    progress = Progress(len(planned))
     for k, (threads, mode) in enumerate(planned, 1):
+        progress(f"{threads}, {mode}")
         turns: list[dict[str, float]] = []
         while len(turns) < args.turns and not (turns and args.seconds.spent(k / len(planned))):
             turns.append(turn(mode, threads, args.device, args.pairs, args.steps))
-        rows.append(
-            {"threads": threads, "mode": mode} | {name: spread(figures[name] for figures in turns) for name in turns[0]}
-        )
-        print(f"{threads}, {mode} done", flush=True)
+        figures = {name: spread(turn[name] for turn in turns) for name in turns[0]}
+        rows.append({"threads": threads, "mode": mode, **figures})
+    return rows
 
-    result = {
-        "unit": "us per cell of a micro-batch on a partition: forward, recomputation and backward",
-        "environment": before,
-        "device": args.device,
-        "size": {"m": M, "n": N},
-        "turns": args.turns,
-        "pairs": args.pairs,
-        "steps": args.steps,
-        "rows": rows,
+
+def recording_share(row: dict[str, Any]) -> float:
+    """Return the share that recording adds to cells whose runs take a millisecond each."""
+    added: float = row["added"]["median"]
+    return added / (1000 * (2 + recomputed(row["mode"], M) / M))
+
+
+def idle_share(row: dict[str, Any]) -> float:
+    """Return the share of a cell that asking for a recorder takes."""
+    share: float = row["asked"]["median"] / row["cell"]["median"]
+    return share
+
+
+def timeline(result: dict[str, Any]) -> str:
+    lines = []
+    for row in result["rows"]:
+        lines.append([row["threads"], row["mode"], shown(row["cell"]), shown(row["added"])])
+        lines[-1] += [f"{recording_share(row):.1%}", shown(row["asked"], 2), f"{idle_share(row):.2%}"]
+    header = ["threads", "mode", "cell, us", "recording adds, us", "of 1 ms a run", "idle, us", "of the cell"]
+    return table(lines, header)
+
+
+def show(result: dict[str, Any]) -> dict[str, str]:
+    added, asked = (max(map(share, result["rows"])) for share in (recording_share, idle_share))
+    return {
+        "median of turns (lowest-highest turn)": timeline(result),
+        f"recording at most {added:.1%} of runs of a millisecond (target: below {RECORDING_TARGET:.0%})": "",
+        f"idle at most {asked:.2%} of a cell that does nothing (target: below {IDLE_TARGET:.0%})": "",
     }
-    print("\nmedian of turns (lowest-highest turn)\n\n" + timeline_table(result))
-    added = max(share(row, M) for row in rows)
-    asked = max(row["asked"]["median"] / row["cell"]["median"] for row in rows)
-    print(f"\nrecording at most {added:.1%} of runs of a millisecond (target: below {RECORDING_TARGET:.0%})")
-    print(f"idle at most {asked:.2%} of a cell that does nothing (target: below {IDLE_TARGET:.0%})")
-    write(args.json, result)
+
+
+def main() -> None:
+    command = Command("timeline", __doc__, show=show, device=True, seconds="turn")
+    command.add("--turns", type=int, default=5)
+    command.add("--pairs", type=int, default=8, help="in a turn, with and without a recorder")
+    command.add("--steps", type=int, default=10, help="in a row")
+    args = command.parse()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gc.freeze()  # Objects that exist by now are not visited again, so collecting is cheap.
+    about = {name: getattr(args, name) for name in ("device", "turns", "pairs", "steps")}
+    unit = "us per cell of a micro-batch on a partition: forward, recomputation and backward"
+    command.finish(unit=unit, size={"m": M, "n": N}, **about, rows=measure(args))
 
 
 if __name__ == "__main__":

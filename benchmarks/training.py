@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
-from benchmarks.peers import Answer, Request, serve
+from benchmarks.peers import Answer, Request, pipeline, serve
 
 __all__ = ["TASKS", "TINY", "Task"]
 
@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 def mlp(layers: int, width: int) -> nn.Sequential:
-    """Few operations and parameters a layer."""
+    """Return layers of few operations and parameters."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
 
 
@@ -86,7 +86,7 @@ def made(size: str, name: str) -> nn.Sequential:
 
 
 def inputs(task: Task, batch: int, device: str) -> Tensor:
-    """Images, or tokens from the start of the vocabulary."""
+    """Return images, or tokens from the start of the vocabulary."""
     torch.manual_seed(0)
     if len(task.sample) == 1:
         return torch.randint(64, (batch, *task.sample)).to(device)
@@ -94,7 +94,7 @@ def inputs(task: Task, batch: int, device: str) -> Tensor:
 
 
 def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
-    """The layers, in as many pieces as no skip leaves. Nothing else can be checkpointed apart without a pipeline."""
+    """Yield the layers in the smallest pieces that no skip leaves; only these can be checkpointed by themselves."""
     unit: list[nn.Module] = []
     open_skips = 0
     for layer in module:
@@ -106,23 +106,15 @@ def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
 
 
 def segments(module: nn.Sequential) -> int:
-    """How many pieces `checkpoint_sequential` is to make."""
+    """Return the number of pieces for `checkpoint_sequential`."""
     return round(math.sqrt(len(list(closed_units(module)))))
 
 
 def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor] | None:
-    """What is trained; None if the peer cannot train this model."""
+    """Return the function that is trained; None if the peer cannot train this model."""
     if peer in ("ours", "original"):
-        from torchgpipe import GPipe
-
-        pipeline: Callable[[Tensor], Tensor] = GPipe(
-            module,
-            request["balance"],
-            devices=request["devices"],
-            chunks=request["m"],
-            checkpoint=request["mode"],
-        )
-        return pipeline
+        model: Callable[[Tensor], Tensor] = pipeline(module, request)
+        return model
     module.to(request["devices"][0])
     if peer == "plain":
         if request.get("split"):
@@ -142,14 +134,14 @@ def synchronize(devices: list[str]) -> None:
 
 
 def train(peer: str, request: Request) -> Answer:
-    """Seconds of each step; or why there are none."""
+    """Return the seconds of each step; or the reason why there are none."""
     module = made(request["size"], request["model"])
     try:
         return _train(peer, module, request)
     except torch.OutOfMemoryError:
         return {"none": "out of memory"}
     finally:
-        # The other peers' turn: nothing is to be left on the devices.
+        # Free the devices for the other peers, which run next.
         module.zero_grad()
         module.to("cpu")
         if torch.cuda.is_available():
@@ -170,7 +162,7 @@ def _train(peer: str, module: nn.Sequential, request: Request) -> Answer:
         start = perf_counter()
         optimizer.zero_grad()
         loss = run(x).square().mean()
-        if peer == "plain":  # It has one device, which loses nothing by this.
+        if peer == "plain":  # On one device, waiting here costs nothing.
             synchronize(devices)
             forward.append(perf_counter() - start)
         torch.autograd.backward(loss)
@@ -182,17 +174,17 @@ def _train(peer: str, module: nn.Sequential, request: Request) -> Answer:
 
 
 def balance(peer: str, request: Request) -> Answer:
-    """Balances by time for each number of partitions, from one profile of a micro-batch.
+    """Return balances by time for each number of partitions, from one profile of a micro-batch.
 
-    They are of the layers, and, for those who cannot cut where a skip passes, of the units that no skip leaves; None
-    where there are too few of these.
+    A balance is of the layers and, for a pipeline that cannot be cut where a skip passes, of the units that no skip
+    leaves; None if there are fewer units than partitions.
     """
     from torchgpipe_balancing import partition, profile
 
     module = made(request["size"], request["model"])
     sample = inputs(TASKS[request["size"]][request["model"]], request["rows"], "cpu")
     report = profile(module, sample, device=request["device"], timeout=request["seconds"])
-    # The others recompute nothing.
+    # PyTorch's pipelines recompute nothing.
     costs = iter(report.costs("time", recompute=False))
     units = [sum(islice(costs, len(unit))) for unit in closed_units(module)]
     return {

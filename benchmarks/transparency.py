@@ -1,4 +1,4 @@
-"""Whether a pipeline changes what is learned: the accuracy of a ResNet, trained plain and through a pipeline.
+"""Does a pipeline change what is learned? The accuracy of a ResNet, trained plain and through a pipeline.
 
 A pipeline gives the gradients of the plain model on the same micro-batches. What is left is batch norm, which
 normalises each micro-batch by itself. So the same ResNet is trained with the same seeds plain, on whole mini-batches,
@@ -11,13 +11,12 @@ ImageNet.
     python -m benchmarks.transparency --size paper --cifar10 FOLDER   # ResNet-101, mini-batches of 256 to 4k
     python -m benchmarks.transparency --draw                          # only draws what is in results/transparency.json
 
-The digits come with scikit-learn. All that is random depends on the seed: on the CPU the same figures come out again.
+The digits come with scikit-learn. All random numbers depend on the seed, so on the CPU the figures can be reproduced.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from benchmarks.models import resnet, resnet101
-from benchmarks.pictures import COLORS, INK, open_axes, save
-from benchmarks.records import RESULTS, environment, spread, table, write
-from benchmarks.speed import placed
+from benchmarks.pictures import COLORS, INK, new_figure, open_axes
+from benchmarks.placement import placed
+from benchmarks.program import Command, Progress
+from benchmarks.records import spread, table
 from torchgpipe import GPipe
 from torchgpipe_balancing import balance_by_parameters
 
@@ -85,7 +84,7 @@ TRAININGS = {
 
 
 def digits() -> Data:
-    """The 1797 handwritten digits that come with scikit-learn, 8 by 8 pixels each twice as wide and high."""
+    """Return the 1797 handwritten digits that come with scikit-learn, 8 by 8 pixels doubled in width and height."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -94,13 +93,13 @@ def digits() -> Data:
     images = torch.from_numpy(found.images).float().div(16).sub(0.5)
     images = F.interpolate(images[:, None], scale_factor=2).expand(-1, 3, -1, -1)
     classes = torch.from_numpy(found.target).long()
-    # The last fifth was written by other people than the rest.
+    # Other people wrote the last fifth.
     last = len(images) // 5
     return Data("digits", images[:-last], classes[:-last], images[-last:], classes[-last:])
 
 
 def cifar10(folder: Path) -> Data:
-    """CIFAR-10 from the files of its binary version: for an image a byte that is its class, and 3 x 32 x 32 pixels."""
+    """Return CIFAR-10 from its binary version, in which an image is a byte for its class and 3 x 32 x 32 pixels."""
 
     def read(names: Sequence[str]) -> tuple[Tensor, Tensor]:
         missing = [name for name in names if not (folder / name).is_file()]
@@ -116,7 +115,7 @@ def cifar10(folder: Path) -> Data:
 
 
 def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[str]) -> tuple[nn.Module, str, str]:
-    """The model, and the devices of its input and of its output."""
+    """Return the model, and the devices of its input and of its output."""
     if peer == "plain":
         return module.to(devices[0]), devices[0], devices[0]
     places = placed(devices, training.partitions)
@@ -131,7 +130,7 @@ def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[
 
 
 def rate_at(epoch: float, training: Training, batch: int) -> float:
-    """Grows for the first twentieth of the epochs, then falls along a cosine."""
+    """Return a learning rate that grows for a twentieth of the epochs, then falls along a cosine."""
     top = training.rate * batch / training.batches[0]
     warm = training.epochs / 20
     if epoch < warm:
@@ -139,15 +138,13 @@ def rate_at(epoch: float, training: Training, batch: int) -> float:
     return top * 0.5 * (1 + float(np.cos(np.pi * (epoch - warm) / (training.epochs - warm))))
 
 
-def train(
-    peer: str, data: Data, training: Training, batch: int, seed: int, devices: list[str], bar: tqdm[Any]
-) -> float:
-    """The share of test images that are classified right in the end."""
+def train(peer: str, data: Data, training: Training, batch: int, seed: int, devices: list[str]) -> float:
+    """Return the share of test images that are classified right in the end."""
     torch.manual_seed(seed)
     model, first, last = wrapped(peer, training.make(10), training, devices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4, nesterov=True)
     order = torch.Generator().manual_seed(seed)
-    count = len(data.images) // batch  # What is left over would be a smaller mini-batch, and waits for another order.
+    count = len(data.images) // batch  # The rest would be a smaller mini-batch, so it is left out of this epoch.
     for epoch in range(training.epochs):
         for k, picked in enumerate(torch.randperm(len(data.images), generator=order)[: count * batch].split(batch)):
             for group in optimizer.param_groups:
@@ -156,7 +153,6 @@ def train(
             output = model(data.images[picked].to(first))
             torch.autograd.backward(F.cross_entropy(output, data.classes[picked].to(last)))
             optimizer.step()
-        bar.update()
     model.eval()
     with torch.no_grad():
         guesses = [model(images.to(first)).argmax(dim=1).cpu() for images in data.test_images.split(batch)]
@@ -164,18 +160,18 @@ def train(
 
 
 def measure(args: argparse.Namespace, data: Data, training: Training) -> list[dict[str, Any]]:
-    """A row for each way and size of mini-batches."""
+    """Return a row for each way and size of mini-batches."""
     rows = []
-    with tqdm(total=len(args.peers) * len(training.batches) * args.seeds * training.epochs, unit="epoch") as bar:
-        for peer in args.peers:
-            for batch in training.batches:
-                name = f"{'plain' if peer == 'plain' else 'pipeline'}-{batch}"
-                accuracies = []
-                for seed in range(args.seeds):
-                    bar.set_description(f"{name}, seed {seed}")
-                    accuracies.append(train(peer, data, training, batch, seed, args.devices, bar))
-                figures = {"accuracies": accuracies, "accuracy": spread(accuracies)}
-                rows.append({"experiment": name, "peer": peer, "batch": batch, **figures, **mean_of(accuracies)})
+    progress = Progress(len(args.peers) * len(training.batches) * args.seeds)
+    for peer in args.peers:
+        for batch in training.batches:
+            name = f"{'plain' if peer == 'plain' else 'pipeline'}-{batch}"
+            accuracies = []
+            for seed in range(args.seeds):
+                progress(f"{name}, seed {seed}")
+                accuracies.append(train(peer, data, training, batch, seed, args.devices))
+            figures = {"accuracies": accuracies, "accuracy": spread(accuracies)}
+            rows.append({"experiment": name, "peer": peer, "batch": batch, **figures, **mean_of(accuracies)})
     return rows
 
 
@@ -184,7 +180,7 @@ def mean_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the pipeline gains or loses, seed by seed."""
+    """Return what the pipeline gains or loses, seed by seed."""
     by_batch = {(row["peer"], row["batch"]): row for row in rows}
     found = []
     for (peer, batch), row in by_batch.items():
@@ -194,35 +190,26 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def accuracy_table(result: dict[str, Any]) -> str:
+def transparency(result: dict[str, Any]) -> str:
     gained = {row["batch"]: row for row in result["differences"]}
     lines = []
     for row in result["rows"]:
         beside = gained.get(row["batch"]) if row["peer"] == "ours" else None
-        lines.append(
-            [
-                row["experiment"],
-                row["batch"],
-                f"{row['mean']:.2%} ± {row['deviation'] * 100:.2f}",
-                f"{row['accuracy']['low']:.2%}",
-                f"{row['accuracy']['high']:.2%}",
-                "-" if beside is None else f"{beside['mean'] * 100:+.2f} ± {beside['deviation'] * 100:.2f}",
-            ]
-        )
+        lines.append([row["experiment"], row["batch"], f"{row['mean']:.2%} ± {row['deviation'] * 100:.2f}"])
+        lines[-1] += [f"{row['accuracy'][end]:.2%}" for end in ("low", "high")]
+        lines[-1] += ["-" if beside is None else f"{beside['mean'] * 100:+.2f} ± {beside['deviation'] * 100:.2f}"]
     return table(lines, ["experiment", "mini-batch", "accuracy", "lowest", "highest", "pipeline - plain, points"])
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> dict[str, str]:
     about = f"{result['data']}, {result['seeds']} seeds, {result['epochs']} epochs"
-    print(f"\n{about}: accuracy on test images, mean ± standard deviation\n\n" + accuracy_table(result))
+    return {f"{about}: accuracy on test images, mean ± standard deviation": transparency(result)}
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Every run a dot, and the mean of each experiment."""
-    from matplotlib.figure import Figure
-
+def draw(result: dict[str, Any]) -> Any:
+    """Draw every run as a dot, and the mean of each experiment."""
     rows = result["rows"]
-    figure = Figure(figsize=(1.1 * len(rows) + 2, 4.0), layout="constrained")
+    figure = new_figure(1.1 * len(rows) + 2, 4.0)
     axes = figure.subplots()
     for k, row in enumerate(rows):
         color = COLORS[PEERS.index(row["peer"])]
@@ -230,58 +217,37 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.plot([k] * len(percent), percent, "o", color=color, alpha=0.6, markeredgewidth=0)
         axes.plot([k - 0.25, k + 0.25], [100 * row["mean"]] * 2, color=INK, linewidth=2)
     about = f"ResNet on {result['data']}, {result['epochs']} epochs: each seed a dot, their mean a line"
-    open_axes(
-        axes, title=about, ylabel="accuracy on test images, %", xticks=range(len(rows)), xlim=(-0.5, len(rows) - 0.5)
-    )
+    ends = (-0.5, len(rows) - 0.5)
+    open_axes(axes, title=about, ylabel="accuracy on test images, %", xticks=range(len(rows)), xlim=ends)
     axes.set_xticklabels([row["experiment"] for row in rows])
-    save(figure, path)
+    return figure
 
 
 def main() -> None:
-    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=list(TRAININGS), default="small")
-    parser.add_argument("--devices", nargs="+", default=found or ["cpu"])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--cifar10", type=Path, help="a folder with CIFAR-10's binary version, in place of the digits")
-    parser.add_argument("--batches", nargs="+", type=int, help="sizes of mini-batches")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--seeds", type=int, default=5, help="how many")
-    parser.add_argument("--json", type=Path, default=RESULTS / "transparency.json")
-    parser.add_argument("--draw", action="store_true", help="only draw the JSON that is there")
-    args = parser.parse_args()
-    if args.draw:
-        draw(json.loads(args.json.read_text()), args.json.with_suffix(".svg"))
-        return
+    command = Command("transparency", __doc__, show=show, draw=draw, sizes=TRAININGS, peers=PEERS, devices=True)
+    command.add("--cifar10", type=Path, help="a folder with CIFAR-10's binary version, in place of the digits")
+    command.add("--batches", nargs="+", type=int, help="sizes of mini-batches")
+    command.add("--epochs", type=int)
+    command.add("--seeds", type=int, default=5, help="how many")
+    args = command.parse()
 
     if args.size == "paper" and args.cifar10 is None:
-        parser.error("--size paper is for larger images than the digits: give --cifar10 FOLDER")
+        command.error("--size paper is for larger images than the digits: give --cifar10 FOLDER")
     training = TRAININGS[args.size]
     training = training._replace(batches=args.batches or training.batches, epochs=args.epochs or training.epochs)
-    before = environment()
     torch.set_num_threads(1)
     data = digits() if args.cifar10 is None else cifar10(args.cifar10)
     rows = measure(args, data, training)
-    about = {name: getattr(training, name) for name in ("chunks", "partitions", "epochs", "rate")}
-    result = {
-        "unit": "share of test images that are classified right",
-        "environment": before,
-        "size": args.size,
-        "data": data.name,
-        "devices": args.devices,
-        "seeds": args.seeds,
-        **about,
-        "published": {
-            "by": "torchgpipe 0.0.3, in its documentation",
-            "what": "ResNet-101 on ImageNet, top-1 error in percent, mean and spread",
-            "figures": PUBLISHED,
-        },
-        "rows": rows,
-        "differences": differences(rows),
-    }
-    show(result)
-    write(args.json, result)
-    draw(result, args.json.with_suffix(".svg"))
+    what = "ResNet-101 on ImageNet, top-1 error in percent, mean and spread"
+    command.finish(
+        unit="share of test images that are classified right",
+        data=data.name,
+        **{name: getattr(args, name) for name in ("size", "devices", "seeds")},
+        **{name: getattr(training, name) for name in ("chunks", "partitions", "epochs", "rate")},
+        published={"by": "torchgpipe 0.0.3, in its documentation", "what": what, "figures": PUBLISHED},
+        rows=rows,
+        differences=differences(rows),
+    )
 
 
 if __name__ == "__main__":

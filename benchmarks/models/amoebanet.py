@@ -53,7 +53,7 @@ class Genotype(NamedTuple):
     output: Sequence[int]
 
     def needed_after(self, state: int) -> set[int]:
-        """The states that something takes once this one has been computed."""
+        """Return the states that are needed after this one has been computed."""
         later = self.nodes[state - 1 :]
         return {*self.output, *(operand for node in later for _, operand in node)}
 
@@ -153,7 +153,7 @@ class FirstStates(nn.Module):
 
 
 class Node(nn.Module):
-    """Adds a state, and drops those that nobody needs any more.
+    """Adds a state, and drops the states that no later node needs.
 
     Args:
         left, right: the operations
@@ -182,7 +182,7 @@ class Concat(nn.Module):
 
 
 def amoebanetd(num_classes: int = 1000, num_layers: int = 18, num_filters: int = 208) -> nn.Sequential:
-    """AmoebaNet-D (L, D): images of shape (batch, 3, height, width) to logits of shape (batch, num_classes).
+    """Return AmoebaNet-D (L, D): images of shape (batch, 3, height, width) to logits of shape (batch, num_classes).
 
     Args:
         num_classes: of the output

@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
 
 
 def gpt(vocabulary: int, layers: int, heads: int, width: int, context: int) -> nn.Sequential:
-    """A GPT: tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
+    """Return a GPT: tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
 
     Args:
         vocabulary: the number of different tokens

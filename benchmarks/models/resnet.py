@@ -39,12 +39,12 @@ class Add(nn.Sequential):
 
 
 def resnet101(num_classes: int = 1000) -> nn.Sequential:
-    """ResNet-101: images of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
+    """Return ResNet-101: images of shape (batch, 3, height, width) to logits of shape (batch, num_classes)."""
     return resnet((3, 4, 23, 3), num_classes)
 
 
 def resnet(blocks: Sequence[int], num_classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """A ResNet of bottleneck blocks.
+    """Return a ResNet of bottleneck blocks.
 
     Args:
         blocks: the number of blocks in each stage; a stage halves height and width, the first one excepted

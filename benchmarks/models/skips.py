@@ -24,7 +24,7 @@ class Stash(nn.Module):
 
 
 def joined(layer: M, ns: Namespace) -> M:
-    """Puts the skips of a layer into a namespace.
+    """Put the skips of a layer into a namespace, and return the layer.
 
     Torchgpipe 0.0.7, which runs these models too, has no `Skippable` to derive from for the type checker.
     """

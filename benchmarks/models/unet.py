@@ -40,7 +40,7 @@ class Join(nn.Module):
 def unet(
     depth: int = 5, num_convs: int = 5, base_channels: int = 64, in_channels: int = 3, out_channels: int = 1
 ) -> nn.Sequential:
-    """U-Net (B, C): images of shape (batch, in_channels, height, width) to (batch, out_channels, height, width).
+    """Return U-Net (B, C): images of shape (batch, in_channels, height, width) to (batch, out_channels, height, width).
 
     Args:
         depth: how often height and width are halved

@@ -15,10 +15,10 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import ablation, capacity, footprint
-from benchmarks.drawn import draw
+from benchmarks import ablation, capacity, footprint, peers
 from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
+from benchmarks.random_models import random_model
 from benchmarks.training import TASKS, Task
 
 pytestmark = pytest.mark.slow
@@ -59,8 +59,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
     def start(name: str, *arguments: str) -> dict[str, Any]:
         module = importlib.import_module(f"benchmarks.{name}")
-        if hasattr(module, "Peer"):
-            monkeypatch.setattr(module, "Peer", Here)
+        for starts in (module, peers):
+            if hasattr(starts, "Peer"):
+                monkeypatch.setattr(starts, "Peer", Here)
         path = tmp_path / f"{name}.json"
         monkeypatch.setattr(sys, "argv", [name, "--devices", "cpu", *arguments, "--json", str(path)])
         module.main()
@@ -77,9 +78,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 
 def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    peers = ("plain", "checkpoint_sequential", "ours")
+    compared = ("plain", "checkpoint_sequential", "ours")
     shape = ("--models", "gpt", "--partitions", "1", "2", "--checkpoint", "never", "--turns", "1", "--steps", "1")
-    result = run("speed", *shape, "--peers", *peers)
+    result = run("speed", *shape, "--peers", *compared)
     assert [row["experiment"] for row in result["rows"]] == [
         "naive-1",
         "micro-batches",
@@ -96,7 +97,7 @@ def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_models_are_drawn_by_the_seed(seed: int) -> None:
-    first, second = draw(seed), draw(seed)
+    first, second = random_model(seed), random_model(seed)
     assert sum(first.balance) == len(first.layers)
     assert (first.about, first.balance, first.m, first.mode) == (second.about, second.balance, second.m, second.mode)
     for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):

@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 from benchmarks.ablation import places
+from benchmarks.cost import MODES, ideal_speed_up
 from benchmarks.models import gpt, resnet, unet
 from benchmarks.peers import Request
+from benchmarks.placement import placed
 from benchmarks.records import spread
-from benchmarks.speed import MODES, PEERS, Proposal, experiments, ideal, placed, summary, targets
+from benchmarks.speed import PEERS, Proposal, experiments, summary
+from benchmarks.speed_targets import targets
 from benchmarks.training import TASKS, balance, closed_units, inputs, runner, train
 
 
@@ -20,13 +23,13 @@ def request(model: str, devices: list[str], balance: list[int] | None) -> Reques
 
 
 def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
-    assert ideal(1, 8, "never") == 1
-    assert ideal(4, 1, "never") == 1  # one micro-batch: one device after the other
-    assert ideal(4, 5, "never") == 4 * 5 / 8
-    assert ideal(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two
-    assert ideal(1, 8, "always", forward=1 / 2) == 2 / 3  # ... as long as one
-    assert ideal(1, 1, "except_last") == 1
-    assert ideal(2, 10**6, "never") == pytest.approx(2)
+    assert ideal_speed_up(1, 8, "never") == 1
+    assert ideal_speed_up(4, 1, "never") == 1  # one micro-batch: one device after the other
+    assert ideal_speed_up(4, 5, "never") == 4 * 5 / 8
+    assert ideal_speed_up(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two
+    assert ideal_speed_up(1, 8, "always", forward=1 / 2) == 2 / 3  # ... as long as one
+    assert ideal_speed_up(1, 1, "except_last") == 1
+    assert ideal_speed_up(2, 10**6, "never") == pytest.approx(2)
 
 
 def test_neighbours_share_a_device_where_there_are_too_few() -> None:
@@ -107,7 +110,7 @@ def test_a_run_is_timed_and_summed_up() -> None:
     assert piped["ours"]["speed-up"]["median"] == pytest.approx(seconds[0] / seconds[1])
     answer = answers[1]["plain"][0]
     share = answer["forward"][0] / answer["seconds"][0]
-    assert piped["ideal"] == pytest.approx(ideal(2, 2, "except_last", share))
+    assert piped["ideal"] == pytest.approx(ideal_speed_up(2, 2, "except_last", share))
 
 
 def test_few_micro_batches_are_two_or_as_many_as_there_are_pieces() -> None:
@@ -126,7 +129,7 @@ def test_what_a_peer_cannot_train_is_told() -> None:
 
 def test_targets_are_held_against_the_limit_the_original_and_equal_memory() -> None:
     def row(experiment: str, mode: str, **peers: object) -> dict[str, object]:
-        about = {"model": "resnet", "experiment": experiment, "mode": mode, "ideal": ideal(1, 4, "always")}
+        about = {"model": "resnet", "experiment": experiment, "mode": mode, "ideal": ideal_speed_up(1, 4, "always")}
         return {**about, **peers}
 
     def answer(seconds: float, peak: int, original: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The child of speed.py for the pipelines that PyTorch has itself: torch.distributed.pipelining, a process a partition.
+"""The child of speed.py for PyTorch's own pipelines: torch.distributed.pipelining, with a process for each partition.
 
 Its schedules train the same layers on the same mini-batch, with gloo between CPUs and nccl between GPUs. They have no
 checkpointing, and no skips between processes: a model can be cut only where no skip passes. A step is timed from one
@@ -28,12 +28,12 @@ from benchmarks.training import TASKS, closed_units, inputs, made, synchronize
 
 SCHEDULES: dict[str, Any] = {"ScheduleGPipe": ScheduleGPipe, "Schedule1F1B": Schedule1F1B}
 
-#: A process that waits so long for another will never hear of it.
+#: A process that has waited so long for another process raises.
 PATIENCE = timedelta(minutes=10)
 
 
 def answer(peer: str, request: Request) -> Answer:
-    """Seconds of each step; or why there are none."""
+    """Return the seconds of each step; or the reason why there are none."""
     reason = refusal(peer, request)
     if reason is not None:
         return {"none": reason}
@@ -49,7 +49,7 @@ def answer(peer: str, request: Request) -> Answer:
 
 
 def refusal(peer: str, request: Request) -> str | None:
-    """Why this cannot be trained, if it cannot."""
+    """Return why this cannot be trained; None if it can."""
     if request["units"] is None:
         return "skips"
     n = len(request["units"])
@@ -61,7 +61,7 @@ def refusal(peer: str, request: Request) -> str | None:
 
 
 def train_stage(j: int, peer: str, request: Request, folder: str) -> None:
-    """Trains partition ``j`` in a process of its own; that of partition 0 writes the seconds."""
+    """Train partition ``j`` in a process of its own. The process of partition 0 writes the seconds."""
     torch.set_num_threads(1)
     device = torch.device(request["devices"][j])
     n = len(request["units"])
@@ -118,5 +118,5 @@ def loss(output: Tensor, _target: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["benchmarks.stages"])
+    multiprocessing.set_forkserver_preload(["benchmarks.pytorch_pipelines"])
     serve(answer)

@@ -1,4 +1,4 @@
-"""Random models, cut at random, for random mini-batches: what a step's memory goes to is up to the seed."""
+"""Random models, cut at random, for random mini-batches. The seed decides what takes most of a step's memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Drawn", "draw"]
+__all__ = ["RandomModel", "random_model"]
 
 
-class Drawn(NamedTuple):
+class RandomModel(NamedTuple):
     """A model, and how it is trained.
 
     Attributes:
@@ -34,8 +34,8 @@ class Drawn(NamedTuple):
     accumulate: bool
 
 
-def draw(seed: int) -> Drawn:
-    """The same for the same seed."""
+def random_model(seed: int) -> RandomModel:
+    """Return the model of a seed, the same for the same seed."""
     random = Random(seed)
     torch.manual_seed(seed)
     m = random.choice([2, 4, 8, 16])
@@ -46,11 +46,11 @@ def draw(seed: int) -> Drawn:
     name, parameters = type(layers[1]).__name__, sum(one.numel() for one in layers.parameters())
     about = f"{len(layers)} layers ({name}, ...), {parameters} parameters, input {tuple(x.shape)}"
     balance = [end - start for start, end in pairwise(cuts)]
-    return Drawn(about, layers, x, balance, m, random.choice(["always", "except_last"]), random.random() < 0.5)
+    return RandomModel(about, layers, x, balance, m, random.choice(["always", "except_last"]), random.random() < 0.5)
 
 
 def mlp(random: Random, depth: int, rows: int) -> tuple[nn.Sequential, Tensor]:
-    """Linear layers and activations, of one width or of many."""
+    """Return linear layers and activations, of one width or of many."""
     widths = [random.choice([8, 16, 32, 48, 63, 64, 128, 256])] * (depth + 1)
     if random.random() < 0.5:
         widths = [random.choice([widths[0], 8, 32, 128, 256]) for _ in widths]
@@ -60,7 +60,7 @@ def mlp(random: Random, depth: int, rows: int) -> tuple[nn.Sequential, Tensor]:
 
 
 def convolutions(random: Random, depth: int, rows: int) -> tuple[nn.Sequential, Tensor]:
-    """Convolutions with batch norm, some with twice the channels on half the pixels; the last layer classifies."""
+    """Return convolutions with batch norm, some with twice the channels on half the pixels, and a classifier."""
     channels, size = random.choice([8, 16, 32, 64]), random.choice([8, 16, 32])
     x = torch.randn(min(rows, 128), 3, size, size)
     strided = random.random() < 0.5
@@ -77,7 +77,7 @@ def convolutions(random: Random, depth: int, rows: int) -> tuple[nn.Sequential, 
 
 
 def transformer(random: Random, depth: int, rows: int) -> tuple[nn.Sequential, Tensor]:
-    """An embedding, encoder layers with dropout, a projection."""
+    """Return an embedding, encoder layers with dropout, and a projection."""
     width, length = random.choice([16, 32, 64, 128]), random.choice([4, 8, 16, 32])
     layers = [nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(depth - 2)]
     x = torch.randint(100, (min(rows, 64), length))

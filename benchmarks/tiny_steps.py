@@ -1,4 +1,4 @@
-"""The child of overhead.py: times steps of tiny layers, where all time is host time.
+"""The child of overhead.py: time steps of tiny layers, where all time is host time.
 
 A layer is a Linear of 4 x 4 on 2 rows: it computes for a fraction of a microsecond, and has parameters,
 so that its backward does what a real layer's does. For cells of many parameters it is tiny blocks of a transformer,
@@ -6,8 +6,8 @@ of 12 parameters each, and a Linear for what is left. Forward ends when `forward
 the release of the graph, which a training loop pays as well. On a GPU neither waits for what it has launched: a step
 starts when the GPU has nothing to do, and what is timed is the host.
 
-The garbage collector is off while a step is timed and has nothing left to do when it starts, for every
-peer alike; gradients are absent when a step starts, as after `zero_grad()`.
+The garbage collector is off while a step is timed and has nothing left to do when a step starts, for every
+peer; gradients are absent when a step starts, as after `zero_grad()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import Answer, Request, serve
+from benchmarks.peers import Answer, Request, pipeline, serve
 
 WIDTH = 4
 ROWS = 2
@@ -31,15 +31,12 @@ Model = Callable[[Tensor], Tensor]
 
 
 def wrap(peer: str, layers: nn.Sequential, request: Request) -> Model:
-    """The peer's pipeline; for `plain` the layers called micro-batch by micro-batch."""
+    """Return the peer's pipeline; for `plain` the layers called micro-batch by micro-batch."""
     m = request["m"]
     if peer == "plain":
         return lambda x: torch.cat([layers(chunk) for chunk in x.chunk(m)])
 
-    from torchgpipe import GPipe
-
-    balance = request["balance"]
-    model: Model = GPipe(layers, balance, devices=request["devices"], chunks=m, checkpoint=request["mode"])
+    model: Model = pipeline(layers, request)
     return model
 
 
@@ -66,7 +63,7 @@ def tiny_shape(request: Request) -> tuple[int, ...]:
 
 
 def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> dict[str, float]:
-    """Seconds of one forward and of one backward: by the clock, and of CPU in all threads."""
+    """Return the seconds of one forward and of one backward: by the clock, and of CPU in all threads."""
     layers.zero_grad(set_to_none=True)
     gc.collect()
     if grad.is_cuda or x.is_cuda:
@@ -88,7 +85,7 @@ def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> 
 
 
 def step(peer: str, request: Request) -> Answer:
-    """Microseconds per cell: of each figure the lowest of the steps asked for, and the median."""
+    """Return microseconds per cell: of each figure the lowest of all steps, and the median."""
     first, last = request["devices"][0], request["devices"][-1]
     layers = tiny_layers(sum(request["balance"]), request.get("parameters", 2)).to(first)
     model = wrap(peer, layers, request)
@@ -100,7 +97,7 @@ def step(peer: str, request: Request) -> Answer:
         timed_step(layers, model, x, grad)
 
     gc.collect()
-    gc.freeze()  # What the warm-up left is not looked at again: collecting is cheap.
+    gc.freeze()  # Objects of the warm-up are not visited again, so collecting is cheap.
     gc.disable()
     times = [timed_step(layers, model, x, grad) for _ in range(request["steps"])]
     gc.enable()
@@ -116,7 +113,7 @@ def step(peer: str, request: Request) -> Answer:
 
 
 def deep(peer: str, request: Request) -> Answer:
-    """Milliseconds to construct a pipeline of very many layers, and of its first step."""
+    """Return the milliseconds to construct a pipeline of very many layers, and of its first step."""
     layers = tiny_layers(sum(request["balance"]))
     x = torch.randn(request["m"] * ROWS, WIDTH)
     grad = torch.ones(request["m"] * ROWS, WIDTH)
@@ -131,7 +128,7 @@ def deep(peer: str, request: Request) -> Answer:
 
 
 def nodes(peer: str, request: Request) -> Answer:
-    """The autograd nodes of one step, counted by name."""
+    """Return the autograd nodes of one step, counted by name."""
     layers = tiny_layers(sum(request["balance"]))
     model = wrap(peer, layers, request)
     output = model(torch.randn(request["m"] * ROWS, WIDTH))
@@ -155,6 +152,6 @@ def answer(peer: str, request: Request) -> Answer:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # A graph is as deep as its cells in a row; destroying or walking it must not meet the default limit.
+    # A graph is as deep as its cells in a row. Destroying or walking it would exceed the default limit.
     sys.setrecursionlimit(10_000)
     serve(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.peers import Request
-from benchmarks.stages import answer, refusal
+from benchmarks.pytorch_pipelines import answer, refusal
 
 pytestmark = pytest.mark.slow
 

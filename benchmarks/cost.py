@@ -1,0 +1,55 @@
+"""What a step of a pipeline takes, computed and not measured.
+
+The schedule has m + n - 1 clocks, in m of which a device works:
+
+    partition 0   0 1 2 3 . .
+    partition 1   . 0 1 2 3 .
+    partition 2   . . 0 1 2 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["MODES", "clocks", "ideal_speed_up", "recomputed", "step_seconds"]
+
+MODES = ("always", "except_last", "never")
+
+
+def clocks(m: int, n: int) -> int:
+    """Return the number of clocks of m micro-batches on n partitions."""
+    return m + n - 1
+
+
+def recomputed(mode: str, m: int) -> int:
+    """Return for how many micro-batches forward is computed twice."""
+    return {"always": m, "except_last": m - 1, "never": 0}[mode]
+
+
+def ideal_speed_up(n: int, m: int, mode: str, forward: float = 1 / 3) -> float:
+    """Return the largest possible speed-up over one device that recomputes nothing, for partitions that take the same.
+
+    Args:
+        forward: the share of forward in a step; a third where backward takes twice as long
+    """
+    return n * m / clocks(m, n) * m / (m + recomputed(mode, m) * forward)
+
+
+def step_seconds(
+    stages: Sequence[float], m: int, *, latency: float = 0.0, send: float = 0.0, reduce: float = 0.0
+) -> float:
+    """Return the seconds of a step: without messages the least that these stages allow.
+
+    docs/scaling.rst explains the formula.
+
+    Args:
+        stages: the seconds that a micro-batch takes on each stage, forward and backward
+        m: the number of micro-batches
+        latency: of a message, in seconds
+        send: the seconds that the tensors of a micro-batch take over one boundary, one way
+        reduce: the seconds that the gradients of the replicas take
+    """
+    n = len(stages)
+    ways = 2 * (n - 1)  # each boundary there and back, once at the start and at the end of a step
+    agree = 2 * (n > 1) * latency * n  # all say that they are ready, and hear of the loss
+    return sum(stages) + (m - 1) * max(stages) + ways * (latency + send) + agree + reduce
