@@ -16,13 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.launch import launch
 from tests.distributed.models import cross_entropy, everything, tokens, weigh
 from torchgpipe import GPipe
-from torchgpipe.distributed import Checkpoints, DistributedGPipe, files
+from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +147,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight"):
         Checkpoints(tmp_path, nn.Sequential(nn.Linear(3, 4))).load()
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(RuntimeError, match=r"has no settings.0.weight"):
+    with pytest.raises(RuntimeError, match=r"has no optimizer.0.weight"):
         Checkpoints(tmp_path, model, optimizer).load()
 
 
@@ -201,45 +200,25 @@ def test_nothing_that_is_loaded_runs_code(tmp_path: Path) -> None:
     checkpoints.save(1, Bomb(trace))
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         checkpoints.load()
-    (tmp_path / "run" / "step-00000001" / ".metadata").write_bytes(pickle.dumps(Bomb(trace)))
-    with pytest.raises(pickle.UnpicklingError, match=r"a checkpoint has no use for posix\.mkdir; don't trust"):
-        checkpoints.load()
-    (tmp_path / "run" / "step-00000001" / ".metadata").write_bytes(pickle.dumps("text"))
-    with pytest.raises(pickle.UnpicklingError, match="does not say what it consists of, but str"):
+    (tmp_path / "run" / "step-00000001" / "rank-00000.pt").write_bytes(pickle.dumps(Bomb(trace)))
+    with pytest.raises(RuntimeError, match=r"rank-00000\.pt cannot be read"):
         checkpoints.load()
     assert not trace.exists()
 
 
-class Attribute:
-    def __init__(self, owner: Any, name: str) -> None:
-        self.how = getattr, (owner, name)
+class Deadly(Checkpoints):
+    """Kills the last process in the middle of the second checkpoint."""
 
-    def __reduce__(self) -> Any:
-        return self.how
-
-
-def test_members_of_an_enum_are_read_as_older_versions_of_python_write_them() -> None:
-    def read(value: Attribute) -> Any:
-        return files._Unpickler(io.BytesIO(pickle.dumps(value))).load()
-
-    for member in _MEM_FORMAT_ENCODING:
-        assert read(Attribute(_MEM_FORMAT_ENCODING, member.name)) is member
-    with pytest.raises(pickle.UnpicklingError, match=r"no use for an attribute of .*Size"):
-        read(Attribute(torch.Size, "__new__"))
+    def _write_file(self, path: Path, content: io.BytesIO) -> None:
+        super()._write_file(path, content)
+        if dist.get_rank() == 1 and path.parent.name.startswith("step-00000002"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_while_saving(folder: str) -> str:
     model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
-    checkpoints = Checkpoints(folder, model)
+    checkpoints = Deadly(folder, model)
     checkpoints.save(1, "first")
-    if dist.get_rank() == 1:
-
-        class Deadly(files.FileSystemWriter):  # type: ignore[misc, name-defined, unused-ignore]
-            def write_data(self, *args: Any) -> Any:
-                super().write_data(*args)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.FileSystemWriter = Deadly  # type: ignore[misc, attr-defined, unused-ignore]
     checkpoints.save(2, "second", asynchronous=True)
     with pytest.raises(RuntimeError) as info:
         checkpoints.wait()
@@ -262,8 +241,7 @@ def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
 
 
-def test_what_cannot_be_written_or_read_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own is a BaseException, which passed by those who handle errors."""
+def test_what_cannot_be_written_or_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
     checkpoints.save(1)
     with monkeypatch.context() as context:
@@ -271,15 +249,39 @@ def test_what_cannot_be_written_or_read_is_an_error_of_ours(tmp_path: Path, monk
         def full(*args: Any) -> Any:
             raise OSError("no space left")
 
-        context.setattr(files.FileSystemWriter, "write_data", full)  # type: ignore[attr-defined, unused-ignore]
+        context.setattr(os, "fsync", full)
         with pytest.raises(RuntimeError, match=r"could not save the checkpoint of step 2 in [\s\S]*no space left"):
             checkpoints.save(2)
     assert checkpoints.steps() == [1]
 
-    for part in (tmp_path / "step-00000001").glob("*.distcp"):
-        part.write_bytes(b"")
-    with pytest.raises(RuntimeError, match=r"step-00000001 cannot be read: [\s\S]*; load\(step=\.\.\.\) takes another"):
+    (tmp_path / "step-00000001" / "rank-00000.pt").write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"rank-00000\.pt cannot be read: [\s\S]*; load\(step=\.\.\.\)"):
         checkpoints.load()
+
+
+class Full(Checkpoints):
+    """Has no space left in the last process."""
+
+    def _write_file(self, path: Path, content: io.BytesIO) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+        super()._write_file(path, content)
+
+
+def save_without_space(folder: str) -> str:
+    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    with pytest.raises(RuntimeError) as info:
+        Full(folder, model).save(1)
+    assert Checkpoints(folder, model).steps() == []
+    Checkpoints(folder, model).save(1)
+    return str(info.value)
+
+
+def test_when_one_process_cannot_write_all_raise_and_the_next_checkpoint_is_saved(tmp_path: Path) -> None:
+    first, last = launch(2, save_without_space, str(tmp_path))
+    assert "rank 0, stage 0 of 2" in first and "another process has failed, and says why" in first
+    assert "rank 1, stage 1 of 2" in last and "no space left" in last
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001"}
 
 
 class Killed(BaseException):
@@ -294,12 +296,11 @@ class Fate:
         rename, rmtree = Path.rename, shutil.rmtree
 
         def strike_or_rename(path: Path, target: Path) -> Path:
-            if path.is_dir():  # PyTorch renames files in there, before.
-                self.strike()
+            self.strike()
             return rename(path, target)
 
         def strike_or_remove(path: Path) -> None:
-            (path / ".metadata").unlink(missing_ok=True)
+            (path / "rank-00000.pt").unlink(missing_ok=True)
             self.strike()
             rmtree(path)
 

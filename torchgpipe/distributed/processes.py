@@ -49,7 +49,12 @@ class Processes:
     def place(self) -> str:
         """Which process this is, and what it holds, in words."""
         place = f"rank {dist.get_rank()}, stage {listed(self.stages)} of {self._partitions}"
-        return place if self.replicas is None else f"{place} in replica {dist.get_rank(self.replicas)}"
+        return place if self.replicas is None else f"{place} in replica {self.replica}"
+
+    @property
+    def replica(self) -> int:
+        """The index of this process's pipeline among its replicas."""
+        return 0 if self.replicas is None else dist.get_rank(self.replicas)
 
     def owner(self, j: int) -> int:
         """The rank, in the pipeline, of the process that has partition ``j``."""
