@@ -7,30 +7,22 @@ be smaller. So each tensor is sent flat, and filled up to the size that it has i
     leaves of the output ──┐                                        ┌──► leaves of the input
                            ├──► flat ──► filled up ══► cut ──► shape ┤
     skips in flight ───────┘                                        └──► skips in flight
-
-The shapes, the structure and what requires grad are found out on fake tensors, which have no data: every process
-runs the whole model on them, and nothing has to be sent for it.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.nn import functional as F
 
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
 from torchgpipe.model.microbatch import Batch
-from torchgpipe.model.partition import layers_of, split
-from torchgpipe.replay.statistics import Norm
-from torchgpipe.skip.tracker import SkipTracker
 
-__all__ = ["Boundary", "Shapes", "leaves_of", "on_meta"]
+__all__ = ["Boundary", "leaves_of", "on_meta"]
 
 
 def leaves_of(form: Batch) -> Leaves:
@@ -88,7 +80,7 @@ class Boundary:
         """What to send for micro-batch ``i``.
 
         Raises:
-            RuntimeError: it is not what the fake tensors have foretold.
+            RuntimeError: it is not what the fake model has foretold.
         """
         form = self.forms[i]
         skips = batch.skips or {}
@@ -140,70 +132,3 @@ def _cut(flat: Tensor, form: Tensor) -> Tensor:
 
 def _describe(leaves: Leaves) -> str:
     return str([leaf if leaf is None else (str(leaf.dtype).removeprefix("torch."), *leaf.shape) for leaf in leaves])
-
-
-class Shapes:
-    """A model without data, to find out what crosses its boundaries.
-
-    Args:
-        module: the model, which is not changed
-        balance: the number of layers in each partition
-        device: where the stage of this process computes, which decides what autocast does
-
-    Attributes:
-        partitions: its layers, by stage
-    """
-
-    def __init__(self, module: nn.Sequential, balance: Sequence[int], device: torch.device) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = device
-        memo = {id(tensor): self._fake(tensor) for tensor in _tensors(module)}
-        self._module = copy.deepcopy(module, memo)
-        for layer in self._module.modules():
-            if isinstance(layer, Norm):
-                layer.momentum = 0.0  # A plain average would ask the fake counter for its value.
-        self.partitions = split(layers_of(self._module), balance)
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        # Of what it is shown the mode keeps a weak reference, with which no parameter could come into being.
-        shown = tensor.detach()
-        with self._mode:
-            fake = torch.empty_like(shown, device=self._device)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-    def follow(self, owner: nn.Module) -> None:
-        """Takes over the mode of the model, and which of the parameters that ``owner`` has are frozen."""
-        self._module.train(owner.training)
-        fakes = dict(self._module.named_parameters())
-        for name, parameter in owner.named_parameters():
-            if name in fakes:
-                fakes[name].requires_grad_(parameter.requires_grad)
-
-    def forms(self, batch: Batch) -> list[Batch]:
-        """The value at each boundary for a micro-batch: the input, between each two partitions, and the output.
-
-        Raises:
-            Exception: what a layer raises, with a note.
-        """
-        tracker = SkipTracker()
-        forms = [batch]
-        with self._mode, tracker, torch.random.fork_rng(devices=[]):
-            leaves = [None if leaf is None else torch.empty_like(leaf, device=self._device) for leaf in batch.leaves]
-            value = batch.replace(tuple(leaves)).value
-            for j, partition in enumerate(self.partitions):
-                partition.follow(layers_of(self._module), self._module.training)
-                try:
-                    value = partition(value)
-                    output = Batch.of(value, f"the output of partition {j}")
-                except Exception as error:
-                    error.add_note(f"on tensors without data, to find out the shapes at the end of partition {j}")
-                    raise
-                output.skips = dict(tracker.skips)
-                forms.append(output)
-        return list(map(on_meta, forms))
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    for layer in module.modules():
-        own = [*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values()]
-        yield from [tensor for tensor in own if isinstance(tensor, Tensor)]

@@ -11,10 +11,9 @@ A step, on every process:
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.devices.device import canonical_device, default_device
 from torchgpipe.devices.typing import Device
-from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
-from torchgpipe.distributed.plan import Plan, ScheduleName, make_plan, name_of, verify_fit, verify_schedule
+from torchgpipe.distributed.fake_model import FakeModel
+from torchgpipe.distributed.last_stage import LossFunction, MeanLoss, Outputs, Weight
+from torchgpipe.distributed.preparation import Preparation
+from torchgpipe.distributed.prepared_step import PreparedStep
 from torchgpipe.distributed.processes import Processes
-from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
-from torchgpipe.distributed.stage import Call
+from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, verify_schedule
+from torchgpipe.distributed.stage import StepCall
+from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
 from torchgpipe.model import microbatch
-from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import (
     Partition,
@@ -47,11 +48,6 @@ from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import verify_skippables
 
 __all__ = ["DistributedGPipe"]
-
-#: From the output and the target of a micro-batch to its mean loss.
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-#: From the target of a micro-batch to how much its mean loss weighs.
-Weight: TypeAlias = Callable[[Any], float | int | Tensor]
 
 
 class DistributedGPipe(nn.Module):
@@ -129,11 +125,10 @@ class DistributedGPipe(nn.Module):
         self.training = module.training
         self._loss_fn, self._weight = loss_fn, weight
         self._defers = deferred_batch_norm
-        self._plans: dict[Any, Plan] = {}
         self._partitions: list[Partition] = []
         verify_names(self, module)
 
-        self._shapes = Shapes(module, self.balance, self.device)
+        self._fake = FakeModel(module, self.balance, self.device)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         partitions = split(layers_of(module), self.balance)
@@ -143,7 +138,8 @@ class DistributedGPipe(nn.Module):
         for partition in self._partitions:
             for name, layer in partition._modules.items():
                 self.add_module(name, layer)
-        self._verify_schedule_of(self.chunks)
+        self._preparation = Preparation(self._schedule, self._fake, self._partitions, processes, self.device)
+        self._preparation.verify(self.chunks)
 
     @property
     def balance(self) -> list[int]:
@@ -162,9 +158,8 @@ class DistributedGPipe(nn.Module):
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         chunks = verify_chunks(chunks)
-        self._verify_schedule_of(chunks)
+        self._preparation.verify(chunks)
         self._chunks = chunks
-        self._plans.clear()
         if self._defers:
             for norm in self.modules():
                 if isinstance(norm, DeferredBatchNorm):
@@ -178,7 +173,6 @@ class DistributedGPipe(nn.Module):
     @checkpoint.setter
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
         self._checkpoint = verify_fit(checkpoint, self._schedule)
-        self._plans.clear()  # Their checksums, by which processes agree, have the mode before.
 
     def extra_repr(self) -> str:
         """Return what ``repr(model)`` shows before the layers of this process: how the model is divided and run."""
@@ -207,44 +201,27 @@ class DistributedGPipe(nn.Module):
                 within the timeout of the process group. The message names this process and the one that it waited for.
             Exception: what a layer raises, with notes.
         """
-        processes, backward = self._processes, torch.is_grad_enabled()
-        losses: list[Tensor] = []
         if self._loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
-        targets: list[Batch] = []
-        weights: list[float] = []
-
-        def prepare(m: int, size: int) -> float:
-            if self._is_last:
-                targets.extend(microbatch.scatter((target,), self.chunks, self.device))
-                _verify_target(target, targets, m, size)
-                weights.extend(float(self._weigh(each)) for each in targets)
-            return sum(weights)
-
-        def finish(i: int, output: Batch) -> Tensor:
-            loss = self._loss(output, targets[i], weights[i] / total if weights[i] else 0.0)
-            losses.append(loss.detach())
-            return loss
-
+        processes, backward = self._processes, torch.is_grad_enabled()
+        mean = MeanLoss(self._loss_fn, self._weight, target, self.chunks, self.device)
         with processes.at_step():
             processes.step += 1
-            plan, total = self._prepare(input, prepare, backward)
-            gradients = Gradients(self.parameters() if backward else [], processes.replicas)
+            prepared = self._prepare(input, mean, backward)
+            gradients = StepGradients(self.parameters() if backward else [], processes.replica_group)
             try:
-                self._run(plan, finish)
+                self._run(prepared, mean)
             except BaseException:
                 gradients.restore()
                 raise
-            with processes.exchanging("the gradients of the replicas", processes.replicas):
+            with processes.exchanging("the gradients of the replicas", processes.replica_group):
                 gradients.reduce()
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            for part in losses:
-                loss += part.squeeze()
-            with processes.exchanging("the loss", processes.pipeline):
-                dist.broadcast(loss, group=processes.pipeline, group_src=processes.last)
-            if processes.replicas is not None:
-                with processes.exchanging("the loss of the replicas", processes.replicas):
-                    dist.all_reduce(loss, group=processes.replicas)
+            loss = mean.sum()
+            with processes.exchanging("the loss", processes.pipeline_group):
+                dist.broadcast(loss, group=processes.pipeline_group, group_src=processes.last)
+            if processes.replica_group is not None:
+                with processes.exchanging("the loss of the replicas", processes.replica_group):
+                    dist.all_reduce(loss, group=processes.replica_group)
         return loss
 
     @torch.no_grad()
@@ -262,23 +239,18 @@ class DistributedGPipe(nn.Module):
         Raises:
             Exception: as in :meth:`step`
         """
-        processes, outputs = self._processes, dict[int, Batch]()
-
-        def finish(i: int, output: Batch) -> Tensor:
-            outputs[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
-            return torch.zeros(1, device=self.device)
-
+        processes, outputs = self._processes, Outputs(self.device)
         with processes.at_step():
             processes.step += 1
-            plan, _ = self._prepare(input, lambda m, size: 0.0, backward=False)
-            self._run(plan, finish)
+            prepared = self._prepare(input, outputs, backward=False)
+            self._run(prepared, outputs)
             if not (self._is_last or gather):
                 return None
-            batches = [outputs[i] for i in sorted(outputs)] or [_empty(form, self.device) for form in plan.outputs]
+            batches = outputs.batches(prepared.outputs)
             if gather:
-                with processes.exchanging("the output", processes.pipeline):
+                with processes.exchanging("the output", processes.pipeline_group):
                     for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
-                        dist.broadcast(leaf, group=processes.pipeline, group_src=processes.last)
+                        dist.broadcast(leaf, group=processes.pipeline_group, group_src=processes.last)
             return microbatch.gather(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -291,7 +263,7 @@ class DistributedGPipe(nn.Module):
         Returns:
             the norm of the gradients of all stages before, in every process
         """
-        pipeline = self._processes.pipeline
+        pipeline = self._processes.pipeline_group
         with self._processes.at_step(), self._processes.exchanging("the norm of the gradients", pipeline):
             return clip_grad_norm(self.parameters(), max_norm, norm_type, pipeline, self.device)
 
@@ -317,124 +289,32 @@ class DistributedGPipe(nn.Module):
     def _is_last(self) -> bool:
         return self.stages[-1] == len(self.balance) - 1
 
-    def _weigh(self, target: Batch) -> float | int | Tensor:
-        if self._weight is not None:
-            return self._weight(target.value)
-        return next(len(leaf) for leaf in target.leaves if leaf is not None)
-
-    def _loss(self, output: Batch, target: Batch, share: float) -> Tensor:
-        assert self._loss_fn is not None
-        if share == 0:  # The mean of nothing may be nan.
-            return sum(
-                [(leaf * 0).sum() for leaf in output.leaves if leaf is not None], torch.zeros(1, device=self.device)
-            )
-        loss = self._loss_fn(output.value, target.value)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss_fn must return the mean loss of a micro-batch, but its shape is {tuple(loss.shape)}"
-            )
-        return loss.reshape(1) * share
-
-    def _prepare(self, input: Any, weigh: Callable[[int, int], float], backward: bool) -> tuple[Plan, float]:
-        """Makes or finds the plan of a step, and gives what all targets weigh together."""
+    def _prepare(self, input: Any, ending: MeanLoss | Outputs, backward: bool) -> PreparedStep:
+        """Prepare a step, and make sure that all processes are ready for it."""
         try:
             # Only the first stage reads the input. To the others it is a form.
             where = self.device if 0 in self.stages else torch.device("meta")
-            batches = microbatch.scatter((input,), self.chunks, where)
-            weight = weigh(len(batches), _rows(batches))
-            plan = self._plan(batches, backward)
+            inputs = microbatch.scatter((input,), self.chunks, where)
+            weight = ending.prepare(inputs) if self._is_last else 0.0
+            prepared = self._preparation.step(
+                self, inputs, backward=backward, chunks=self.chunks, checkpoint=self.checkpoint
+            )
         except Exception:
             self._processes.agree(0, 0.0, self.device, failed=True)
             raise
-        total = self._processes.agree(plan.checksum, weight, self.device, failed=False)
-        plan.batches = batches
-        return plan, total
+        ending.total = self._processes.agree(prepared.checksum, weight, self.device, failed=False)
+        prepared.inputs = inputs
+        return prepared
 
-    def _plan(self, batches: list[Batch], backward: bool) -> Plan:
-        forms = [on_meta(batch) for batch in batches]
-        described = [_describe(form) for form in forms]
-        frozen = tuple([not parameter.requires_grad for parameter in self.parameters()])
-        key = (tuple(described), backward, self.training, frozen)
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            self._shapes.follow(self)
-            distinct = {text: self._shapes.forms(form) for text, form in zip(described, forms)}
-            columns = zip(*[distinct[text] for text in described])
-            boundaries = [Boundary(column, f"the output of stage {j - 1}") for j, column in enumerate(columns)]
-            plan = self._make(boundaries, backward, self.chunks)
-            known = [backward, self.training, self.checkpoint, *[list(map(_describe, b.forms)) for b in boundaries]]
-            plan.checksum = zlib.crc32(repr(known).encode())
-        self._plans[key] = plan
-        while len(self._plans) > _MOST_PLANS:  # Each holds the buffers of its micro-batches.
-            del self._plans[next(iter(self._plans))]
-        return plan
-
-    def _verify_schedule_of(self, chunks: int) -> None:
-        """Raises now, and not at the first step, if the schedule cannot do with so many micro-batches."""
-        sample = Boundary([Batch((torch.empty(1, device="meta"),))] * chunks, "a sample")
-        self._make([sample] * (len(self.balance) + 1), backward=True, chunks=chunks)
-
-    def _make(self, boundaries: list[Boundary], backward: bool, chunks: int) -> Plan:
-        return make_plan(
-            self._schedule,
-            self._partitions,
-            self._processes,
-            self.device,
-            boundaries,
-            chunks=chunks,
-            backward=backward,
-        )
-
-    def _run(self, plan: Plan, finish: Callable[[int, Batch], Tensor]) -> None:
-        m = len(plan.batches)
+    def _run(self, prepared: PreparedStep, ending: MeanLoss | Outputs) -> None:
+        m = len(prepared.inputs)
         stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
-        call = Call(plan.batches, stop, finish)
-        layout = inspect_skip_layout([list(partition.modules()) for partition in self._shapes.partitions])
-        for partition, module in zip(self._partitions, plan.modules):
+        layout = inspect_skip_layout([list(partition.modules()) for partition in self._fake.partitions])
+        for partition in self._partitions:
             partition.follow(layers_of(self), self.training)
-            module.begin(call, layout)
-        numbers, through = torch.arange(m), False
         try:
-            with mini_batch(m, self, self._processes.replicas):
-                plan.schedule.step(i=numbers, target=numbers)
-                through = True
-        except Exception as error:
-            self._plans.clear()
-            if through:
-                with self._processes.exchanging("the statistics of the replicas", self._processes.replicas):
-                    raise
-            if error.__cause__ is not None:  # A layer's own error, which PyTorch has put into one of its own.
-                raise error.__cause__ from error.__cause__.__cause__
-            self._processes.lost(error, *plan.awaited(self._processes.owner))
-        finally:
-            plan.end()
-
-
-#: As many shapes of mini-batches are prepared for: training, its last mini-batch, and evaluation likewise.
-_MOST_PLANS = 4
-
-
-def _verify_target(target: Any, targets: list[Batch], m: int, rows: int) -> None:
-    its = _rows(targets)
-    if (len(targets), its) != (m, rows):
-        raise ValueError(
-            f"input and target must have the same size in dimension 0, the batch, but have {rows} and {its}"
-        )
-
-
-def _rows(batches: list[Batch]) -> int:
-    """The size of a mini-batch, which was split: of the leaves that are not passed whole, so of the most varied."""
-    return max(
-        sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])
-        for column in zip(*[batch.leaves for batch in batches])
-    )
-
-
-def _empty(form: Batch, device: torch.device) -> Batch:
-    leaves = [None if leaf is None else torch.empty_like(leaf, device=device) for leaf in form.leaves]
-    return form.replace(tuple(leaves))
-
-
-def _describe(form: Batch) -> str:
-    leaves = [leaf if leaf is None else (leaf.dtype, tuple(leaf.shape), leaf.requires_grad) for leaf in leaves_of(form)]
-    return f"{form.spec} {leaves}"
+            with mini_batch(m, self, self._processes.replica_group):
+                prepared.run(StepCall(prepared.inputs, stop, ending.finish), layout, self._processes)
+        except BaseException:
+            self._preparation.clear()  # PyTorch's stages have stopped in the middle.
+            raise

@@ -27,8 +27,8 @@ class Processes:
         partitions: how many partitions the pipeline has
 
     Attributes:
-        pipeline: the group of those of a pipeline
-        replicas: the group of those with the same stages; None if there are no replicas
+        pipeline_group: the group of those of a pipeline
+        replica_group: the group of those with the same stages; None if there are no replicas
         rank: that of this process in the pipeline
         stages: the indices of its partitions
         step: the number of the step that is under way
@@ -39,8 +39,8 @@ class Processes:
     """
 
     def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None, partitions: int) -> None:
-        self.pipeline, self.replicas = _groups(mesh, timeout)
-        self.rank, self.size = dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
+        self.pipeline_group, self.replica_group = _groups(mesh, timeout)
+        self.rank, self.size = dist.get_rank(self.pipeline_group), dist.get_world_size(self.pipeline_group)
         self.stages = list(range(self.rank, partitions, self.size))
         self.step = 0
         self._partitions = partitions
@@ -49,12 +49,12 @@ class Processes:
     def place(self) -> str:
         """Which process this is, and what it holds, in words."""
         place = f"rank {dist.get_rank()}, stage {listed(self.stages)} of {self._partitions}"
-        return place if self.replicas is None else f"{place} in replica {self.replica}"
+        return place if self.replica_group is None else f"{place} in replica {self.replica}"
 
     @property
     def replica(self) -> int:
         """The index of this process's pipeline among its replicas."""
-        return 0 if self.replicas is None else dist.get_rank(self.replicas)
+        return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
 
     def owner(self, j: int) -> int:
         """The rank, in the pipeline, of the process that has partition ``j``."""
@@ -82,19 +82,19 @@ class Processes:
         """
         mine = torch.tensor([float(failed), float(checksum), weight], dtype=torch.float64, device=device)
         replies = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.exchanging("whether all are ready", self.pipeline):
-            dist.all_gather(replies, mine, group=self.pipeline)
+        with self.exchanging("whether all are ready", self.pipeline_group):
+            dist.all_gather(replies, mine, group=self.pipeline_group)
         rows = torch.stack(replies).tolist()
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
         together = torch.tensor([len(refused) + len(others), rows[self.last][2]], dtype=torch.float64, device=device)
-        if self.replicas is not None:
-            with self.exchanging("whether all replicas are ready", self.replicas):
-                dist.all_reduce(together, group=self.replicas)
+        if self.replica_group is not None:
+            with self.exchanging("whether all replicas are ready", self.replica_group):
+                dist.all_reduce(together, group=self.replica_group)
         faults, total = map(float, together.tolist())
         if failed or not faults:
             return total
-        ranks = listed([dist.get_global_rank(self.pipeline, rank) for rank in (refused or others)])
+        ranks = listed([dist.get_global_rank(self.pipeline_group, rank) for rank in (refused or others)])
         if refused:
             raise Disagreement(f"rank {ranks} could not prepare it, and says why; nothing was sent")
         if others:
@@ -131,7 +131,7 @@ class Processes:
             peers: from whom, by their ranks in the group
             group: a group of processes (default: the pipeline)
         """
-        ranks = [dist.get_global_rank(group or self.pipeline, peer) for peer in peers]
+        ranks = [dist.get_global_rank(group or self.pipeline_group, peer) for peer in peers]
         raise RuntimeError(
             f"{self.place} has waited in step {self.step} for {what} from rank {listed(ranks)}, in vain: {error}; "
             "see what that process says, and start all of them again from the last checkpoint"

@@ -2,7 +2,7 @@
 
 PyTorch's schedules hand out micro-batches to the stages of a process, forward and backward in their order, and send
 what goes between two processes. All that they are given here is the number of each micro-batch. What it stands
-for is looked up in the `Call`, and computed by a cell like that of a pipeline in one process.
+for is looked up in the `StepCall`, and computed by a cell like that of a pipeline in one process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.skip.layout import SkipLayout
 
-__all__ = ["Call", "StageModule", "WatchedStage"]
+__all__ = ["StepCall", "WatchedPipelineStage", "WiredPartition"]
 
 
 @dataclass
-class Call:
+class StepCall:
     """What the stages of a process have to know about a step.
 
     Attributes:
@@ -43,7 +43,7 @@ class Call:
     finish: Callable[[int, Batch], Tensor]
 
 
-class StageModule(nn.Module):
+class WiredPartition(nn.Module):
     """Partition ``j`` as PyTorch's pipelining calls it.
 
     Args:
@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         """What is sent for a micro-batch, on the meta device."""
         return (torch.empty(1, device="meta"),) if self._last else self._leaving.buffers
 
-    def begin(self, call: Call, layout: SkipLayout) -> None:
+    def begin(self, call: StepCall, layout: SkipLayout) -> None:
         """Prepares for the micro-batches of ``call``."""
         self._call = call
         modules = list(self.partition.modules())
@@ -101,7 +101,7 @@ class StageModule(nn.Module):
         return self._leaving.pack(number, batch)
 
 
-class WatchedStage(PipelineStage):
+class WatchedPipelineStage(PipelineStage):
     """A stage that knows what it waits for, so that an error can tell.
 
     Attributes:
@@ -109,7 +109,7 @@ class WatchedStage(PipelineStage):
         neighbours: the indices of the stages that this one exchanges with
     """
 
-    def __init__(self, module: StageModule, j: int, n: int, device: torch.device, group: Any) -> None:
+    def __init__(self, module: WiredPartition, j: int, n: int, device: torch.device, group: Any) -> None:
         inputs, outputs = module.buffers_in(), module.buffers_out()
         super().__init__(module, j, n, device, input_args=inputs, output_args=outputs, group=group)
         self.awaited: dict[tuple[str, int], int] = {}

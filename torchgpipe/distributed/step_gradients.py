@@ -1,4 +1,4 @@
-"""Several copies of a pipeline that learn from different data: their gradients are added up, once in a step."""
+"""Gradients that are spread over processes: added up over the replicas once in a step, and clipped together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Gradients", "clip_grad_norm"]
+__all__ = ["StepGradients", "clip_grad_norm"]
 
 
-class Gradients:
+class StepGradients:
     """The gradients of one step, apart from those that were there before.
 
     Args:
