@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -217,11 +216,8 @@ class DistributedGPipe(nn.Module):
             with processes.exchanging("the gradients of the replicas", processes.replica_group):
                 gradients.reduce()
             loss = mean.sum()
-            with processes.exchanging("the loss", processes.pipeline_group):
-                dist.broadcast(loss, group=processes.pipeline_group, group_src=processes.last)
-            if processes.replica_group is not None:
-                with processes.exchanging("the loss of the replicas", processes.replica_group):
-                    dist.all_reduce(loss, group=processes.replica_group)
+            processes.receive_from_last(loss, "the loss")
+            processes.add_replicas(loss, "the loss of the replicas")
         return loss
 
     @torch.no_grad()
@@ -248,9 +244,8 @@ class DistributedGPipe(nn.Module):
                 return None
             batches = outputs.batches(prepared.outputs)
             if gather:
-                with processes.exchanging("the output", processes.pipeline_group):
-                    for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
-                        dist.broadcast(leaf, group=processes.pipeline_group, group_src=processes.last)
+                for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
+                    processes.receive_from_last(leaf, "the output")
             return microbatch.gather(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Disagreement", "Processes", "listed"]
@@ -88,9 +89,7 @@ class Processes:
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
         together = torch.tensor([len(refused) + len(others), rows[self.last][2]], dtype=torch.float64, device=device)
-        if self.replica_group is not None:
-            with self.exchanging("whether all replicas are ready", self.replica_group):
-                dist.all_reduce(together, group=self.replica_group)
+        self.add_replicas(together, "whether all replicas are ready")
         faults, total = map(float, together.tolist())
         if failed or not faults:
             return total
@@ -104,6 +103,17 @@ class Processes:
                 "Nothing was sent"
             )
         raise Disagreement("another replica could not prepare it, and says why; nothing was sent")
+
+    def receive_from_last(self, tensor: Tensor, what: str) -> None:
+        """Give ``tensor`` the values that it has in the process of the last stage."""
+        with self.exchanging(what, self.pipeline_group):
+            dist.broadcast(tensor, group=self.pipeline_group, group_src=self.last)
+
+    def add_replicas(self, tensor: Tensor, what: str) -> None:
+        """Add to ``tensor`` its values in all other replicas."""
+        if self.replica_group is not None:
+            with self.exchanging(what, self.replica_group):
+                dist.all_reduce(tensor, group=self.replica_group)
 
     @contextmanager
     def at_step(self) -> Iterator[None]:
