@@ -70,7 +70,7 @@ class Layer(nn.Linear):
 
 
 class FragileCheckpoints(Checkpoints):
-    """May come to harm when a process has written its file, and has not yet told the others."""
+    """Do the harm when a process has written its file, and has not yet told the others."""
 
     harm = Harm("none")
     step = 0

@@ -1,4 +1,4 @@
-"""A checkpoint fits any number of processes, outlives those that wrote it, and runs no code."""
+"""A checkpoint fits any number of processes, stays valid when processes die, and runs no code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def wrapped(balance: list[int], dropout: float = 0.0, **options: Any) -> Distrib
     model = everything(dropout)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + 0.1 * (len(balance) - 2))  # Others than those that are loaded.
+            parameter.mul_(1 + 0.1 * (len(balance) - 2))  # Unlike the values that are loaded.
     return DistributedGPipe(model, balance, chunks=4, loss_fn=cross_entropy, weight=weigh, **options)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With two groups, the first of which is empty in most processes."""
+    """Return an optimizer with two groups, the first of which is empty in most processes."""
     decaying = [parameter for name, parameter in model.named_parameters() if name == "0.weight"]
     others = [parameter for name, parameter in model.named_parameters() if name != "0.weight"]
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others}]
@@ -56,13 +56,13 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(folder: str, balance: list[int]) -> list[float]:
-    """Saves after two steps, in the background while it learns on, and returns the losses of the next two."""
+    """Save after two steps, in the background of the next two, and return the losses of these."""
     model = wrapped(balance, 0.5)
     optimizer = adam(model)
     checkpoints = Checkpoints(folder, model, optimizer)
     assert checkpoints.load() is None
     learn(model, optimizer, range(2))
-    # What is random goes on where it was; with other stages it cannot.
+    # With the same stages, random numbers go on where they were.
     checkpoints.save(2, {"step": 2, "shape": (1, None)}, asynchronous=True)
     losses = learn(model, optimizer, range(2, 4))
     checkpoints.wait()
@@ -109,7 +109,7 @@ def test_another_number_of_processes_another_balance_or_no_pipeline_goes_on_from
     for again in launch(3, load, folder, [3, 3, 6]):
         assert again == pytest.approx(losses, rel=1e-12)
 
-    # Here the batch norm sees the whole mini-batch at once, so there is one micro-batch.
+    # The batch norm of the plain model sees the whole mini-batch at once, so there is one micro-batch.
     plain = learn_alone(folder, everything())
     piped = learn_alone(folder, GPipe(everything(), [6, 6], chunks=1))
     assert piped == pytest.approx(plain, rel=1e-12)
@@ -129,7 +129,7 @@ def test_a_single_process_saves_for_another(tmp_path: Path) -> None:
     assert checkpoints.steps() == [2, 3]
     state, drawn = values(model), torch.rand(3)
 
-    assert Checkpoints(tmp_path, layers).load() is None  # The state, of which there is none.
+    assert Checkpoints(tmp_path, layers).load() is None  # None is the state that was saved.
     torch.testing.assert_close(layers.state_dict(), state, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), drawn)
     checkpoints.load(2)
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     checkpoints = Checkpoints(tmp_path, model)
     checkpoints.save(7)
-    with pytest.raises(FileNotFoundError, match=r"step-00000006 is not there or not valid; valid .* \[7\]"):
+    with pytest.raises(FileNotFoundError, match=r"step-00000006 is not there or not valid; valid are the steps \[7\]"):
         checkpoints.load(6)
     with pytest.raises(RuntimeError, match=r"has no model.1.weight, model.1.bias; load it into the model"):
         Checkpoints(tmp_path, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).load()
@@ -159,7 +159,7 @@ def test_keep_is_a_positive_integer(tmp_path: Path, keep: Any) -> None:
 
 @pytest.mark.parametrize("step", ["3", 1.5, -1])
 def test_a_step_is_an_integer(tmp_path: Path, step: Any) -> None:
-    """'3' was saved as step 30000000, and 1.5 under a name that no step has."""
+    """A bug: '3' was saved as step 30000000, and 1.5 under a name that no step has."""
     checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
     for method in (checkpoints.save, checkpoints.load):
         with pytest.raises(ValueError, match=f"step must be an integer, 0 or more, but got {step!r}"):
@@ -170,9 +170,9 @@ def test_a_step_is_an_integer(tmp_path: Path, step: Any) -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    """It was an error at the first save, which printed all values of the parameter."""
+    """A bug: it was an error at the first save, which printed all values of the parameter."""
     model = nn.Linear(3, 2)
-    message = r"the optimizer has a parameter of shape \(4,\) that the model has not; make it of model\.parameters\(\)"
+    message = r"the optimizer has a parameter of shape \(4,\) that the model does not have; make"
     others = torch.optim.SGD([*model.parameters(), torch.zeros(4)])
     with pytest.raises(ValueError, match=message):
         Checkpoints(tmp_path, model, others)
@@ -289,7 +289,7 @@ class Killed(BaseException):
 
 
 class Fate:
-    """Ends the process, or so it seems, before a checkpoint is renamed or in the middle of removing one."""
+    """Raise, as if the process were killed, before a checkpoint is renamed or in the middle of removing one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         self.after = after
@@ -317,7 +317,7 @@ class Fate:
 def test_whenever_a_process_dies_the_last_checkpoint_can_be_loaded(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint before was removed before the new one of the same step had its name: neither was there to load."""
+    """A bug: the old checkpoint of a step was removed before the new one had its name, and neither could be loaded."""
     model = nn.Linear(2, 2)
     found = []
     for after in range(10):
@@ -337,7 +337,7 @@ def test_whenever_a_process_dies_the_last_checkpoint_can_be_loaded(
         assert {path.name for path in folder.iterdir()} == {f"step-{step - 1:08}", f"step-{step:08}"}
         if fate.after >= 0:
             break
-    assert fate.after >= 0  # The last one was saved without harm.
+    assert fate.after >= 0  # The last checkpoint was saved without a fault.
     assert "".join(word[0] for word in found) in {"o" * k + "n" * (len(found) - k) for k in range(1, len(found))}
 
 
@@ -353,7 +353,7 @@ def save_replicas(folder: str) -> None:
     for _ in range(2):
         Checkpoints(folder, model, optimizer).load()
         for name, value in values(model).items():
-            # Each has its own running statistics. Those of the first one are saved.
+            # Each replica has its own running statistics. Those of the first replica are saved.
             if replica == 0 or name in dict(model.named_parameters()):
                 assert torch.equal(value, before[name]), name
 

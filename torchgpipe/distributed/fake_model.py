@@ -1,7 +1,8 @@
-"""What crosses each boundary of a model, found out without data and without sending anything.
+"""Find the shapes at all boundaries of a model without data, and without sending anything.
 
-Every process runs the whole model on fake tensors, which have shapes, dtypes and devices only. From the shapes of the
-input follow the structure, the shapes and what requires grad at the end of each partition.
+Every process runs the whole model on fake tensors, which have shapes, dtypes and devices only. Given the shapes of the
+input, the run tells the structure, the shapes and what requires grad at the end of each partition. The meta device
+would not do, because autocast acts by the type of the device.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ __all__ = ["FakeModel"]
 
 
 class FakeModel:
-    """A model without data, to find out what crosses its boundaries.
+    """A copy of a model without data, which finds the shapes at its boundaries.
 
     Args:
-        module: the model, which is not changed
+        module: the model; it is not changed
         balance: the number of layers in each partition
-        device: where the stage of this process computes, which decides what autocast does
+        device: where this process computes, which decides what autocast does
 
     Attributes:
-        partitions: its layers, by stage
+        partitions: the layers of the copy, by stage
     """
 
     def __init__(self, module: nn.Sequential, balance: Sequence[int], device: torch.device) -> None:
@@ -41,18 +42,19 @@ class FakeModel:
         self._module = copy.deepcopy(module, memo)
         for layer in self._module.modules():
             if isinstance(layer, Norm):
-                layer.momentum = 0.0  # A plain average would ask the fake counter for its value.
+                layer.momentum = 0.0  # Momentum None reads the value of the counter, and a fake counter has none.
         self.partitions = split(layers_of(self._module), balance)
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        # Of what it is shown the mode keeps a weak reference, with which no parameter could come into being.
+        # The mode keeps a weak reference to each tensor that it sees, and `swap_tensors`, with which `place` makes a
+        # parameter of a meta tensor, refuses tensors with weak references. So the mode sees an alias.
         shown = tensor.detach()
         with self._mode:
             fake = torch.empty_like(shown, device=self._device)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def follow(self, owner: nn.Module) -> None:
-        """Takes over the mode of the model, and which of the parameters that ``owner`` has are frozen."""
+        """Adopt the mode of ``owner``, and freeze the parameters that are frozen there."""
         self._module.train(owner.training)
         fakes = dict(self._module.named_parameters())
         for name, parameter in owner.named_parameters():
@@ -60,7 +62,7 @@ class FakeModel:
                 fakes[name].requires_grad_(parameter.requires_grad)
 
     def forms(self, batch: Batch) -> list[Batch]:
-        """The value at each boundary for a micro-batch: the input, between each two partitions, and the output.
+        """Return the form at each boundary for one micro-batch: of the input, and of the output of each partition.
 
         Raises:
             Exception: what a layer raises, with a note.
@@ -76,7 +78,7 @@ class FakeModel:
                     value = partition(value)
                     output = Batch.of(value, f"the output of partition {j}")
                 except Exception as error:
-                    error.add_note(f"on tensors without data, to find out the shapes at the end of partition {j}")
+                    error.add_note(f"on tensors without data, to find the shapes at the end of partition {j}")
                     raise
                 output.skips = dict(tracker.skips)
                 forms.append(output)

@@ -1,8 +1,8 @@
-"""Checkpoints of a training run, which outlive its processes and do not depend on how many there were.
+"""Save and load a training run, independently of the number of its processes.
 
-Each process writes one file with ``torch.save``, in the folder of the step, with what it holds of the model under the
-plain model's names. To load, each process maps all files into memory and copies only what it needs of them. Nothing
-that is loaded can run code: ``torch.load(weights_only=True)`` refuses whatever is more than tensors and plain values.
+Each process writes one file with ``torch.save`` into the folder of the step. The file has the layers of this process,
+under the plain model's names. To load, each process maps all files into memory and copies what its own layers need.
+Nothing that is loaded can run code: ``torch.load(weights_only=True)`` accepts tensors and plain values only.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Checkpoints:
                 checkpoints.save(step + 1, {"step": step + 1}, asynchronous=True)
         checkpoints.wait()
 
-    What one kind of model has saved, another can load: a :class:`~torchgpipe.distributed.DistributedGPipe` over any
-    number of processes, a :class:`~torchgpipe.GPipe`, or the plain model. In several processes, all of them make it and
-    call the same methods in the same order.
+    A checkpoint fits a :class:`~torchgpipe.distributed.DistributedGPipe` over any number of processes, a
+    :class:`~torchgpipe.GPipe`, and the plain model, whichever of them was saved. In several processes, all of them make
+    a ``Checkpoints`` and call the same methods in the same order.
 
     Args:
         folder: where the checkpoints are; all processes must see the same files there
-        model: what is saved, or loaded into
-        optimizer: its optimizer, if there is one
-        keep: how many valid checkpoints to keep
-        timeout: how long a process waits for another that has not written its part
+        model: the model to save, or to load into
+        optimizer: the optimizer of the model, if there is one
+        keep: the number of valid checkpoints to keep
+        timeout: how long a process waits for another process that has not written its part
 
     Raises:
         ValueError: ``keep`` is not a positive integer, or the optimizer has a parameter that the model has not.
@@ -82,7 +82,7 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         self._rank, self._where, self._writes_model = 0, "", True
         if isinstance(model, DistributedGPipe):
-            # On the CPU and apart from the model's group: a thread uses this group while the model computes.
+            # A group of its own, on the CPU: a thread uses it while the model uses that of the model.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
             self._rank = dist.get_rank(self._group)
             self._where = f"{model.place}: "
@@ -97,18 +97,18 @@ class Checkpoints:
     def save(self, step: int, state: Any = None, *, asynchronous: bool = False) -> None:
         """Save the model, the optimizer, the random state of each process, and ``state``.
 
-        All of it is copied into the memory of the host first.
+        Everything is first copied into host memory.
 
         Args:
-            step: tells the checkpoints apart; that of the largest one is loaded
-            state: what else is needed to go on, such as a learning rate schedule's ``state_dict()``: tensors, numbers,
-                strings and None in tuples, lists and dicts. That of the first process is saved.
-            asynchronous: whether to return as soon as everything has been copied, and to write it meanwhile. What goes
-                wrong then is raised by the next call.
+            step: the number of the checkpoint; by default, the checkpoint with the largest number is loaded
+            state: other values that are needed to go on, such as a learning rate schedule's ``state_dict()``: tensors,
+                numbers, strings and None in tuples, lists and dicts. The ``state`` of the first process is saved.
+            asynchronous: whether to return after the copy, and to write in the background. The next call raises the
+                error if writing fails.
 
         Raises:
             ValueError: ``step`` is not an integer, or is negative.
-            RuntimeError: it could not be written, by this process or another. The last one is still valid.
+            RuntimeError: this process or another could not write its part. The checkpoint before is still valid.
         """
         _verify_step(step)
         self.wait()
@@ -143,13 +143,13 @@ class Checkpoints:
             step: which one (default: the last valid one)
 
         Returns:
-            what was given to :meth:`save` as ``state``; None if there is no checkpoint, and nothing was loaded
+            the ``state`` that :meth:`save` was given; None if there is no checkpoint, and nothing was loaded
 
         Raises:
             ValueError: ``step`` is not an integer, or is negative.
             FileNotFoundError: there is no valid checkpoint of this step.
-            RuntimeError: it does not have all that the model has, or in other shapes, or its files are damaged.
-            pickle.UnpicklingError: it holds what has no place in a checkpoint.
+            RuntimeError: the checkpoint lacks a tensor of the model or has it in another shape, or a file is damaged.
+            pickle.UnpicklingError: the checkpoint has an object that is neither a tensor nor a plain value.
         """
         if step is not None:
             _verify_step(step)
@@ -161,7 +161,7 @@ class Checkpoints:
         valid = self._steps.valid()
         if step not in valid:
             raise FileNotFoundError(
-                f"{self._steps.named(step)} is not there or not valid; valid are those of the steps {[*valid]}"
+                f"{self._steps.named(step)} is not there or not valid; valid are the steps {[*valid]}"
             )
         content = _read(valid[step])
         restore_model(self._model, content["model"])
@@ -171,9 +171,9 @@ class Checkpoints:
         return copy.deepcopy(content["state"])
 
     def _last_step(self) -> int:
-        """Return the step to load in every process, -1 if there is none."""
+        """Return the last valid step, the same in every process; -1 if there is none."""
         last = torch.tensor(max(self.steps(), default=-1))
-        if self._group is not None:  # A process may see a new folder later than another one.
+        if self._group is not None:  # On a network file system, processes may see different folders.
             dist.broadcast(last, group=self._group, group_src=0)
         return int(last)
 
@@ -185,18 +185,18 @@ class Checkpoints:
             self._together(lambda: self._steps.publish(step) if first else None)
         except Exception as error:
             raise RuntimeError(
-                f"{self._where}could not save the checkpoint of step {step} in {self.folder}, together with all other "
-                f"processes: {error}; the last valid one is still there"
+                f"{self._where}could not save the checkpoint of step {step} in {self.folder}: {error}; no process has "
+                "saved it, and the checkpoint before is still valid"
             ) from error
 
     def _write_file(self, path: Path, content: io.BytesIO) -> None:
         with path.open("xb") as file:
             file.write(content.getbuffer())
             file.flush()
-            os.fsync(file.fileno())  # Otherwise the folder may have its name, after a crash, and the file no content.
+            os.fsync(file.fileno())  # Without it, a crash of the machine may leave a valid name and an empty file.
 
     def _together(self, action: Callable[[], None]) -> None:
-        """Run a part of the work, wait for all processes, and raise in each of them if one has failed."""
+        """Run ``action`` in all processes, wait for all of them, and raise in each if one has failed."""
         fault = None
         try:
             action()
@@ -217,7 +217,7 @@ def _verify_step(step: Any) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what all processes have written, joined, with tensors that are read from the files when they are used."""
+    """Join the files of all processes. The values of a tensor are read from its file when they are copied."""
     content: dict[str, Any] = {"model": {}, "optimizer": {}, "random": {}, "state": None}
     for file in sorted(path.glob("rank-*.pt"), reverse=True):
         try:
@@ -226,5 +226,5 @@ def _read(path: Path) -> dict[str, Any]:
             raise RuntimeError(f"{file} cannot be read: {error}; load(step=...) takes another one") from error
         for name in ("model", "optimizer", "random"):
             content[name].update(part[name])
-        content["state"] = part["state"]  # In the end that of the first process.
+        content["state"] = part["state"]  # The first process comes last, and its state stays.
     return content

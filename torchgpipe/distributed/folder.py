@@ -1,15 +1,15 @@
-"""The folder of a training run, in which a checkpoint is valid as a whole or not at all.
+"""Make a checkpoint valid as a whole or not at all.
 
-Each checkpoint is a folder of its own, and its name says what it is worth::
+Each checkpoint is a folder, and the name of the folder says whether the checkpoint is valid::
 
     step-00000100/           valid
     step-00000200.part/      being written, or left behind by processes that were killed
                   |
-                  └── renamed to step-00000200 when all processes have written all of it
-    step-00000200.old/       of the same step, from before: valid until the new one has its name
+                  └── renamed to step-00000200 when all processes have written their files
+    step-00000200.old/       replaced by a checkpoint of the same step: valid until that one has its name
 
-A checkpoint that is to be removed loses its name first. So a process may be killed at any moment, and the last valid
-checkpoint stays as it is.
+A valid checkpoint is renamed before it is removed. So a process may be killed at any moment, and the last valid
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Folder:
     """The valid checkpoints of a training run, by their steps.
 
     Args:
-        path: where they are
-        keep: how many of them to keep
+        path: the folder of the training run
+        keep: the number of valid checkpoints to keep
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -34,15 +34,16 @@ class Folder:
         self._keep = keep
 
     def valid(self) -> dict[int, Path]:
-        """Return where the valid checkpoints are, in ascending order of their steps."""
+        """Return the paths of the valid checkpoints, in ascending order of their steps."""
         found = {}
-        for path in sorted(self.path.glob("step-*"), reverse=True):  # step-1.old before step-1, which replaces it.
+        # In reverse order step-1 comes after step-1.old, and takes its place.
+        for path in sorted(self.path.glob("step-*"), reverse=True):
             if match := re.fullmatch(r"step-(\d+)(\.old)?", path.name):
                 found[int(match[1])] = path
         return dict(sorted(found.items()))
 
     def named(self, step: int) -> Path:
-        """Return the path of the valid checkpoint of ``step``, which need not be there."""
+        """Return the path that the checkpoint of ``step`` has when it is valid."""
         return self.path / f"step-{step:08}"
 
     def part(self, step: int) -> Path:
@@ -50,12 +51,12 @@ class Folder:
         return self.named(step).with_suffix(".part")
 
     def begin(self, step: int) -> None:
-        """Make room for the parts of a checkpoint, and remove what was left behind."""
+        """Remove what was left behind, and make the folder in which a checkpoint is written."""
         self._clear()
         self.part(step).mkdir(parents=True)
 
     def publish(self, step: int) -> None:
-        """Make a checkpoint valid, in place of the one of the same step, and remove those that are too many."""
+        """Make a checkpoint valid, in place of one of the same step, and remove the oldest ones."""
         path = self.named(step)
         if path.exists():
             path.rename(path.with_suffix(".old"))

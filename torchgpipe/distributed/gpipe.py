@@ -1,12 +1,12 @@
-"""The pipeline over several processes, as users see it: a module that holds the layers of its own stage.
+"""Train over several processes with a module that holds the layers of its own stages.
 
-A step, on every process:
+A step, in every process:
 
-1. The input is split into micro-batches, as in one process. Nothing is sent yet.
-2. The shapes at all boundaries follow from it; for shapes that are new a schedule of PyTorch's is made.
-3. The processes agree: whether all could prepare the same step, and how much the losses of all weigh.
-4. The schedule runs the stages of this process, forward and backward.
-5. Replicas add up their gradients. The last stage tells all others the loss.
+1. Split the input into micro-batches, as in one process.
+2. Find the shapes at all boundaries. For new shapes, make a schedule of PyTorch's.
+3. Agree with all processes that they have prepared the same step, and on the weight of all targets. Only then send.
+4. Run the stages of this process under the schedule, forward and backward.
+5. Add up the gradients of the replicas, and receive the loss from the last stage.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["DistributedGPipe"]
 
 
 class DistributedGPipe(nn.Module):
-    """Trains a :class:`~torch.nn.Sequential` in several processes, each of which holds one part of the layers.
+    """Train a :class:`~torch.nn.Sequential` in several processes, each of which holds a part of the layers.
 
     Every process makes the same model, best on the meta device, and calls the same methods in the same order::
 
@@ -68,30 +68,30 @@ class DistributedGPipe(nn.Module):
 
     Args:
         module: the model; this process keeps the layers of its own partitions
-        balance: the number of layers in each partition; their number is that of the processes of a pipeline or,
-            for the schedules that interleave, a multiple of it
+        balance: the number of layers in each partition. There is one partition for each process of a pipeline or,
+            for the interleaved schedules, the same number of partitions for each.
         chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
-        schedule: by its name in PyTorch without the word Schedule: ``'GPipe'`` or ``'1F1B'``; with several partitions
-            in each process ``'LoopedBFS'``, ``'Interleaved1F1B'`` or ``'InterleavedZeroBubble'``
-        checkpoint: which micro-batches are computed again at backward, as in :class:`~torchgpipe.GPipe`
-        loss_fn: gives the mean loss of a micro-batch, from its output and its target
-        weight: gives what that loss weighs in the mean over all micro-batches, from the target; for a mean over tokens,
-            their number (default: the size of the micro-batch)
+        schedule: the name of a schedule in PyTorch without the word Schedule: ``'GPipe'`` or ``'1F1B'``; with several
+            partitions in each process ``'LoopedBFS'``, ``'Interleaved1F1B'`` or ``'InterleavedZeroBubble'``
+        checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
+        loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
+        weight: takes the target of a micro-batch, and returns the weight of its loss in the mean over all
+            micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
         deferred_batch_norm: as in :class:`~torchgpipe.GPipe`
-        mesh: the processes: (stages,) or (replicas, stages); default: one pipeline of all
-        device: where this process computes (default: its current accelerator, or the CPU where there is none)
-        timeout: how long a process waits for another before it gives up (default: that of the groups of ``mesh``, or
-            of the process group)
+        mesh: the processes, (stages,) or (replicas, stages) (default: one pipeline of all processes)
+        device: where this process computes (default: its current accelerator, or the CPU if there is none)
+        timeout: how long a process waits for another before it raises (default: the timeouts of the groups of
+            ``mesh``, or of the process group)
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
         chunks (int): the number of micro-batches; can be set between two steps, in every process
         checkpoint (str): the checkpoint mode; can be set between two steps, in every process
         stages (list[int]): the indices of the partitions in this process
-        device (torch.device): where they are
+        device (torch.device): where this process computes
 
     Raises:
-        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` no integer.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` is not an integer.
         ValueError: the balance does not fit the module or the processes, another argument is out of its range, or
             partitions share a parameter.
         RuntimeError: there is no process group.
@@ -147,11 +147,11 @@ class DistributedGPipe(nn.Module):
 
     @balance.setter
     def balance(self, balance: Any) -> None:
-        raise fixed(self, "balance", "make another one of the whole model, and load what Checkpoints have saved")
+        raise fixed(self, "balance", "make a new one from the whole model, and load the last checkpoint into it")
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches that the next mini-batch is split into; deferred batch norms follow it."""
+        """The number of micro-batches of the next mini-batch, also for deferred batch norms."""
         return self._chunks
 
     @chunks.setter
@@ -174,30 +174,30 @@ class DistributedGPipe(nn.Module):
         self._checkpoint = verify_fit(checkpoint, self._schedule)
 
     def extra_repr(self) -> str:
-        """Return what ``repr(model)`` shows before the layers of this process: how the model is divided and run."""
+        """Return the balance and the settings, which ``repr(model)`` shows before the layers of this process."""
         return (
             f"balance={self._balance}, stages={self.stages}, device='{self.device}', chunks={self._chunks}, "
             f"schedule='{name_of(self._schedule)}', checkpoint={self._checkpoint!r}"
         )
 
     def step(self, input: Any, target: Any = None) -> Tensor:
-        """Runs a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
+        """Run a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
 
-        Gradients are added to those that the parameters have, as ``backward()`` does. A mini-batch may be smaller than
-        the others. In replicas, each gives its own part of the data, and the loss and the gradients are those of all.
+        Gradients are added to ``.grad``, as ``backward()`` does. A mini-batch may be smaller than the others. Each
+        replica is given its own part of the data; the loss and the gradients are those of all parts.
 
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :class:`~torchgpipe.GPipe`. Only the first
-                stage reads it; the others may be given a tensor on the meta device, for its shape.
-            target: likewise, for the loss function; only the last stage reads it
+                stage reads the values; other processes may pass a tensor of the same shape on the meta device.
+            target: the target of the loss function, of the same batch size; only the last stage reads it
 
         Returns:
             the mean loss, a tensor without dimensions, in every process
 
         Raises:
             TypeError, ValueError: the input or the target does not fit; nothing was sent.
-            RuntimeError: another process was called with something else, has refused, has failed, or did not answer
-                within the timeout of the process group. The message names this process and the one that it waited for.
+            RuntimeError: another process was called with another input, has failed, or did not answer within the
+                timeout. The message names this process and the process that it has waited for.
             Exception: what a layer raises, with notes.
         """
         if self._loss_fn is None:
@@ -222,15 +222,15 @@ class DistributedGPipe(nn.Module):
 
     @torch.no_grad()
     def eval_step(self, input: Any, *, gather: bool = False) -> Any:
-        """Runs a mini-batch forward.
+        """Run a mini-batch forward, without gradients.
 
         Args:
             input: as in :meth:`step`
-            gather: whether all processes of a pipeline get the output
+            gather: whether to return the output in all processes of a pipeline
 
         Returns:
-            what the last layer returns, gathered along dimension 0, in the process of the last stage, and None in
-            the others
+            the output of the last layer, gathered along dimension 0; None in processes without the last stage, unless
+            ``gather`` is set
 
         Raises:
             Exception: as in :meth:`step`
@@ -249,14 +249,14 @@ class DistributedGPipe(nn.Module):
             return microbatch.gather(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does those of a plain model.
+        """Clip the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does for a plain model.
 
         Args:
-            max_norm: the largest norm that is left as it is
-            norm_type: which norm: 2.0 for the Euclidean one, ``float("inf")`` for the largest absolute value
+            max_norm: the largest norm of all gradients together; larger gradients are scaled down to it
+            norm_type: the type of the norm: 2.0 for the Euclidean one, ``float("inf")`` for the largest absolute value
 
         Returns:
-            the norm of the gradients of all stages before, in every process
+            the norm before clipping, in every process
         """
         pipeline = self._processes.pipeline_group
         with self._processes.at_step(), self._processes.exchanging("the norm of the gradients", pipeline):
@@ -264,30 +264,30 @@ class DistributedGPipe(nn.Module):
 
     @property
     def place(self) -> str:
-        """Which process this is, and what it holds, in words."""
+        """The rank and the stages of this process, as text for logs."""
         return self._processes.place
 
     @property
     def steps(self) -> int:
-        """How many calls were made."""
+        """The number of calls of :meth:`step` and :meth:`eval_step` so far."""
         return self._processes.step
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes the keys of the original as well, as :class:`~torchgpipe.GPipe` does."""
+        """Load keys of the original torchgpipe, too, as :class:`~torchgpipe.GPipe` does."""
         error_msgs: list[str] = args[-1]
         take_old_keys(state_dict, prefix, lambda keys: by_name(keys, [*self._modules]), error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # ---- The steps above.
+    # ---- One step.
 
     @property
     def _is_last(self) -> bool:
         return self.stages[-1] == len(self.balance) - 1
 
     def _prepare(self, input: Any, ending: MeanLoss | Outputs, backward: bool) -> PreparedStep:
-        """Prepare a step, and make sure that all processes are ready for it."""
+        """Prepare a step, and wait until all processes are ready for it."""
         try:
-            # Only the first stage reads the input. To the others it is a form.
+            # Only the first stage reads the values of the input.
             where = self.device if 0 in self.stages else torch.device("meta")
             inputs = microbatch.scatter((input,), self.chunks, where)
             weight = ending.prepare(inputs) if self._is_last else 0.0
@@ -302,6 +302,7 @@ class DistributedGPipe(nn.Module):
         return prepared
 
     def _run(self, prepared: PreparedStep, ending: MeanLoss | Outputs) -> None:
+        """Run a prepared step on the layers that the model has now, which may have been replaced."""
         m = len(prepared.inputs)
         stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
         layout = inspect_skip_layout([list(partition.modules()) for partition in self._fake.partitions])

@@ -1,6 +1,6 @@
-"""What the last stage does with the output of each micro-batch: takes its share of the mean loss, or keeps it.
+"""Finish a micro-batch in the last stage: compute its share of the mean loss, or keep its output.
 
-PyTorch's schedules differentiate what this returns.
+PyTorch's schedules differentiate the tensor that `finish` returns.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torchgpipe.model.microbatch import Batch
 
 __all__ = ["LossFunction", "MeanLoss", "Outputs", "Weight"]
 
-#: From the output and the target of a micro-batch to its mean loss.
+#: Takes the output and the target of a micro-batch, and returns its mean loss.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-#: From the target of a micro-batch to how much its mean loss weighs.
+#: Takes the target of a micro-batch, and returns the weight of its mean loss.
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
 
 
@@ -26,14 +26,14 @@ class MeanLoss:
     """The weighted mean of the losses of all micro-batches, in all replicas.
 
     Args:
-        loss_fn: gives the mean loss of a micro-batch
-        weight: gives what that loss weighs; None for the size of the micro-batch
-        target: that of the mini-batch
+        loss_fn: returns the mean loss of a micro-batch
+        weight: returns the weight of that loss; None for the size of the micro-batch
+        target: the target of the mini-batch
         chunks: the number of micro-batches that a mini-batch is split into
         device: where the last stage computes
 
     Attributes:
-        total: what the targets of all replicas weigh together; known when all processes are ready
+        total: the weight of the targets of all replicas; set when all processes are ready
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MeanLoss:
         self.total = 0.0
 
     def prepare(self, inputs: list[Batch]) -> float:
-        """Split the target as the input, and return what it weighs.
+        """Split the target like the input, and return its weight.
 
         Raises:
             ValueError: input and target have different sizes.
@@ -66,7 +66,7 @@ class MeanLoss:
         return loss
 
     def sum(self) -> Tensor:
-        """Return the sum of the shares in this process, of no dimensions; 0 if it is not that of the last stage."""
+        """Return the sum of the shares, a tensor without dimensions; 0 in a process without the last stage."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in self._losses:
             total += loss.squeeze()
@@ -78,7 +78,7 @@ class MeanLoss:
         return next(len(leaf) for leaf in target.leaves if leaf is not None)
 
     def _share(self, output: Batch, target: Batch, weight: float) -> Tensor:
-        if weight == 0:  # The mean of nothing may be nan. Backward still needs a graph.
+        if weight == 0:  # The mean loss of no targets may be nan. Backward needs a graph all the same.
             nothing = [(leaf * 0).sum() for leaf in output.leaves if leaf is not None]
             return sum(nothing, torch.zeros(1, device=self._device))
         loss = self._loss_fn(output.value, target.value)
@@ -102,16 +102,16 @@ class Outputs:
         self.total = 0.0
 
     def prepare(self, inputs: list[Batch]) -> float:
-        """Return the weight of the targets, of which there are none."""
+        """Return 0: there are no targets."""
         return 0.0
 
     def finish(self, i: int, output: Batch) -> Tensor:
-        """Keep a copy of the output of micro-batch ``i``, and return a loss that PyTorch expects."""
+        """Keep a copy of the output of micro-batch ``i``, and return zero as its loss."""
         self._batches[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
         return torch.zeros(1, device=self._device)
 
     def batches(self, forms: Sequence[Batch]) -> list[Batch]:
-        """Return the outputs, or tensors without values to receive them in."""
+        """Return the outputs; in a process without the last stage, empty tensors to receive them."""
         if self._batches:
             return [self._batches[i] for i in range(len(forms))]
         return [
@@ -123,7 +123,7 @@ class Outputs:
 
 
 def _rows(batches: list[Batch]) -> int:
-    """Return the size of a mini-batch that was split: that of a leaf that is not passed whole, so the largest."""
+    """Return the size of a mini-batch that was split, which is the largest sum over the parts of a leaf."""
     return max(
         sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])
         for column in zip(*[batch.leaves for batch in batches])

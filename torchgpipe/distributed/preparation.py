@@ -1,7 +1,7 @@
-"""Prepares a step: what crosses the boundaries, and a schedule with buffers for it.
+"""Prepare steps: find the shapes at the boundaries, and make a schedule with buffers for them.
 
-PyTorch's schedules are made for a number of micro-batches, and their communication buffers for a shape. So there is a
-`PreparedStep` for each shape of a mini-batch, for training and without.
+A schedule of PyTorch's has a fixed number of micro-batches, and its communication buffers have fixed shapes. So there
+is one `PreparedStep` for each shape of a mini-batch, with and without backward.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torchgpipe.model.partition import Partition
 
 __all__ = ["Preparation"]
 
-#: As many shapes of mini-batches are kept, because each holds the buffers of its micro-batches: training, its last
-#: mini-batch, and evaluation likewise.
+#: The number of prepared steps to keep. Each holds the buffers of its micro-batches. Four are enough for training and
+#: evaluation, each with a smaller last mini-batch.
 _MOST = 4
 
 
 class Preparation:
-    """Prepares steps, and keeps what it has prepared for the next mini-batch of the same shape.
+    """Prepare steps, and keep them for the next mini-batches of the same shapes.
 
     Args:
-        schedule: the kind of schedule
+        schedule: PyTorch's class of the schedule
         fake: the whole model without data
-        partitions: those of this process
+        partitions: the partitions of this process
         processes: the processes of the pipeline
         device: where this process computes
     """
@@ -57,14 +57,14 @@ class Preparation:
         self._kept: dict[Any, PreparedStep] = {}
 
     def clear(self) -> None:
-        """Forget all steps, after one has failed in the middle."""
+        """Drop all prepared steps, after one has failed in the middle."""
         self._kept.clear()
 
     def verify(self, chunks: int) -> None:
-        """Raise if the schedule cannot run so many micro-batches.
+        """Check that the schedule can run ``chunks`` micro-batches.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the schedule cannot.
         """
         sample = Boundary([Batch((torch.empty(1, device="meta"),))] * chunks, "a sample")
         self._make([sample] * (len(self._fake.partitions) + 1), 0, self._schedule)
@@ -72,20 +72,20 @@ class Preparation:
     def step(
         self, model: nn.Module, inputs: list[Batch], *, backward: bool, chunks: int, checkpoint: str
     ) -> PreparedStep:
-        """Return what runs a step, made or found.
+        """Return the prepared step for these micro-batches; make it if they have new shapes.
 
         Args:
             model: the layers of this process, in the mode of the step
             inputs: the micro-batches
-            backward: whether there is a loss, and it is differentiated
-            chunks: the most micro-batches that a mini-batch can be split into
-            checkpoint: the checkpoint mode, in which all processes must agree
+            backward: whether the step differentiates a loss
+            chunks: the number of micro-batches of a full mini-batch
+            checkpoint: the checkpoint mode, which must be the same in all processes
 
         Raises:
             Exception: what a layer raises on tensors without data.
 
         Warns:
-            UserWarning: the schedule cannot run the few micro-batches of a smaller mini-batch, and another one does.
+            UserWarning: a smaller mini-batch has too few micro-batches for the schedule, and another schedule runs it.
         """
         forms = [on_meta(batch) for batch in inputs]
         described = [_describe(form) for form in forms]
@@ -104,7 +104,7 @@ class Preparation:
         return self._kept[key]
 
     def _fitting(self, boundaries: list[Boundary], checksum: int, backward: bool, chunks: int) -> PreparedStep:
-        """Make a step under the schedule, or under one that runs any number of micro-batches."""
+        """Prepare a step under the schedule, or under one that runs any number of micro-batches."""
         m, drain = len(boundaries[0].forms), fill_drain(self._schedule)
         if backward:
             try:
@@ -112,7 +112,7 @@ class Preparation:
             except ValueError as error:
                 if m == chunks:
                     raise
-                # The last mini-batch of an epoch may be too small, which should not end the training.
+                # The last mini-batch of an epoch may be too small, and an error here would end the training.
                 warnings.warn(
                     f"a mini-batch that is split into {m} micro-batches and not into chunks={chunks} cannot run under "
                     f"schedule='{name_of(self._schedule)}' and runs under '{name_of(drain)}', where each stage holds "
@@ -136,7 +136,7 @@ class Preparation:
 
 
 def _passed_on(loss: Tensor, number: Tensor) -> Tensor:
-    return loss  # The last stage has computed it.
+    return loss  # `WiredPartition` has computed the loss already.
 
 
 def _describe(form: Batch) -> str:

@@ -1,4 +1,4 @@
-"""A schedule of PyTorch's with the stages that it runs, ready for mini-batches of one shape."""
+"""Run a step under one of PyTorch's schedules, which was prepared for mini-batches of one shape."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["PreparedStep"]
 
 @dataclass
 class PreparedStep:
-    """What runs a step of mini-batches of one shape.
+    """A schedule and its stages, for mini-batches of one shape.
 
     Attributes:
-        schedule: PyTorch's
-        partitions: what it calls, one for each stage of this process
-        stages: PyTorch's stages around them
+        schedule: a schedule of PyTorch's
+        partitions: the partitions of this process
+        stages: PyTorch's stages around the partitions
         outputs: the form of each micro-batch's output
-        checksum: equal in all processes that have prepared the same step
-        inputs: the micro-batches of the step that is under way
+        checksum: a number that is equal in all processes that have prepared the same step
+        inputs: the micro-batches of the current step
     """
 
     schedule: Any
@@ -49,14 +49,14 @@ class PreparedStep:
         try:
             self.schedule.step(i=numbers, target=numbers)
         except Exception as error:
-            if error.__cause__ is not None:  # A layer's own error, which PyTorch has put into one of its own.
+            if error.__cause__ is not None:  # PyTorch wraps the error of a layer in one of its own.
                 raise error.__cause__ from error.__cause__.__cause__
             processes.lost(error, *self._awaited(processes))
         finally:
             self._end()
 
     def _awaited(self, processes: Processes) -> tuple[str, list[int]]:
-        """Return what these stages wait for, and from which ranks of the pipeline: from one, if for input."""
+        """Return what this process waits for, and the ranks in the pipeline of the processes that should send it."""
         for stage in self.stages:
             for (what, i), neighbour in stage.awaited.items():
                 return f"the {what} of micro-batch {i}", [processes.owner(neighbour)]
@@ -64,7 +64,7 @@ class PreparedStep:
         return "room for what it sends", sorted(neighbours)
 
     def _end(self) -> None:
-        """Let go of what belongs to one step."""
+        """Drop the tensors of the step."""
         self.inputs = []
         for partition in self.partitions:
             partition.end()

@@ -1,8 +1,8 @@
-"""One stage of the pipeline: our cells, driven by PyTorch's schedule.
+"""Run the cells of a partition as a stage of PyTorch's pipelining.
 
-PyTorch's schedules hand out micro-batches to the stages of a process, forward and backward in their order, and send
-what goes between two processes. All that they are given here is the number of each micro-batch. What it stands
-for is looked up in the `StepCall`, and computed by a cell like that of a pipeline in one process.
+A schedule of PyTorch's runs the stages of a process, forward and backward, and sends tensors between processes. Here it
+is given the number of each micro-batch only. `WiredPartition` looks up the micro-batch of that number in the
+`StepCall`, and computes it in a cell, as a pipeline in one process does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["StepCall", "WatchedPipelineStage", "WiredPartition"]
 
 @dataclass
 class StepCall:
-    """What the stages of a process have to know about a step.
+    """The data of one step, for all stages of a process.
 
     Attributes:
-        inputs: the micro-batches; those of other processes have a form only
-        checkpoint_stop: how many of them are checkpointed
-        finish: what becomes of the output of a micro-batch: the loss, of shape (1,)
+        inputs: the micro-batches; on the meta device in a process without the first stage
+        checkpoint_stop: the number of micro-batches that are checkpointed
+        finish: takes the number and the output of a micro-batch, and returns its loss, of shape (1,)
     """
 
     inputs: list[Batch]
@@ -44,13 +44,13 @@ class StepCall:
 
 
 class WiredPartition(nn.Module):
-    """Partition ``j`` as PyTorch's pipelining calls it.
+    """A partition that takes and returns the tensors that are sent between processes.
 
     Args:
-        j: its index
+        j: the index of the partition
         partition: its layers
-        device: where they are
-        boundaries: before and after each partition
+        device: where the layers are
+        boundaries: the boundaries before and after each partition of the pipeline
     """
 
     def __init__(self, j: int, partition: Partition, device: torch.device, boundaries: list[Boundary]) -> None:
@@ -63,15 +63,15 @@ class WiredPartition(nn.Module):
         self._leaving = boundaries[j + 1]
 
     def buffers_in(self) -> tuple[Tensor, ...]:
-        """What is received for a micro-batch, on the meta device."""
+        """Return the tensors that are received for a micro-batch, on the meta device."""
         return () if self._arriving is None else self._arriving.buffers
 
     def buffers_out(self) -> tuple[Tensor, ...]:
-        """What is sent for a micro-batch, on the meta device."""
+        """Return the tensors that are sent for a micro-batch, on the meta device."""
         return (torch.empty(1, device="meta"),) if self._last else self._leaving.buffers
 
     def begin(self, call: StepCall, layout: SkipLayout) -> None:
-        """Prepares for the micro-batches of ``call``."""
+        """Prepare for the micro-batches of ``call``."""
         self._call = call
         modules = list(self.partition.modules())
         self._stage = Stage(
@@ -89,7 +89,7 @@ class WiredPartition(nn.Module):
         )
 
     def end(self) -> None:
-        """Lets go of the call."""
+        """Drop the call, and with it the micro-batches."""
         del self._call, self._stage
 
     def forward(self, *wires: Tensor, i: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -102,11 +102,11 @@ class WiredPartition(nn.Module):
 
 
 class WatchedPipelineStage(PipelineStage):
-    """A stage that knows what it waits for, so that an error can tell.
+    """A stage of PyTorch's that records what it waits for, so that an error can name it.
 
     Attributes:
-        awaited: what other stages owe to this one: the neighbour's index and what it is to send
-        neighbours: the indices of the stages that this one exchanges with
+        awaited: from 'input' or 'gradient' and the micro-batch to the index of the stage that should send it
+        neighbours: the indices of the stages before and after this one
     """
 
     def __init__(self, module: WiredPartition, j: int, n: int, device: torch.device, group: Any) -> None:

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of one process: its layers, its part of the optimizer, and its random state.
+"""Convert a model, its optimizer and its random state to plain values by name, and back.
 
-Everything has the plain model's names. So the parts of all processes, joined, can be loaded into a model that is cut
-in another way, or not at all.
+The names are those of the plain model. So the values of all processes can be joined, and loaded into a model with
+another balance or into the plain model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = [
 
 
 def restore_model(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Load those of the saved layers that ``model`` has.
+    """Load the parameters and buffers that ``model`` has.
 
     Raises:
-        RuntimeError: ``saved`` has not all that the model has, or has it in other shapes.
+        RuntimeError: ``saved`` lacks a tensor of the model, or has it in another shape.
     """
     own = model.state_dict()
     _verify_saved([f"model.{name}" for name in own if name not in saved])
@@ -44,10 +44,10 @@ def collect_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load the settings and the state of those parameters that ``optimizer`` has.
+    """Load the settings and the state of the parameters that ``optimizer`` has.
 
     Raises:
-        RuntimeError: ``saved`` has not all of them, or parameters of one group have different settings there.
+        RuntimeError: ``saved`` lacks a parameter, or has different settings for the parameters of one group.
     """
     names = verify_optimizer(model, optimizer)
     own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -62,7 +62,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
             elif saved[name]["settings"] != settings:
                 raise RuntimeError(
                     f"a group of the optimizer has parameters that were saved with different settings: '{name}' "
-                    f"with {saved[name]['settings']}, others with {settings}; make the groups as they were"
+                    f"with {saved[name]['settings']}, others with {settings}; make the groups of the run that was saved"
                 )
         groups.append({**settings, "params": [*range(index, index := index + len(group["params"]))]})
     state = {k: saved[name]["state"] for k, name in enumerate(own) if saved[name]["state"]}
@@ -73,27 +73,27 @@ def verify_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """Return the names of the model's parameters.
 
     Raises:
-        ValueError: the optimizer has a parameter that the model has not.
+        ValueError: the optimizer has a parameter that the model does not have.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not; make it "
-                    "of model.parameters()"
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have; "
+                    "make the optimizer from model.parameters()"
                 )
     return names
 
 
 def collect_random(model: nn.Module) -> dict[str, Tensor]:
-    """Return the states of the generators of the CPU and of the accelerators that ``model`` is on."""
+    """Return the random states of the CPU and of the accelerators that ``model`` is on."""
     others = {str(device): torch.get_device_module(device).get_rng_state(device) for device in _accelerators(model)}
     return {"cpu": torch.get_rng_state(), **others}
 
 
 def restore_random(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Go on with the random numbers of a process that was on the same devices; of other devices, nothing changes."""
+    """Restore the random states of the devices that were saved; leave those of other devices."""
     if "cpu" in saved:
         torch.set_rng_state(saved["cpu"])
     for device in _accelerators(model):
@@ -103,7 +103,7 @@ def restore_random(model: nn.Module, saved: dict[str, Tensor]) -> None:
 
 def _verify_saved(missing: list[str]) -> None:
     if missing:
-        raise RuntimeError(f"the checkpoint has no {', '.join(missing)}; load it into the model that it was saved of")
+        raise RuntimeError(f"the checkpoint has no {', '.join(missing)}; load it into the model that was saved")
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
