@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchgpipe.distributed import Checkpoints, DistributedGPipe, files
+from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
 __all__ = ["STEPS", "TIMEOUT", "Harm", "main", "train"]
 
@@ -69,16 +69,15 @@ class Layer(nn.Linear):
         return F.dropout(super().forward(x).tanh(), 0.2, self.training)
 
 
-class Writer(files.FileSystemWriter):  # type: ignore[misc, name-defined, unused-ignore]
-    """A writer that may come to harm after it has written, before it has told the other processes."""
+class FragileCheckpoints(Checkpoints):
+    """Do the harm when a process has written its file, and has not yet told the others."""
 
     harm = Harm("none")
     step = 0
 
-    def write_data(self, *args: Any) -> Any:
-        written = super().write_data(*args)
+    def _write_file(self, *args: Any) -> None:
+        super()._write_file(*args)
         self.harm.strike("save", self.step)
-        return written
 
 
 def train(folder: Path, harm: Harm) -> None:
@@ -90,9 +89,8 @@ def train(folder: Path, harm: Harm) -> None:
         layers = nn.Sequential(*[Layer(8, 8) for _ in range(2 * n)])
     model = DistributedGPipe(layers, [2] * n, chunks=4, loss_fn=F.mse_loss)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    checkpoints = Checkpoints(folder / "checkpoints", model, optimizer, timeout=timedelta(seconds=TIMEOUT))
-    files.FileSystemWriter = Writer  # type: ignore[misc, attr-defined, unused-ignore]
-    Layer.harm = Writer.harm = harm
+    checkpoints = FragileCheckpoints(folder / "checkpoints", model, optimizer, timeout=timedelta(seconds=TIMEOUT))
+    Layer.harm = checkpoints.harm = harm
 
     begin = (checkpoints.load() or {"step": 0})["step"]
     for step in range(begin, STEPS):
@@ -107,7 +105,7 @@ def train(folder: Path, harm: Harm) -> None:
         harm.strike("between", step)
         if (step + 1) % EVERY == 0:
             checkpoints.wait()
-            Writer.step = step
+            checkpoints.step = step
             # Every second one in the background.
             checkpoints.save(step + 1, {"step": step + 1}, asynchronous=step % 2 == 0)
     checkpoints.wait()

@@ -1,17 +1,17 @@
-"""Trains the language model of language_model.py in several processes, each of which holds a part of the layers.
+"""Train the language model of language_model.py in several processes, each of which holds a part of the layers.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/distributed_language_model.py
 
-takes about a minute on two CPU cores, and learns what the pipeline in one process learns, from the same text:
+takes about a minute on two CPU cores. The same training in one process, on the same text:
 
     python examples/language_model.py --pipeline
 
-The losses differ by rounding, which training makes grow; with ``--dtype float64`` they agree to the digits shown.
-Every process runs this same script. All of them make the same calls, and only what is printed is left to the first one.
-Stopped, and started again with the same ``--checkpoints``, it goes on from its last checkpoint.
+The losses differ by rounding, which grows during training; with ``--dtype float64`` they agree to the digits shown.
+Every process runs this script and makes the same calls; only the first process prints and draws.
+After an interruption, start the script again with the same ``--checkpoints``, and it goes on from its last checkpoint.
 
-The processes find each other on this machine, over its loopback interface, which nobody else can reach.
-docs/scaling.rst tells how to start them on several machines.
+The processes find each other over the loopback interface of this machine, which other machines cannot reach.
+docs/scaling.rst shows how to start them on several machines.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def build(options: argparse.Namespace) -> DistributedGPipe:
-    """The model that the example in one process has. A larger one would be made on the meta device."""
+    """Build the model of language_model.py. Build a larger one on the meta device."""
     torch.manual_seed(options.seed)
     model = language_model(options.layers, options.width, options.heads, options.context)
     if options.dtype == "float64":
@@ -71,7 +71,7 @@ def train(options: argparse.Namespace, learn: Tensor, held_out: Tensor) -> Run:
         starts = torch.randint(len(learn) - options.context, (options.batch,), generator=order)
         progress.update(tokens)
         if step <= len(run.losses):
-            continue  # before the checkpoint
+            continue  # The checkpoint has this step; only its random numbers are drawn again.
         loss = loss_at(model, learn, starts, options)
         optimizer.step()
         optimizer.zero_grad()
@@ -91,14 +91,14 @@ def train(options: argparse.Namespace, learn: Tensor, held_out: Tensor) -> Run:
 
 
 def loss_at(model: DistributedGPipe, text: Tensor, starts: Tensor, options: argparse.Namespace) -> Tensor:
-    """The mean loss on the windows of the text that begin at the given places; with its gradients, if wanted."""
+    """Return the mean loss on the windows of the text that begin at ``starts``; add up its gradients if they are on."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         return model.step(*windows(text, starts, options.context))
 
 
 @torch.no_grad()
 def evaluate(model: DistributedGPipe, held_out: Tensor, options: argparse.Namespace) -> float:
-    """The mean loss on 128 windows, evenly spaced over the held-out text."""
+    """Return the mean loss on 128 windows, evenly spaced over the held-out text."""
     model.eval()
     starts = torch.linspace(0, len(held_out) - options.context - 1, 128).long()
     losses = [loss_at(model, held_out, some, options).item() for some in starts.split(32)]
@@ -116,19 +116,19 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument_group("the pipeline").add_argument
-    add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
-    add("--schedule", default="1F1B", choices=["GPipe", "1F1B"], help="their order")
+    add("--chunks", type=int, default=4, help="number of micro-batches in a mini-batch")
+    add("--schedule", default="1F1B", choices=["GPipe", "1F1B"], help="order of the micro-batches")
     add("--checkpoint", default="except_last", choices=["always", "except_last", "never"], help="what to recompute")
     add_model_and_training(parser)
     add = parser.add_argument_group("the results").add_argument
-    add("--checkpoints", type=Path, help="where to save it every 50 steps, and where to go on from")
+    add("--checkpoints", type=Path, help="folder to save to every 50 steps, and to go on from")
     add("--curve", type=Path, default=Path("demo/distributed_language_model.png"), help="where to draw the losses")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_options()
-    # Alone, it is a pipeline of one. torchrun sets these.
+    # torchrun sets these. Without it, there is a pipeline of one process.
     for name, value in [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")]:
         os.environ.setdefault(name, value)
     if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):

@@ -1,6 +1,7 @@
-"""Starts processes that work together, for the tests: nothing outside of this machine, and nothing is left running.
+"""Start processes that work together, on this machine only, and leave none of them running.
 
-The processes are forked from one that has imported everything, so that a test need not share them with another.
+The processes are forked from a server that has imported everything. So starting them is cheap, and each test has its
+own.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch.distributed as dist
 
 __all__ = ["Crash", "launch"]
 
-# There is one server, which `torch.multiprocessing` has as well.
+# The same server as that of `torch.multiprocessing`.
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.distributed.launch"])
 
-#: A process that takes longer hangs, and is killed.
+#: Seconds after which a process counts as hanging, and is killed.
 _LIMIT = 60.0
 
 
@@ -35,18 +36,18 @@ class Crash(AssertionError):
 def launch(
     n: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0, victim: int | None = None
 ) -> list[Any]:
-    """Calls ``function(*args)`` in ``n`` processes of one group.
+    """Call ``function(*args)`` in ``n`` processes of one group.
 
     Args:
-        timeout: that of the group, in seconds
-        victim: the rank of a process that comes to harm: how it ends does not matter, and when all others have ended it
-            is killed
+        timeout: the timeout of the group, in seconds
+        victim: the rank of a process that is meant to fail or hang; it may end in any way, and is killed when all
+            others have ended
 
     Returns:
-        what each of them returns; of one that was killed, None
+        the results of all processes by rank; None for one that was killed
 
     Raises:
-        Crash: one has raised something, or hangs.
+        Crash: a process has raised an exception, or hangs.
     """
     with TemporaryDirectory() as folder:
         pipes = [_SERVER.Pipe(duplex=False) for _ in range(n)]

@@ -1,4 +1,4 @@
-"""Models for the tests, and what a step of the plain one is."""
+"""Models for the tests of several processes, and a step of the plain model to compare with."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def mlp(layers: int = 6) -> nn.Sequential:
 
 
 def data(size: int) -> tuple[Tensor, Tensor]:
-    """What `mlp` learns."""
+    """Return the input and the target of a mini-batch for `mlp`."""
     draw = torch.Generator().manual_seed(size)
     return torch.randn(size, 4, generator=draw).double(), torch.randn(size, 4, generator=draw).double()
 
 
 class Several(nn.Module):
-    """Returns more than a tensor: with an integer, with None, and with one that needs no gradient."""
+    """Return a dict of tensors and None, with an integer tensor and one that needs no gradient."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"x": x, "ids": x.argmax(-1), "nothing": None, "constant": x.detach() * 2}
@@ -48,7 +48,7 @@ class Joined(nn.Module):
 
 
 class Channels(nn.BatchNorm1d):
-    """Of values (batch, time, channels)."""
+    """Batch norm of values (batch, time, channels)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mT).mT
@@ -65,7 +65,10 @@ class Counter(nn.Module):
 
 
 def everything(dropout: float = 0.0) -> nn.Sequential:
-    """Takes tokens (batch, time), scores classes (batch, time, 5). To be cut anywhere, best at [3, 3, 2, 4]."""
+    """Return a model from tokens (batch, time) to scores (batch, time, 5), with layers of all kinds that can be hard.
+
+    The balance [3, 3, 2, 4] puts something hard on each boundary.
+    """
     torch.manual_seed(0)
     stash_a, pop_a = pair()
     stash_b, pop_b = pair()
@@ -88,7 +91,7 @@ def everything(dropout: float = 0.0) -> nn.Sequential:
 
 
 def tokens(size: int, time: int = 6) -> tuple[Tensor, Tensor]:
-    """What `everything` learns. Some targets do not count, and with the first token none of a sample do."""
+    """Return tokens and targets for `everything`. Some targets are -100, and do not count in the loss."""
     draw = torch.Generator().manual_seed(size)
     input = torch.randint(7, (size, time), generator=draw)
     target = torch.randint(CLASSES, (size, time), generator=draw)
@@ -97,7 +100,7 @@ def tokens(size: int, time: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def weigh(target: Tensor) -> Tensor:
-    """The number of targets that count."""
+    """Return the number of targets that count."""
     return (target != -100).sum()
 
 
@@ -113,7 +116,7 @@ def plain_step(
     loss_fn: Callable[[Any, Any], Tensor] = F.mse_loss,
     weight: Callable[[Any], Any] = len,
 ) -> Tensor:
-    """The mean loss, with its gradients, one micro-batch after the other."""
+    """Return the mean loss, and add up its gradients, one micro-batch after the other."""
     losses = torch.zeros((), dtype=torch.float64)
     total = sum(float(weight(y)) for y in target.chunk(chunks))
     for x, y in zip(input.chunk(chunks), target.chunk(chunks)):
@@ -124,7 +127,7 @@ def plain_step(
 
 
 def assert_gradients(model: DistributedGPipe, plain: nn.Module, exact: bool = True) -> None:
-    """Asserts that the gradients of this process are those of the plain model."""
+    """Assert that the gradients of this process are those of the plain model."""
     expected = dict(plain.named_parameters())
     close = 0.0 if exact else 1e-12
     for name, parameter in model.named_parameters():

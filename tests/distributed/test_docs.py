@@ -1,4 +1,4 @@
-"""What documentation and docstrings show of several processes runs as it stands there, in several processes."""
+"""Run the code of documentation and docstrings about several processes, in several processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def run(found: list[snippets.Snippet], source: str, folder: str, **names: Any) -> None:
-    """Runs code that begins with its process group, in a process that has one."""
+    """Run code that initialises its process group, in a process that has one already."""
     os.chdir(folder)
     dist.init_process_group = lambda **options: None
     for snippet in found:

@@ -1,6 +1,6 @@
-"""A process that fails, dies or hangs: all others end, and say who they are and for whom they have waited.
+"""A process fails, dies or hangs: all others raise, and name themselves and the process that they have waited for.
 
-That they end within the timeout shows in the tests' own limit; none of them asserts a time.
+`launch` fails if they take longer than its limit. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 class Faulty(nn.Module):
-    """Comes to harm in a process, after it has seen some micro-batches."""
+    """Harm one process, after its layer has seen ``after`` micro-batches."""
 
     def __init__(self, kind: str, victim: int, after: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def harm(kind: str) -> None:
 
 
 def learn_until_harm(kind: str, victim: int, after: int) -> str:
-    """In a pipeline of four, one layer or two with each: the error that comes of it."""
+    """Return the error of this process in a pipeline of four, in which a layer of ``victim`` does harm."""
     plain = mlp()
     plain.insert([1, 3, 4, 6][victim], Faulty(kind, victim, after))
     return error_of(DistributedGPipe(plain, [2, 2, 2, 1], chunks=4, loss_fn=F.mse_loss, checkpoint="never"))
@@ -100,7 +100,7 @@ def learn_and_leave(victim: int) -> str:
     if dist.get_rank() == victim:
         assert "ArithmeticError\nout of luck\nmicro-batch 2 of 4, partition 2 (layers '4'..'5')" in said
         assert said.endswith("rank 2, stage 2 of 4 at step 2")
-        os._exit(1)  # As a program does that does not catch it.
+        os._exit(1)  # As a program ends that does not catch the error.
     return said
 
 

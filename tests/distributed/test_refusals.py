@@ -1,4 +1,4 @@
-"""What cannot work is an error before anything is sent, in every process, and the next step works."""
+"""Wrong arguments and inputs raise in every process before anything is sent, and the next step works."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def settings() -> dict[str, str]:
     return said
 
 
-def test_settings_that_are_made_later_are_those_of_a_new_model_or_refused() -> None:
+def test_settings_that_are_changed_later_act_as_in_a_new_model_or_raise() -> None:
     for rank, said in enumerate(launch(2, settings)):
         assert said["repr"] == (
             f"  balance=[3, 3], stages=[{rank}], device='cpu', chunks=4, schedule='1F1B', checkpoint='except_last'"
@@ -101,16 +101,16 @@ def test_settings_that_are_made_later_are_those_of_a_new_model_or_refused() -> N
         assert "chunks must be positive integer, but got 0" in said["chunks"]
         assert "microbatches (1) must be greater" in said["few"]
         assert "'nevr'" in said["checkpoint"]
-        assert f"rank {1 - rank} prepares another one" in said["one"]
+        assert f"rank {1 - rank} prepares another step" in said["one"]
 
 
-def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:
+def test_wrong_arguments_raise_when_the_model_is_made() -> None:
     for said in launch(2, arguments):
         assert said["schedule"].endswith(
-            "schedule is not one of GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, but '2F2B'"
+            "schedule must be one of GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, but got '2F2B'"
         )
         assert "3 partitions in the balance and 2 processes" in said["partitions"]
-        assert "multiple of that of the processes in a pipeline, but there are 3 and 2" in said["multiple"]
+        assert "but there are 3 partitions and 2 processes" in said["multiple"]
         assert "'sometimes'" in said["checkpoint"]
         assert "use checkpoint='never'" in said["twice"]
         assert "chunks must be positive integer, but got 0" in said["chunks"]
@@ -122,11 +122,11 @@ def test_what_cannot_work_is_refused_when_the_model_is_made() -> None:
         assert "'partitions.0.0.weight' and 'partitions.1.0.weight' would both be of layer '0'" in said["keys"]
 
 
-def test_steps_that_do_not_fit_are_refused_by_all_and_the_next_one_works() -> None:
+def test_steps_that_do_not_fit_raise_in_all_processes_and_the_next_one_works() -> None:
     first, last = launch(2, steps)
-    assert "8 and 5" in last["target"] and "rank 1 could not prepare it" in first["target"]
+    assert "8 and 5" in last["target"] and "rank 1 could not prepare the step" in first["target"]
     assert "[2, 3] X [4, 4]" in first["layer"] and first["layer"] == last["layer"]
     for what in ("grad", "mode", "shape"):
-        assert "rank 1 prepares another one" in first[what], what
-        assert "rank 0 prepares another one" in last[what], what
+        assert "rank 1 prepares another step" in first[what], what
+        assert "rank 0 prepares another step" in last[what], what
     assert "must consist of tensors" in first["text"] and "must consist of tensors" in last["text"]

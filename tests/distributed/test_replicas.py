@@ -1,4 +1,4 @@
-"""Two pipelines of two stages learn as one process does on their joined mini-batches."""
+"""Two pipelines of two stages learn as one process learns from both of their mini-batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def mean_over_all(model: nn.Module, parts: list[tuple[Tensor, Tensor]], loss_fn: Any, weight: Any) -> Tensor:
-    """The step of one process, micro-batch by micro-batch: as many of each part as a replica has of its own."""
+    """Run a step in one process, with the micro-batches of all parts."""
     inputs = [x for input, _ in parts for x in input.chunk(4)]
     targets = [y for _, target in parts for y in target.chunk(4)]
     total = sum(float(weight(y)) for y in targets)
@@ -66,7 +66,7 @@ def joined() -> None:
             expected = mean_over_all(plain, parts, loss_fn, weight)
             loss = model.step(*parts[replica])
             torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-            assert_gradients(model, plain, exact=False)  # They are added to those of the steps before.
+            assert_gradients(model, plain, exact=False)  # The gradients of all steps so far.
             for name, buffer in model.named_buffers():
                 torch.testing.assert_close(buffer, dict(plain.named_buffers())[name], rtol=1e-12, atol=1e-12)
 
@@ -104,5 +104,5 @@ def everything_of_replicas() -> str | None:
 def test_replicas_learn_as_one_process_does_on_all_of_their_data() -> None:
     said = launch(4, everything_of_replicas)
     assert said[3] == "input and target must have the same size in dimension 0, the batch, but have 3 and 8"
-    assert said[2] == "rank 3 could not prepare it, and says why; nothing was sent"
-    assert said[0] == said[1] == "another replica could not prepare it, and says why; nothing was sent"
+    assert said[2] == "rank 3 could not prepare the step, and says why; nothing was sent"
+    assert said[0] == said[1] == "another replica could not prepare the step, and says why; nothing was sent"

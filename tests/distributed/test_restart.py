@@ -1,4 +1,4 @@
-"""torchrun starts a run again after a fault, and it ends with the losses of a run that was not interrupted."""
+"""After a fault torchrun restarts a run, which then has the losses of a run without interruption."""
 
 from __future__ import annotations
 

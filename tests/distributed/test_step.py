@@ -1,4 +1,4 @@
-"""A step over several processes does what the plain model does, micro-batch by micro-batch."""
+"""A step over several processes equals that of the plain model, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def smaller(size: int) -> list[str]:
 
 
 def test_a_mini_batch_too_small_for_the_schedule_says_what_runs_it() -> None:
-    """Another schedule ran it, with another bound of its memory, silently."""
+    """A bug: another schedule, which needs more memory, ran it silently."""
     for (said,) in launch(2, smaller, 1):
         for part in [__file__, "1 micro-batches", "chunks=4", "'1F1B'", "'GPipe'", "drop_last=True"]:
             assert part in said
@@ -122,7 +122,7 @@ def everything_steps(schedule: str, deferred: bool) -> None:
             with mini_batch(4):
                 expected = plain_step(plain, input, target, 4, cross_entropy, weigh)
             torch.testing.assert_close(model.step(input, target), expected, rtol=1e-14, atol=0)
-            # What crosses a boundary becomes contiguous, and kernels round according to strides.
+            # A tensor that crosses a boundary becomes contiguous, and kernels round differently for other strides.
             assert_gradients(model, plain, exact=False)
             buffers = dict(plain.named_buffers())
             for name, buffer in model.named_buffers():

@@ -1,4 +1,4 @@
-"""The same pipeline over several processes, and machines, on ``torch.distributed``."""
+"""Run the same pipeline over several processes and machines, on ``torch.distributed``."""
 
 from torchgpipe.distributed.files import Checkpoints
 from torchgpipe.distributed.gpipe import DistributedGPipe

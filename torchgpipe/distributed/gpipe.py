@@ -1,35 +1,35 @@
-"""The pipeline over several processes, as users see it: a module that holds the layers of its own stage.
+"""Train over several processes with a module that holds the layers of its own stages.
 
-A step, on every process:
+A step, in every process:
 
-1. The input is split into micro-batches, as in one process. Nothing is sent yet.
-2. The shapes at all boundaries follow from it; for shapes that are new a schedule of PyTorch's is made.
-3. The processes agree: whether all could prepare the same step, and how much the losses of all weigh.
-4. The schedule runs the stages of this process, forward and backward.
-5. Replicas add up their gradients. The last stage tells all others the loss.
+1. Split the input into micro-batches, as in one process.
+2. Find the shapes at all boundaries. For new shapes, make a schedule of PyTorch's.
+3. Agree with all processes that they have prepared the same step, and on the weight of all targets. Only then send.
+4. Run the stages of this process under the schedule, forward and backward.
+5. Add up the gradients of the replicas, and receive the loss from the last stage.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.devices.device import canonical_device, default_device
 from torchgpipe.devices.typing import Device
-from torchgpipe.distributed.boundary import Boundary, Shapes, leaves_of, on_meta
-from torchgpipe.distributed.plan import Plan, ScheduleName, make_plan, name_of, verify_fit, verify_schedule
+from torchgpipe.distributed.fake_model import FakeModel
+from torchgpipe.distributed.last_stage import LossFunction, MeanLoss, Outputs, Weight
+from torchgpipe.distributed.preparation import Preparation
+from torchgpipe.distributed.prepared_step import PreparedStep
 from torchgpipe.distributed.processes import Processes
-from torchgpipe.distributed.replicas import Gradients, clip_grad_norm
-from torchgpipe.distributed.stage import Call
+from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, verify_schedule
+from torchgpipe.distributed.stage import StepCall
+from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
 from torchgpipe.model import microbatch
-from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import (
     Partition,
@@ -48,14 +48,9 @@ from torchgpipe.skip.skippable import verify_skippables
 
 __all__ = ["DistributedGPipe"]
 
-#: From the output and the target of a micro-batch to its mean loss.
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-#: From the target of a micro-batch to how much its mean loss weighs.
-Weight: TypeAlias = Callable[[Any], float | int | Tensor]
-
 
 class DistributedGPipe(nn.Module):
-    """Trains a :class:`~torch.nn.Sequential` in several processes, each of which holds one part of the layers.
+    """Train a :class:`~torch.nn.Sequential` in several processes, each of which holds a part of the layers.
 
     Every process makes the same model, best on the meta device, and calls the same methods in the same order::
 
@@ -73,30 +68,30 @@ class DistributedGPipe(nn.Module):
 
     Args:
         module: the model; this process keeps the layers of its own partitions
-        balance: the number of layers in each partition; their number is that of the processes of a pipeline or,
-            for the schedules that interleave, a multiple of it
+        balance: the number of layers in each partition. There is one partition for each process of a pipeline or,
+            for the interleaved schedules, the same number of partitions for each.
         chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
-        schedule: by its name in PyTorch without the word Schedule: ``'GPipe'`` or ``'1F1B'``; with several partitions
-            in each process ``'LoopedBFS'``, ``'Interleaved1F1B'`` or ``'InterleavedZeroBubble'``
-        checkpoint: which micro-batches are computed again at backward, as in :class:`~torchgpipe.GPipe`
-        loss_fn: gives the mean loss of a micro-batch, from its output and its target
-        weight: gives what that loss weighs in the mean over all micro-batches, from the target; for a mean over tokens,
-            their number (default: the size of the micro-batch)
+        schedule: the name of a schedule in PyTorch without the word Schedule: ``'GPipe'`` or ``'1F1B'``; with several
+            partitions in each process ``'LoopedBFS'``, ``'Interleaved1F1B'`` or ``'InterleavedZeroBubble'``
+        checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
+        loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
+        weight: takes the target of a micro-batch, and returns the weight of its loss in the mean over all
+            micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
         deferred_batch_norm: as in :class:`~torchgpipe.GPipe`
-        mesh: the processes: (stages,) or (replicas, stages); default: one pipeline of all
-        device: where this process computes (default: its current accelerator, or the CPU where there is none)
-        timeout: how long a process waits for another before it gives up (default: that of the groups of ``mesh``, or
-            of the process group)
+        mesh: the processes, (stages,) or (replicas, stages) (default: one pipeline of all processes)
+        device: where this process computes (default: its current accelerator, or the CPU if there is none)
+        timeout: how long a process waits for another before it raises (default: the timeouts of the groups of
+            ``mesh``, or of the process group)
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
         chunks (int): the number of micro-batches; can be set between two steps, in every process
         checkpoint (str): the checkpoint mode; can be set between two steps, in every process
         stages (list[int]): the indices of the partitions in this process
-        device (torch.device): where they are
+        device (torch.device): where this process computes
 
     Raises:
-        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` no integer.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` is not an integer.
         ValueError: the balance does not fit the module or the processes, another argument is out of its range, or
             partitions share a parameter.
         RuntimeError: there is no process group.
@@ -129,11 +124,10 @@ class DistributedGPipe(nn.Module):
         self.training = module.training
         self._loss_fn, self._weight = loss_fn, weight
         self._defers = deferred_batch_norm
-        self._plans: dict[Any, Plan] = {}
         self._partitions: list[Partition] = []
         verify_names(self, module)
 
-        self._shapes = Shapes(module, self.balance, self.device)
+        self._fake = FakeModel(module, self.balance, self.device)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         partitions = split(layers_of(module), self.balance)
@@ -143,7 +137,8 @@ class DistributedGPipe(nn.Module):
         for partition in self._partitions:
             for name, layer in partition._modules.items():
                 self.add_module(name, layer)
-        self._verify_schedule_of(self.chunks)
+        self._preparation = Preparation(self._schedule, self._fake, self._partitions, processes, self.device)
+        self._preparation.verify(self.chunks)
 
     @property
     def balance(self) -> list[int]:
@@ -152,19 +147,18 @@ class DistributedGPipe(nn.Module):
 
     @balance.setter
     def balance(self, balance: Any) -> None:
-        raise fixed(self, "balance", "make another one of the whole model, and load what Checkpoints have saved")
+        raise fixed(self, "balance", "make a new one from the whole model, and load the last checkpoint into it")
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches that the next mini-batch is split into; deferred batch norms follow it."""
+        """The number of micro-batches of the next mini-batch, also for deferred batch norms."""
         return self._chunks
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         chunks = verify_chunks(chunks)
-        self._verify_schedule_of(chunks)
+        self._preparation.verify(chunks)
         self._chunks = chunks
-        self._plans.clear()
         if self._defers:
             for norm in self.modules():
                 if isinstance(norm, DeferredBatchNorm):
@@ -178,263 +172,145 @@ class DistributedGPipe(nn.Module):
     @checkpoint.setter
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
         self._checkpoint = verify_fit(checkpoint, self._schedule)
-        self._plans.clear()  # Their checksums, by which processes agree, have the mode before.
 
     def extra_repr(self) -> str:
-        """Return what ``repr(model)`` shows before the layers of this process: how the model is divided and run."""
+        """Return the balance and the settings, which ``repr(model)`` shows before the layers of this process."""
         return (
             f"balance={self._balance}, stages={self.stages}, device='{self.device}', chunks={self._chunks}, "
             f"schedule='{name_of(self._schedule)}', checkpoint={self._checkpoint!r}"
         )
 
     def step(self, input: Any, target: Any = None) -> Tensor:
-        """Runs a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
+        """Run a mini-batch forward and backward; under :func:`torch.no_grad` only forward.
 
-        Gradients are added to those that the parameters have, as ``backward()`` does. A mini-batch may be smaller than
-        the others. In replicas, each gives its own part of the data, and the loss and the gradients are those of all.
+        Gradients are added to ``.grad``, as ``backward()`` does. A mini-batch may be smaller than the others. Each
+        replica is given its own part of the data; the loss and the gradients are those of all parts.
 
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :class:`~torchgpipe.GPipe`. Only the first
-                stage reads it; the others may be given a tensor on the meta device, for its shape.
-            target: likewise, for the loss function; only the last stage reads it
+                stage reads the values; other processes may pass a tensor of the same shape on the meta device.
+            target: the target of the loss function, of the same batch size; only the last stage reads it
 
         Returns:
             the mean loss, a tensor without dimensions, in every process
 
         Raises:
             TypeError, ValueError: the input or the target does not fit; nothing was sent.
-            RuntimeError: another process was called with something else, has refused, has failed, or did not answer
-                within the timeout of the process group. The message names this process and the one that it waited for.
+            RuntimeError: another process was called with another input, has failed, or did not answer within the
+                timeout. The message names this process and the process that it has waited for.
             Exception: what a layer raises, with notes.
         """
-        processes, backward = self._processes, torch.is_grad_enabled()
-        losses: list[Tensor] = []
         if self._loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
-        targets: list[Batch] = []
-        weights: list[float] = []
-
-        def prepare(m: int, size: int) -> float:
-            if self._is_last:
-                targets.extend(microbatch.scatter((target,), self.chunks, self.device))
-                _verify_target(target, targets, m, size)
-                weights.extend(float(self._weigh(each)) for each in targets)
-            return sum(weights)
-
-        def finish(i: int, output: Batch) -> Tensor:
-            loss = self._loss(output, targets[i], weights[i] / total if weights[i] else 0.0)
-            losses.append(loss.detach())
-            return loss
-
+        processes, backward = self._processes, torch.is_grad_enabled()
+        mean = MeanLoss(self._loss_fn, self._weight, target, self.chunks, self.device)
         with processes.at_step():
             processes.step += 1
-            plan, total = self._prepare(input, prepare, backward)
-            gradients = Gradients(self.parameters() if backward else [], processes.replicas)
+            prepared = self._prepare(input, mean, backward)
+            gradients = StepGradients(self.parameters() if backward else [], processes.replica_group)
             try:
-                self._run(plan, finish)
+                self._run(prepared, mean)
             except BaseException:
                 gradients.restore()
                 raise
-            with processes.exchanging("the gradients of the replicas", processes.replicas):
+            with processes.exchanging("the gradients of the replicas", processes.replica_group):
                 gradients.reduce()
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            for part in losses:
-                loss += part.squeeze()
-            with processes.exchanging("the loss", processes.pipeline):
-                dist.broadcast(loss, group=processes.pipeline, group_src=processes.last)
-            if processes.replicas is not None:
-                with processes.exchanging("the loss of the replicas", processes.replicas):
-                    dist.all_reduce(loss, group=processes.replicas)
+            loss = mean.sum()
+            processes.receive_from_last(loss, "the loss")
+            processes.add_replicas(loss, "the loss of the replicas")
         return loss
 
     @torch.no_grad()
     def eval_step(self, input: Any, *, gather: bool = False) -> Any:
-        """Runs a mini-batch forward.
+        """Run a mini-batch forward, without gradients.
 
         Args:
             input: as in :meth:`step`
-            gather: whether all processes of a pipeline get the output
+            gather: whether to return the output in all processes of a pipeline
 
         Returns:
-            what the last layer returns, gathered along dimension 0, in the process of the last stage, and None in
-            the others
+            the output of the last layer, gathered along dimension 0; None in processes without the last stage, unless
+            ``gather`` is set
 
         Raises:
             Exception: as in :meth:`step`
         """
-        processes, outputs = self._processes, dict[int, Batch]()
-
-        def finish(i: int, output: Batch) -> Tensor:
-            outputs[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
-            return torch.zeros(1, device=self.device)
-
+        processes, outputs = self._processes, Outputs(self.device)
         with processes.at_step():
             processes.step += 1
-            plan, _ = self._prepare(input, lambda m, size: 0.0, backward=False)
-            self._run(plan, finish)
+            prepared = self._prepare(input, outputs, backward=False)
+            self._run(prepared, outputs)
             if not (self._is_last or gather):
                 return None
-            batches = [outputs[i] for i in sorted(outputs)] or [_empty(form, self.device) for form in plan.outputs]
+            batches = outputs.batches(prepared.outputs)
             if gather:
-                with processes.exchanging("the output", processes.pipeline):
-                    for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
-                        dist.broadcast(leaf, group=processes.pipeline, group_src=processes.last)
+                for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
+                    processes.receive_from_last(leaf, "the output")
             return microbatch.gather(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does those of a plain model.
+        """Clip the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does for a plain model.
 
         Args:
-            max_norm: the largest norm that is left as it is
-            norm_type: which norm: 2.0 for the Euclidean one, ``float("inf")`` for the largest absolute value
+            max_norm: the largest norm of all gradients together; larger gradients are scaled down to it
+            norm_type: the type of the norm: 2.0 for the Euclidean one, ``float("inf")`` for the largest absolute value
 
         Returns:
-            the norm of the gradients of all stages before, in every process
+            the norm before clipping, in every process
         """
-        pipeline = self._processes.pipeline
+        pipeline = self._processes.pipeline_group
         with self._processes.at_step(), self._processes.exchanging("the norm of the gradients", pipeline):
             return clip_grad_norm(self.parameters(), max_norm, norm_type, pipeline, self.device)
 
     @property
     def place(self) -> str:
-        """Which process this is, and what it holds, in words."""
+        """The rank and the stages of this process, as text for logs."""
         return self._processes.place
 
     @property
     def steps(self) -> int:
-        """How many calls were made."""
+        """The number of calls of :meth:`step` and :meth:`eval_step` so far."""
         return self._processes.step
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes the keys of the original as well, as :class:`~torchgpipe.GPipe` does."""
+        """Load keys of the original torchgpipe, too, as :class:`~torchgpipe.GPipe` does."""
         error_msgs: list[str] = args[-1]
         take_old_keys(state_dict, prefix, lambda keys: by_name(keys, [*self._modules]), error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    # ---- The steps above.
+    # ---- One step.
 
     @property
     def _is_last(self) -> bool:
         return self.stages[-1] == len(self.balance) - 1
 
-    def _weigh(self, target: Batch) -> float | int | Tensor:
-        if self._weight is not None:
-            return self._weight(target.value)
-        return next(len(leaf) for leaf in target.leaves if leaf is not None)
-
-    def _loss(self, output: Batch, target: Batch, share: float) -> Tensor:
-        assert self._loss_fn is not None
-        if share == 0:  # The mean of nothing may be nan.
-            return sum(
-                [(leaf * 0).sum() for leaf in output.leaves if leaf is not None], torch.zeros(1, device=self.device)
-            )
-        loss = self._loss_fn(output.value, target.value)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss_fn must return the mean loss of a micro-batch, but its shape is {tuple(loss.shape)}"
-            )
-        return loss.reshape(1) * share
-
-    def _prepare(self, input: Any, weigh: Callable[[int, int], float], backward: bool) -> tuple[Plan, float]:
-        """Makes or finds the plan of a step, and gives what all targets weigh together."""
+    def _prepare(self, input: Any, ending: MeanLoss | Outputs, backward: bool) -> PreparedStep:
+        """Prepare a step, and wait until all processes are ready for it."""
         try:
-            # Only the first stage reads the input. To the others it is a form.
+            # Only the first stage reads the values of the input.
             where = self.device if 0 in self.stages else torch.device("meta")
-            batches = microbatch.scatter((input,), self.chunks, where)
-            weight = weigh(len(batches), _rows(batches))
-            plan = self._plan(batches, backward)
+            inputs = microbatch.scatter((input,), self.chunks, where)
+            weight = ending.prepare(inputs) if self._is_last else 0.0
+            prepared = self._preparation.step(
+                self, inputs, backward=backward, chunks=self.chunks, checkpoint=self.checkpoint
+            )
         except Exception:
             self._processes.agree(0, 0.0, self.device, failed=True)
             raise
-        total = self._processes.agree(plan.checksum, weight, self.device, failed=False)
-        plan.batches = batches
-        return plan, total
+        ending.total = self._processes.agree(prepared.checksum, weight, self.device, failed=False)
+        prepared.inputs = inputs
+        return prepared
 
-    def _plan(self, batches: list[Batch], backward: bool) -> Plan:
-        forms = [on_meta(batch) for batch in batches]
-        described = [_describe(form) for form in forms]
-        frozen = tuple([not parameter.requires_grad for parameter in self.parameters()])
-        key = (tuple(described), backward, self.training, frozen)
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            self._shapes.follow(self)
-            distinct = {text: self._shapes.forms(form) for text, form in zip(described, forms)}
-            columns = zip(*[distinct[text] for text in described])
-            boundaries = [Boundary(column, f"the output of stage {j - 1}") for j, column in enumerate(columns)]
-            plan = self._make(boundaries, backward, self.chunks)
-            known = [backward, self.training, self.checkpoint, *[list(map(_describe, b.forms)) for b in boundaries]]
-            plan.checksum = zlib.crc32(repr(known).encode())
-        self._plans[key] = plan
-        while len(self._plans) > _MOST_PLANS:  # Each holds the buffers of its micro-batches.
-            del self._plans[next(iter(self._plans))]
-        return plan
-
-    def _verify_schedule_of(self, chunks: int) -> None:
-        """Raises now, and not at the first step, if the schedule cannot do with so many micro-batches."""
-        sample = Boundary([Batch((torch.empty(1, device="meta"),))] * chunks, "a sample")
-        self._make([sample] * (len(self.balance) + 1), backward=True, chunks=chunks)
-
-    def _make(self, boundaries: list[Boundary], backward: bool, chunks: int) -> Plan:
-        return make_plan(
-            self._schedule,
-            self._partitions,
-            self._processes,
-            self.device,
-            boundaries,
-            chunks=chunks,
-            backward=backward,
-        )
-
-    def _run(self, plan: Plan, finish: Callable[[int, Batch], Tensor]) -> None:
-        m = len(plan.batches)
+    def _run(self, prepared: PreparedStep, ending: MeanLoss | Outputs) -> None:
+        """Run a prepared step on the layers that the model has now, which may have been replaced."""
+        m = len(prepared.inputs)
         stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
-        call = Call(plan.batches, stop, finish)
-        layout = inspect_skip_layout([list(partition.modules()) for partition in self._shapes.partitions])
-        for partition, module in zip(self._partitions, plan.modules):
+        layout = inspect_skip_layout([list(partition.modules()) for partition in self._fake.partitions])
+        for partition in self._partitions:
             partition.follow(layers_of(self), self.training)
-            module.begin(call, layout)
-        numbers, through = torch.arange(m), False
         try:
-            with mini_batch(m, self, self._processes.replicas):
-                plan.schedule.step(i=numbers, target=numbers)
-                through = True
-        except Exception as error:
-            self._plans.clear()
-            if through:
-                with self._processes.exchanging("the statistics of the replicas", self._processes.replicas):
-                    raise
-            if error.__cause__ is not None:  # A layer's own error, which PyTorch has put into one of its own.
-                raise error.__cause__ from error.__cause__.__cause__
-            self._processes.lost(error, *plan.awaited(self._processes.owner))
-        finally:
-            plan.end()
-
-
-#: As many shapes of mini-batches are prepared for: training, its last mini-batch, and evaluation likewise.
-_MOST_PLANS = 4
-
-
-def _verify_target(target: Any, targets: list[Batch], m: int, rows: int) -> None:
-    its = _rows(targets)
-    if (len(targets), its) != (m, rows):
-        raise ValueError(
-            f"input and target must have the same size in dimension 0, the batch, but have {rows} and {its}"
-        )
-
-
-def _rows(batches: list[Batch]) -> int:
-    """The size of a mini-batch, which was split: of the leaves that are not passed whole, so of the most varied."""
-    return max(
-        sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])
-        for column in zip(*[batch.leaves for batch in batches])
-    )
-
-
-def _empty(form: Batch, device: torch.device) -> Batch:
-    leaves = [None if leaf is None else torch.empty_like(leaf, device=device) for leaf in form.leaves]
-    return form.replace(tuple(leaves))
-
-
-def _describe(form: Batch) -> str:
-    leaves = [leaf if leaf is None else (leaf.dtype, tuple(leaf.shape), leaf.requires_grad) for leaf in leaves_of(form)]
-    return f"{form.spec} {leaves}"
+            with mini_batch(m, self, self._processes.replica_group):
+                prepared.run(StepCall(prepared.inputs, stop, ending.finish), layout, self._processes)
+        except BaseException:
+            self._preparation.clear()  # PyTorch's stages have stopped in the middle.
+            raise

@@ -1,4 +1,8 @@
-"""Who takes part in a step, how they agree on it, and what an error says of those who do not answer."""
+"""The processes of a pipeline: they agree on each step, exchange values, and name each other in errors.
+
+A process that cannot prepare a step, or prepares another one than the others, must not begin to send: its neighbours
+would wait for ever, or receive tensors of the wrong shapes. So all processes agree before the first tensor is sent.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,31 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Disagreement", "Processes", "listed"]
 
 
 class Disagreement(RuntimeError):
-    """Not all processes are ready for the same step. Nothing was sent."""
+    """The processes are not ready for the same step. Nothing was sent."""
 
 
 class Processes:
-    """The processes of a pipeline, and those that hold the same stages of its replicas.
+    """The processes of this pipeline, and the processes with the same stages in its replicas.
 
     Args:
-        mesh: (stages,) or (replicas, stages); None for one pipeline of all
-        timeout: how long one waits for another; None for that of the groups that are there
-        partitions: how many partitions the pipeline has
+        mesh: (stages,) or (replicas, stages); None for one pipeline of all processes
+        timeout: how long a process waits for another; None for the timeouts of the existing groups
+        partitions: the number of partitions of the pipeline
 
     Attributes:
-        pipeline: the group of those of a pipeline
-        replicas: the group of those with the same stages; None if there are no replicas
-        rank: that of this process in the pipeline
-        stages: the indices of its partitions
-        step: the number of the step that is under way
+        pipeline_group: the processes of this pipeline
+        replica_group: the processes with the same stages; None if there are no replicas
+        rank: the rank of this process in the pipeline
+        size: the number of processes of the pipeline
+        stages: the indices of the partitions of this process
+        step: the number of the current step
 
     Raises:
         ValueError: the mesh has another number of dimensions.
@@ -39,70 +45,85 @@ class Processes:
     """
 
     def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None, partitions: int) -> None:
-        self.pipeline, self.replicas = _groups(mesh, timeout)
-        self.rank, self.size = dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
+        self.pipeline_group, self.replica_group = _groups(mesh, timeout)
+        self.rank, self.size = dist.get_rank(self.pipeline_group), dist.get_world_size(self.pipeline_group)
         self.stages = list(range(self.rank, partitions, self.size))
         self.step = 0
         self._partitions = partitions
 
     @property
     def place(self) -> str:
-        """Which process this is, and what it holds, in words."""
+        """The rank and the stages of this process, as text."""
         place = f"rank {dist.get_rank()}, stage {listed(self.stages)} of {self._partitions}"
-        return place if self.replicas is None else f"{place} in replica {dist.get_rank(self.replicas)}"
+        return place if self.replica_group is None else f"{place} in replica {self.replica}"
+
+    @property
+    def replica(self) -> int:
+        """The index of this process's pipeline among its replicas."""
+        return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
 
     def owner(self, j: int) -> int:
-        """The rank, in the pipeline, of the process that has partition ``j``."""
+        """Return the rank in the pipeline of the process that has partition ``j``."""
         return j % self.size
 
     @property
     def last(self) -> int:
-        """The rank, in the pipeline, of the process that has the last partition."""
+        """The rank in the pipeline of the process that has the last partition."""
         return self.owner(self._partitions - 1)
 
     def agree(self, checksum: int, weight: float, device: torch.device, *, failed: bool) -> float:
-        """Makes sure that all are ready for the same step.
+        """Wait until all processes are ready for the same step.
 
         Args:
-            checksum: of all that must be the same
-            weight: what the targets weigh, in the process of the last stage
-            failed: whether this process could not prepare the step, and raises an error that says why
+            checksum: a number that is equal for equal steps
+            weight: the weight of the targets; it counts in the process of the last stage only
+            device: where to exchange these numbers
+            failed: whether this process could not prepare the step. The caller raises the error that says why.
 
         Returns:
-            what the targets of all replicas weigh together
+            the weight of the targets of all replicas
 
         Raises:
             Disagreement: another process has failed, or prepares another step.
-            RuntimeError: another process has gone.
+            RuntimeError: another process has ended or does not answer.
         """
         mine = torch.tensor([float(failed), float(checksum), weight], dtype=torch.float64, device=device)
         replies = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.exchanging("whether all are ready", self.pipeline):
-            dist.all_gather(replies, mine, group=self.pipeline)
+        with self.exchanging("whether all are ready", self.pipeline_group):
+            dist.all_gather(replies, mine, group=self.pipeline_group)
         rows = torch.stack(replies).tolist()
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
         together = torch.tensor([len(refused) + len(others), rows[self.last][2]], dtype=torch.float64, device=device)
-        if self.replicas is not None:
-            with self.exchanging("whether all replicas are ready", self.replicas):
-                dist.all_reduce(together, group=self.replicas)
+        self.add_replicas(together, "whether all replicas are ready")
         faults, total = map(float, together.tolist())
         if failed or not faults:
             return total
-        ranks = listed([dist.get_global_rank(self.pipeline, rank) for rank in (refused or others)])
+        ranks = listed([dist.get_global_rank(self.pipeline_group, rank) for rank in (refused or others)])
         if refused:
-            raise Disagreement(f"rank {ranks} could not prepare it, and says why; nothing was sent")
+            raise Disagreement(f"rank {ranks} could not prepare the step, and says why; nothing was sent")
         if others:
             raise Disagreement(
-                f"rank {ranks} prepares another one: the shapes of the input, train() or eval(), grad mode and what "
+                f"rank {ranks} prepares another step: the shapes of the input, train() or eval(), grad mode and what "
                 "requires grad must be the same in all processes; freeze layers before the model is wrapped. "
                 "Nothing was sent"
             )
-        raise Disagreement("another replica could not prepare it, and says why; nothing was sent")
+        raise Disagreement("another replica could not prepare the step, and says why; nothing was sent")
+
+    def receive_from_last(self, tensor: Tensor, what: str) -> None:
+        """Give ``tensor`` the values that it has in the process of the last stage."""
+        with self.exchanging(what, self.pipeline_group):
+            dist.broadcast(tensor, group=self.pipeline_group, group_src=self.last)
+
+    def add_replicas(self, tensor: Tensor, what: str) -> None:
+        """Add to ``tensor`` its values in all other replicas."""
+        if self.replica_group is not None:
+            with self.exchanging(what, self.replica_group):
+                dist.all_reduce(tensor, group=self.replica_group)
 
     @contextmanager
     def at_step(self) -> Iterator[None]:
-        """Notes on any error where and when it was."""
+        """Add a note to an error that says in which process and at which step it was raised."""
         try:
             yield
         except Exception as error:
@@ -111,7 +132,7 @@ class Processes:
 
     @contextmanager
     def exchanging(self, what: str, group: Any) -> Iterator[None]:
-        """Makes an error of a collective tell who took part."""
+        """Name this process and the others of ``group`` in the error of a collective operation."""
         try:
             yield
         except RuntimeError as error:
@@ -119,17 +140,18 @@ class Processes:
             self.lost(error, what, others, group)
 
     def lost(self, error: Exception, what: str, peers: Sequence[int], group: Any = None) -> NoReturn:
-        """Raises an error that says what this process has waited for.
+        """Raise an error that says what this process has waited for.
 
         Args:
-            what: what it has waited for
-            peers: from whom, by their ranks in the group
+            error: PyTorch's error
+            what: what this process has waited for
+            peers: the ranks in the group of the processes that should have sent it
             group: a group of processes (default: the pipeline)
         """
-        ranks = [dist.get_global_rank(group or self.pipeline, peer) for peer in peers]
+        ranks = [dist.get_global_rank(group or self.pipeline_group, peer) for peer in peers]
         raise RuntimeError(
             f"{self.place} has waited in step {self.step} for {what} from rank {listed(ranks)}, in vain: {error}; "
-            "see what that process says, and start all of them again from the last checkpoint"
+            "read the error of that process, and start all of them again from the last checkpoint"
         ) from error
 
 
@@ -154,5 +176,5 @@ def _groups(mesh: DeviceMesh | None, timeout: timedelta | None) -> tuple[dist.Pr
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Numbers in a sentence."""
+    """Return numbers as text, with commas."""
     return ", ".join(map(str, numbers))

@@ -1,8 +1,8 @@
-"""One stage of the pipeline: our cells, driven by PyTorch's schedule.
+"""Run the cells of a partition as a stage of PyTorch's pipelining.
 
-PyTorch's schedules hand out micro-batches to the stages of a process, forward and backward in their order, and send
-what goes between two processes. All that they are given here is the number of each micro-batch. What it stands
-for is looked up in the `Call`, and computed by a cell like that of a pipeline in one process.
+A schedule of PyTorch's runs the stages of a process, forward and backward, and sends tensors between processes. Here it
+is given the number of each micro-batch only. `WiredPartition` looks up the micro-batch of that number in the
+`StepCall`, and computes it in a cell, as a pipeline in one process does.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.skip.layout import SkipLayout
 
-__all__ = ["Call", "StageModule", "WatchedStage"]
+__all__ = ["StepCall", "WatchedPipelineStage", "WiredPartition"]
 
 
 @dataclass
-class Call:
-    """What the stages of a process have to know about a step.
+class StepCall:
+    """The data of one step, for all stages of a process.
 
     Attributes:
-        inputs: the micro-batches; those of other processes have a form only
-        checkpoint_stop: how many of them are checkpointed
-        finish: what becomes of the output of a micro-batch: the loss, of shape (1,)
+        inputs: the micro-batches; on the meta device in a process without the first stage
+        checkpoint_stop: the number of micro-batches that are checkpointed
+        finish: takes the number and the output of a micro-batch, and returns its loss, of shape (1,)
     """
 
     inputs: list[Batch]
@@ -45,14 +45,14 @@ class Call:
     finish: Callable[[int, Batch], Tensor]
 
 
-class StageModule(nn.Module):
-    """Partition ``j`` as PyTorch's pipelining calls it.
+class WiredPartition(nn.Module):
+    """A partition that takes and returns the tensors that are sent between processes.
 
     Args:
-        j: its index
+        j: the index of the partition
         partition: its layers
-        device: where they are
-        boundaries: before and after each partition
+        device: where the layers are
+        boundaries: the boundaries before and after each partition of the pipeline
     """
 
     def __init__(self, j: int, partition: Partition, device: torch.device, boundaries: list[Boundary]) -> None:
@@ -65,15 +65,15 @@ class StageModule(nn.Module):
         self._leaving = boundaries[j + 1]
 
     def buffers_in(self) -> tuple[Tensor, ...]:
-        """What is received for a micro-batch, on the meta device."""
+        """Return the tensors that are received for a micro-batch, on the meta device."""
         return () if self._arriving is None else self._arriving.buffers
 
     def buffers_out(self) -> tuple[Tensor, ...]:
-        """What is sent for a micro-batch, on the meta device."""
+        """Return the tensors that are sent for a micro-batch, on the meta device."""
         return (torch.empty(1, device="meta"),) if self._last else self._leaving.buffers
 
-    def begin(self, call: Call, layout: SkipLayout) -> None:
-        """Prepares for the micro-batches of ``call``."""
+    def begin(self, call: StepCall, layout: SkipLayout) -> None:
+        """Prepare for the micro-batches of ``call``."""
         self._call = call
         modules = list(self.partition.modules())
         self._partition_call = PartitionCall(
@@ -91,7 +91,7 @@ class StageModule(nn.Module):
         )
 
     def end(self) -> None:
-        """Lets go of the call."""
+        """Drop the call, and with it the micro-batches."""
         del self._call, self._partition_call
 
     def forward(self, *wires: Tensor, i: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -104,15 +104,15 @@ class StageModule(nn.Module):
         return self._leaving.pack(number, batch)
 
 
-class WatchedStage(PipelineStage):
-    """A stage that knows what it waits for, so that an error can tell.
+class WatchedPipelineStage(PipelineStage):
+    """A stage of PyTorch's that records what it waits for, so that an error can name it.
 
     Attributes:
-        awaited: what other stages owe to this one: the neighbour's index and what it is to send
-        neighbours: the indices of the stages that this one exchanges with
+        awaited: from 'input' or 'gradient' and the micro-batch to the index of the stage that should send it
+        neighbours: the indices of the stages before and after this one
     """
 
-    def __init__(self, module: StageModule, j: int, n: int, device: torch.device, group: Any) -> None:
+    def __init__(self, module: WiredPartition, j: int, n: int, device: torch.device, group: Any) -> None:
         inputs, outputs = module.buffers_in(), module.buffers_out()
         super().__init__(module, j, n, device, input_args=inputs, output_args=outputs, group=group)
         self.awaited: dict[tuple[str, int], int] = {}

@@ -113,7 +113,6 @@ class _Recorder:
     def __init__(self, steps: int) -> None:
         self._began = perf_counter()
         self._numbers = count()
-        self._source = object()
         self._steps: deque[_Step] = deque(maxlen=steps)
         self._clocks: dict[torch.device, _Clock] = {}
 
@@ -125,7 +124,7 @@ class _Recorder:
         for place in places:
             if place.stream.device not in self._clocks:
                 self._clocks[place.stream.device] = _Clock(place.stream, self._began)
-        step = _Step(next(self._numbers), m, places, self._source)
+        step = _Step(next(self._numbers), m, places)
         self._steps.append(step)
         return step
 
@@ -146,8 +145,7 @@ class _Recorder:
 class _Step:
     """Listen to one step. `begin` may be called from any thread."""
 
-    def __init__(self, number: int, m: int, places: Sequence[Place], source: object) -> None:
-        self.source = source
+    def __init__(self, number: int, m: int, places: Sequence[Place]) -> None:
         self.number = number
         self.m = m
         self.rows = [Row(j, place.stream.device, tuple(place.layers)) for j, place in enumerate(places)]

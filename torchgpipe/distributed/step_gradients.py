@@ -1,4 +1,4 @@
-"""Several copies of a pipeline that learn from different data: their gradients are added up, once in a step."""
+"""Add up gradients over replicas, once in a step, and clip gradients over all stages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Gradients", "clip_grad_norm"]
+__all__ = ["StepGradients", "clip_grad_norm"]
 
 
-class Gradients:
-    """The gradients of one step, apart from those that were there before.
+class StepGradients:
+    """The gradients of one step, kept apart from gradients of earlier steps.
+
+    Without replicas there is nothing to add up, and the gradients of earlier steps stay in ``.grad``.
 
     Args:
-        parameters: those of this process
+        parameters: the parameters of this process
         group: the processes that hold the same parameters; None if there are no others
     """
 
@@ -27,13 +29,13 @@ class Gradients:
             parameter.grad = None
 
     def reduce(self) -> None:
-        """Adds up those of all replicas, in one collective for each dtype, and then those from before."""
+        """Add up the gradients of all replicas, in one collective for each dtype, and add those of earlier steps."""
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
             self._reduce([parameter for parameter in self._parameters if parameter.dtype == dtype])
         self.restore()
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        # Behind the gradients: how many replicas have one. Where nobody has, the parameter was not used.
+        # Behind the gradients is, for each, the number of replicas that have one. With none, .grad stays None.
         used = torch.tensor([parameter.grad is not None for parameter in parameters]).to(parameters[0])
         grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
         flat = torch.cat([*[grad.flatten() for grad in grads], used])
@@ -43,7 +45,7 @@ class Gradients:
             parameter.grad = total.view_as(parameter).clone() if count else None
 
     def restore(self) -> None:
-        """Adds what was there before."""
+        """Add the gradients of this step to those of earlier steps, and put them back."""
         for parameter, before in zip(self._parameters, self._before):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
@@ -56,7 +58,7 @@ def clip_grad_norm(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """Scales gradients that are spread over ``group`` so that the norm of all of them is at most ``max_norm``."""
+    """Scale the gradients in all processes of ``group`` so that their common norm is at most ``max_norm``."""
     mine = list(parameters)
     norm = nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None], norm_type).to(device, torch.float64)
     if norm_type == float("inf"):

@@ -1,0 +1,130 @@
+"""Finish a micro-batch in the last stage: compute its share of the mean loss, or keep its output.
+
+PyTorch's schedules differentiate the tensor that `finish` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchgpipe.model import microbatch
+from torchgpipe.model.microbatch import Batch
+
+__all__ = ["LossFunction", "MeanLoss", "Outputs", "Weight"]
+
+#: Takes the output and the target of a micro-batch, and returns its mean loss.
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+#: Takes the target of a micro-batch, and returns the weight of its mean loss.
+Weight: TypeAlias = Callable[[Any], float | int | Tensor]
+
+
+class MeanLoss:
+    """The weighted mean of the losses of all micro-batches, in all replicas.
+
+    Args:
+        loss_fn: returns the mean loss of a micro-batch
+        weight: returns the weight of that loss; None for the size of the micro-batch
+        target: the target of the mini-batch
+        chunks: the number of micro-batches that a mini-batch is split into
+        device: where the last stage computes
+
+    Attributes:
+        total: the weight of the targets of all replicas; set when all processes are ready
+    """
+
+    def __init__(
+        self, loss_fn: LossFunction, weight: Weight | None, target: Any, chunks: int, device: torch.device
+    ) -> None:
+        self._loss_fn, self._weight = loss_fn, weight
+        self._target, self._chunks, self._device = target, chunks, device
+        self._losses: list[Tensor] = []
+        self.total = 0.0
+
+    def prepare(self, inputs: list[Batch]) -> float:
+        """Split the target like the input, and return its weight.
+
+        Raises:
+            ValueError: input and target have different sizes.
+        """
+        self._targets = microbatch.scatter((self._target,), self._chunks, self._device)
+        rows, its = _rows(inputs), _rows(self._targets)
+        if (len(inputs), rows) != (len(self._targets), its):
+            raise ValueError(
+                f"input and target must have the same size in dimension 0, the batch, but have {rows} and {its}"
+            )
+        self._weights = [float(self._weigh(target)) for target in self._targets]
+        return sum(self._weights)
+
+    def finish(self, i: int, output: Batch) -> Tensor:
+        """Return the share of micro-batch ``i`` in the mean loss, of shape (1,)."""
+        loss = self._share(output, self._targets[i], self._weights[i])
+        self._losses.append(loss.detach())
+        return loss
+
+    def sum(self) -> Tensor:
+        """Return the sum of the shares, a tensor without dimensions; 0 in a process without the last stage."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in self._losses:
+            total += loss.squeeze()
+        return total
+
+    def _weigh(self, target: Batch) -> float | int | Tensor:
+        if self._weight is not None:
+            return self._weight(target.value)
+        return next(len(leaf) for leaf in target.leaves if leaf is not None)
+
+    def _share(self, output: Batch, target: Batch, weight: float) -> Tensor:
+        if weight == 0:  # The mean loss of no targets may be nan. Backward needs a graph all the same.
+            nothing = [(leaf * 0).sum() for leaf in output.leaves if leaf is not None]
+            return sum(nothing, torch.zeros(1, device=self._device))
+        loss = self._loss_fn(output.value, target.value)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn must return the mean loss of a micro-batch, but its shape is {tuple(loss.shape)}"
+            )
+        return loss.reshape(1) * (weight / self.total)
+
+
+class Outputs:
+    """The outputs of a mini-batch that has no loss.
+
+    Args:
+        device: where the last stage computes
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._batches: dict[int, Batch] = {}
+        self.total = 0.0
+
+    def prepare(self, inputs: list[Batch]) -> float:
+        """Return 0: there are no targets."""
+        return 0.0
+
+    def finish(self, i: int, output: Batch) -> Tensor:
+        """Keep a copy of the output of micro-batch ``i``, and return zero as its loss."""
+        self._batches[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
+        return torch.zeros(1, device=self._device)
+
+    def batches(self, forms: Sequence[Batch]) -> list[Batch]:
+        """Return the outputs; in a process without the last stage, empty tensors to receive them."""
+        if self._batches:
+            return [self._batches[i] for i in range(len(forms))]
+        return [
+            form.replace(
+                tuple([leaf if leaf is None else torch.empty_like(leaf, device=self._device) for leaf in form.leaves])
+            )
+            for form in forms
+        ]
+
+
+def _rows(batches: list[Batch]) -> int:
+    """Return the size of a mini-batch that was split, which is the largest sum over the parts of a leaf."""
+    return max(
+        sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])
+        for column in zip(*[batch.leaves for batch in batches])
+    )

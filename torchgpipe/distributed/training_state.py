@@ -1,0 +1,114 @@
+"""Convert a model, its optimizer and its random state to plain values by name, and back.
+
+The names are those of the plain model. So the values of all processes can be joined, and loaded into a model with
+another balance or into the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "collect_optimizer",
+    "collect_random",
+    "restore_model",
+    "restore_optimizer",
+    "restore_random",
+    "verify_optimizer",
+]
+
+
+def restore_model(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Load the parameters and buffers that ``model`` has.
+
+    Raises:
+        RuntimeError: ``saved`` lacks a tensor of the model, or has it in another shape.
+    """
+    own = model.state_dict()
+    _verify_saved([f"model.{name}" for name in own if name not in saved])
+    model.load_state_dict({name: saved[name] for name in own})
+
+
+def collect_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the settings and the state of each parameter, by its name."""
+    names = verify_optimizer(model, optimizer)
+    return {
+        names[parameter]: {"settings": _settings(group), "state": optimizer.state.get(parameter, {})}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load the settings and the state of the parameters that ``optimizer`` has.
+
+    Raises:
+        RuntimeError: ``saved`` lacks a parameter, or has different settings for the parameters of one group.
+    """
+    names = verify_optimizer(model, optimizer)
+    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    _verify_saved([f"optimizer.{name}" for name in own if name not in saved])
+    groups, index = [], 0
+    for group in optimizer.param_groups:
+        settings = _settings(group)
+        for k, parameter in enumerate(group["params"]):
+            name = names[parameter]
+            if k == 0:
+                settings = saved[name]["settings"]
+            elif saved[name]["settings"] != settings:
+                raise RuntimeError(
+                    f"a group of the optimizer has parameters that were saved with different settings: '{name}' "
+                    f"with {saved[name]['settings']}, others with {settings}; make the groups of the run that was saved"
+                )
+        groups.append({**settings, "params": [*range(index, index := index + len(group["params"]))]})
+    state = {k: saved[name]["state"] for k, name in enumerate(own) if saved[name]["state"]}
+    optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": groups}))
+
+
+def verify_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """Return the names of the model's parameters.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model does not have.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have; "
+                    "make the optimizer from model.parameters()"
+                )
+    return names
+
+
+def collect_random(model: nn.Module) -> dict[str, Tensor]:
+    """Return the random states of the CPU and of the accelerators that ``model`` is on."""
+    others = {str(device): torch.get_device_module(device).get_rng_state(device) for device in _accelerators(model)}
+    return {"cpu": torch.get_rng_state(), **others}
+
+
+def restore_random(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Restore the random states of the devices that were saved; leave those of other devices."""
+    if "cpu" in saved:
+        torch.set_rng_state(saved["cpu"])
+    for device in _accelerators(model):
+        if str(device) in saved:
+            torch.get_device_module(device).set_rng_state(saved[str(device)], device)
+
+
+def _verify_saved(missing: list[str]) -> None:
+    if missing:
+        raise RuntimeError(f"the checkpoint has no {', '.join(missing)}; load it into the model that was saved")
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _accelerators(model: nn.Module) -> set[torch.device]:
+    return {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
