@@ -6,7 +6,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -45,10 +44,8 @@ class Partition(nn.Sequential):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles these layers, as on any module; the other partitions are compiled by themselves or not at all."""
-        # The compiler counts its recompilations by code, and gives up after some. So each partition has its own: all
-        # of them together would run out of tries, and be left half compiled.
-        code = type(self).forward.__code__.replace(co_name=f"forward_of_{'_'.join(self._modules).replace('.', '_')}")
-        vars(self)["forward"] = MethodType(FunctionType(code, globals(), "forward"), self)
+        # All partitions run the code of the same forward, and the compiler gives up on a piece of code after eight graphs.
+        kwargs.setdefault("isolate_recompiles", True)
         super().compile(*args, **kwargs)
 
     def follow(self, layers: Mapping[str, nn.Module], training: bool) -> None:
