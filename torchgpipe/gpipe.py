@@ -27,7 +27,8 @@ from torchgpipe.model.partition import (
     verify_names,
 )
 from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
-from torchgpipe.norms.batchnorm import DeferredBatchNorm, mini_batch
+from torchgpipe.norms.deferred import DeferredBatchNorm
+from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.skip.skippable import verify_skippables
 
 __all__ = ["GPipe"]

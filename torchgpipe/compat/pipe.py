@@ -25,7 +25,7 @@ from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.old_keys import OldKey, by_name, by_order, covers
 from torchgpipe.model.partition import Partition, layers_of, verify_module
 from torchgpipe.model.settings import CheckpointMode
-from torchgpipe.model.shallow_copy import twin
+from torchgpipe.model.shallow_copy import shallow_copy
 
 __all__ = ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"]
 
@@ -289,5 +289,5 @@ def _as_they_run(module: nn.Sequential) -> nn.Sequential:
     result.training = module.training
     for name, layer in module.named_children():
         layer = layer.module if isinstance(layer, WithDevice) else layer
-        result.add_module(name, twin(layer, PipeSequential) if type(layer) is nn.Sequential else layer)
+        result.add_module(name, shallow_copy(layer, PipeSequential) if type(layer) is nn.Sequential else layer)
     return result

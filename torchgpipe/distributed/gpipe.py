@@ -42,7 +42,8 @@ from torchgpipe.model.partition import (
     verify_sharing,
 )
 from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
-from torchgpipe.norms.batchnorm import DeferredBatchNorm, mini_batch
+from torchgpipe.norms.deferred import DeferredBatchNorm
+from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.skip.skippable import verify_skippables
 

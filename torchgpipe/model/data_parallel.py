@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["exchange", "is_replicated", "replicas", "verify_even", "verify_layers"]
+__all__ = ["active_process_group", "all_gather", "is_replicated", "refuse_join", "verify_layers"]
 
 
-def replicas() -> Any:
+def active_process_group() -> Any:
     """The process group of the DistributedDataParallel whose forward is under way; None if there are no others."""
     ddp = _active()
     return None if ddp is None or ddp.process_group.size() == 1 else ddp.process_group
@@ -29,7 +29,7 @@ def is_replicated() -> bool:
     return _active() is not None
 
 
-def verify_even() -> None:
+def refuse_join() -> None:
     """Raises if the processes may call their pipelines a different number of times.
 
     Raises:
@@ -50,7 +50,7 @@ def _active() -> Any:
     return ddp._get_active_ddp_module()
 
 
-def exchange(group: Any, values: Tensor) -> list[Tensor]:
+def all_gather(group: Any, values: Tensor) -> list[Tensor]:
     """``values`` of every process in the group, which are of one shape, by rank."""
     received = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(received, values, group=group)

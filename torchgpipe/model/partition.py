@@ -44,7 +44,7 @@ class Partition(nn.Sequential):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles these layers, as on any module; the other partitions are compiled by themselves or not at all."""
-        # All partitions run the code of the same forward, and the compiler gives up on a piece of code after eight graphs.
+        # All partitions share the code of forward. Counted together, they would exceed the limit of eight graphs.
         kwargs.setdefault("isolate_recompiles", True)
         super().compile(*args, **kwargs)
 
