@@ -16,17 +16,10 @@ from torchgpipe.engine.pipeline import Mechanisms, Pipeline
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.microbatch import Batch, gather, scatter
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
-from torchgpipe.model.partition import (
-    Partition,
-    layers_of,
-    place,
-    split,
-    verify_balance,
-    verify_divided,
-    verify_module,
-    verify_names,
-)
+from torchgpipe.model.partition import Partition, layers_of, split
+from torchgpipe.model.placement import place
 from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
+from torchgpipe.model.verify import verify_balance, verify_divided, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.skip.skippable import verify_skippables

@@ -23,9 +23,10 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.old_keys import OldKey, by_name, by_order, covers
-from torchgpipe.model.partition import Partition, layers_of, verify_module
+from torchgpipe.model.partition import Partition, layers_of
 from torchgpipe.model.settings import CheckpointMode
 from torchgpipe.model.shallow_copy import shallow_copy
+from torchgpipe.model.verify import verify_module
 
 __all__ = ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"]
 

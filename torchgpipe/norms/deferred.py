@@ -157,7 +157,7 @@ class DeferredBatchNorm(_BatchNorm):
         def plain(module: nn.Module) -> nn.Module:
             if not (isinstance(module, DeferredBatchNorm) and module._converted_from):
                 return module
-            copy = shallow_copy(module, module._converted_from)
+            copy: nn.Module = shallow_copy(module, module._converted_from)
             for name in ("chunks", "_unfinished", "_converted_from"):
                 del vars(copy)[name]
             return copy
