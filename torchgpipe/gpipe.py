@@ -22,7 +22,7 @@ from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, ve
 from torchgpipe.model.verify import verify_balance, verify_divided, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.skip.skippable import verify_skippables
+from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
 

@@ -38,7 +38,7 @@ from torchgpipe.model.verify import verify_balance, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.skippable import verify_skippables
+from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["DistributedGPipe"]
 
