@@ -12,10 +12,10 @@ __all__ = ["Partition", "layers_of", "split"]
 
 
 class Partition(nn.Sequential):
-    """Consecutive layers of a pipeline: a view on layers that the pipeline owns.
+    """A view on consecutive layers of a pipeline, which owns the layers.
 
-    Hooks and ``compile()`` work on it as on any module. The layers themselves are registered on the pipeline,
-    under the names of the wrapped model, and are replaced there.
+    Hooks and ``compile()`` work as on any module. The layers are registered on the pipeline, under the names that they
+    have in the wrapped model, and are replaced there.
     """
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -27,13 +27,13 @@ class Partition(nn.Sequential):
         return value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles these layers, as on any module; the other partitions are compiled by themselves or not at all."""
+        """Compile these layers, with the arguments of :func:`torch.compile`, apart from the other partitions."""
         # All partitions share the code of forward. Counted together, they would exceed the limit of eight graphs.
         kwargs.setdefault("isolate_recompiles", True)
         super().compile(*args, **kwargs)
 
     def follow(self, layers: Mapping[str, nn.Module], training: bool) -> None:
-        """Takes over the layers that the owner has by now under the same names, and its mode."""
+        """Show the layers that the owner has registered by now, and take over its training mode."""
         self.training = training
         for name in self._modules:
             self._modules[name] = layers[name]
@@ -61,12 +61,12 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
 def split(
     layers: Mapping[str, nn.Module], balance: Sequence[int], kind: type[Partition] = Partition
 ) -> list[Partition]:
-    """Views on consecutive layers, ``balance[j]`` of them in partition j."""
+    """Return views on consecutive layers, ``balance[j]`` of them in partition j."""
     rest = iter(layers.items())
     partitions = []
     for count in balance:
         partition = kind()
-        # Not by `add_module`, which takes no name of a layer inside of another module, such as '0.1'.
+        # Not by `add_module`, which refuses dotted names such as '0.1', of a layer inside another module.
         partition._modules.update(islice(rest, count))
         partitions.append(partition)
     return partitions

@@ -16,11 +16,10 @@ __all__ = ["place", "verify_sharing"]
 
 
 def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
-    """Moves every partition to its device; parameters on the meta device come into being there.
+    """Move every partition to its device, and materialise there what is on the meta device.
 
     Raises:
-        ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot
-            initialise itself.
+        ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot be materialised.
     """
     verify_sharing(partitions, devices)
     on_meta = _verify_meta(partitions)
@@ -34,10 +33,14 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
 
 
 def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) -> None:
-    """Raises if a parameter would have to be in two places: on two devices, or in two processes.
+    """Raise an error if partitions in different places share a parameter.
+
+    Args:
+        partitions: the partitions
+        places: the device or the process of each partition
 
     Raises:
-        ValueError: the same, with the names.
+        ValueError: the names of the shared parameters, with their places.
     """
     owners: dict[torch.Tensor, tuple[str, object]] = {}
     shared = []
@@ -55,10 +58,10 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
 
 
 def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
-    """The modules that hold tensors on the meta device, each with what initialises it.
+    """Return the modules that hold tensors on the meta device, each with the method that initialises it.
 
     Raises:
-        ValueError: one has nothing to initialise itself with, or a parameter that cannot come into being.
+        ValueError: a module has no such method, shares tensors, or has a parameter that cannot be given memory.
     """
     known: set[torch.Tensor] = set()
     result = {}
@@ -77,46 +80,46 @@ def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[]
                 )
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta and weakref.getweakrefs(parameter):
-                    raise _cannot_come_into_being(f"{name}.{attribute}", "there is a weak reference to it")
+                    raise _not_materialisable(f"{name}.{attribute}", "there is a weak reference to it")
             known.update(on_meta)
             result[module] = initialise
     return result
 
 
 def _materialise(partition: Partition, device: torch.device) -> None:
-    """Gives memory to what is on the meta device, and to nothing else.
+    """Give memory to the tensors on the meta device, and leave all others alone.
 
-    A parameter stays the same object: an optimizer that was made before has it, and trains it.
+    Parameters stay the same objects, so that an optimizer that was made before trains them.
     """
     for name, module in partition.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 try:
-                    _bring_into_being(parameter, device)
+                    _give_memory(parameter, device)
                 except RuntimeError as error:
-                    raise _cannot_come_into_being(f"{name}.{attribute}", str(error)) from error
+                    raise _not_materialisable(f"{name}.{attribute}", str(error)) from error
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = torch.empty_like(buffer, device=device)
 
 
-def _bring_into_being(parameter: nn.Parameter, device: torch.device) -> None:
-    """Gives a parameter memory on ``device``; its class, attributes and hooks stay.
+def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a parameter memory on ``device``, and keep its class, attributes and hooks.
 
     Raises:
-        RuntimeError: something else holds its memory, or a weak reference to it.
+        RuntimeError: the parameter is referred to weakly or by another tensor, so that PyTorch cannot swap it.
     """
     real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    # All that is exchanged has to be on both sides, or it would stay behind with the memory that is dropped.
+    # `swap_tensors` swaps class and attributes as well. Without these copies they would go with the old memory.
     real.__class__ = type(parameter)
     vars(real).update(vars(parameter))
     hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-    # The hooks are called by the memory, and known by the parameter: assigning them tells the new memory of them.
+    # Assigning the hooks registers them with the new memory, which calls them.
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
 
 
-def _cannot_come_into_being(name: str, reason: str) -> ValueError:
+def _not_materialisable(name: str, reason: str) -> ValueError:
     return ValueError(
         f"parameter '{name}' is on the meta device and cannot be given memory as the same object: {reason}; wrap the "
         "module before what refers to its parameters is made (an optimizer may be made before), or materialise the "
@@ -130,7 +133,7 @@ def _tensors(partition: Partition) -> Iterator[torch.Tensor]:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """The order in which constructors initialise modules."""
+    """Yield all modules in the order in which constructors initialise them."""
     for child in module.children():
         yield from _children_first(child)
     yield module

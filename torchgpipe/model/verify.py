@@ -1,4 +1,4 @@
-"""What is checked before a Sequential is split: the module, the names of its layers, and the balance."""
+"""Check a module, the names of its layers and the balance, before the module is split into partitions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["verify_balance", "verify_divided", "verify_module", "verify_names"]
 
 
 def verify_module(module: nn.Module) -> None:
-    """Raises if ``module`` cannot be partitioned at all.
+    """Raise an error if ``module`` cannot be partitioned.
 
     Raises:
-        TypeError: it is not an :class:`~torch.nn.Sequential`.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
         ValueError: a layer occurs twice.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write it as its layers "
-            f"in the order of forward, for instance {_as_sequential(module)}, where what forward does between them is "
+            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write its layers "
+            f"in the order of forward, for instance {_as_sequential(module)}; what forward does between them becomes "
             'a layer as well (see "A model that is not sequential" in docs/recipes.rst)'
         )
     names: dict[int, str] = {}
@@ -37,7 +37,7 @@ def verify_module(module: nn.Module) -> None:
 
 
 def _as_sequential(module: object) -> str:
-    """The layers of ``module`` as one would write them in a Sequential."""
+    """Return code that puts the children of ``module`` into a Sequential."""
     if isinstance(module, nn.ModuleList):
         return "nn.Sequential(*model)"
     children = list(module.named_children()) if isinstance(module, nn.Module) else []
@@ -49,14 +49,14 @@ def _as_sequential(module: object) -> str:
 
 
 def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
-    """Raises if a layer has a name that the pipeline, or the partition that it will be in, needs for itself.
+    """Raise an error if the name of a layer is an attribute of the pipeline or of a partition.
 
     Args:
-        pipeline: with all of its own attributes, and without layers
+        pipeline: a pipeline with all of its own attributes, and without layers
         module: the layers
 
     Raises:
-        ValueError: the same, with the names.
+        ValueError: the names of these layers.
     """
     needed = {*dir(pipeline), *dir(Partition)}
     taken = [name for name in module._modules if name in needed]
@@ -68,11 +68,11 @@ def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
 
 
 def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
-    """The balance as a list, once it fits a module with that many layers.
+    """Return the balance as a list, if it fits a module with that many layers.
 
     Raises:
-        TypeError: it is something else than integers in a list or the like.
-        ValueError: it is missing, has another sum than ``layers``, or leaves a partition empty.
+        TypeError: ``balance`` is not an iterable of integers.
+        ValueError: ``balance`` is missing, does not add up to ``layers``, or has an empty partition.
     """
     if balance is None:
         raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)", layers))
@@ -106,12 +106,12 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
 
 
 def _recommend_balancing(message: str, layers: int, wanted: int = 0) -> str:
-    """Return ``message`` and how to get a balance.
+    """Return ``message``, followed by code that measures a balance.
 
     Args:
-        message: what is wrong with the one that was given
+        message: what is wrong with the given balance
         layers: the number of layers of the module
-        wanted: the number of partitions that the caller has in mind; 0 for one on each accelerator
+        wanted: the number of partitions to recommend; 0 for one per accelerator
     """
     partitions = max(1, min(layers, wanted or max(2, len(default_devices(2)))))
     return f"""{message}
@@ -125,10 +125,10 @@ Let the balance be measured, here for {partitions} partition{"s" * (partitions >
 
 
 def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> None:
-    """Raises if some of the layers are in no partition, and would not run, or the other way round.
+    """Raise an error if a layer is in no partition, so that it would not run, or if a partition has a deleted layer.
 
     Raises:
-        RuntimeError: layers were added or deleted since they were divided.
+        RuntimeError: layers were added or deleted since the model was split.
     """
     divided = dict.fromkeys([name for partition in partitions for name in partition._modules])
     now = dict.fromkeys(layers)

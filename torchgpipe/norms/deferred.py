@@ -34,44 +34,44 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm whose running statistics are those of whole mini-batches, though it sees micro-batches.
+    """A batch norm that sees micro-batches, and tracks the running statistics of whole mini-batches.
 
-    In training it normalises each micro-batch by the micro-batch's own mean and variance, with the kernel and
+    In training the layer normalises each micro-batch by the micro-batch's own mean and variance, with the kernel and
     the gradients of :class:`~torch.nn.BatchNorm2d`. But ``running_mean``, ``running_var`` (unbiased) and
-    ``num_batches_tracked`` become what they would be after one run on the whole mini-batch. In evaluation it
-    is a plain batch norm.
+    ``num_batches_tracked`` become what one run on the whole mini-batch would make them. In evaluation the layer is a
+    plain batch norm.
 
-    A mini-batch ends with the forward of the :class:`~torchgpipe.GPipe` that the layer is in, however many
-    micro-batches there were; or with a block of :func:`mini_batch`; or else after ``chunks`` runs.
+    A mini-batch ends with the forward of the :class:`~torchgpipe.GPipe` that contains the layer, whatever the number of
+    micro-batches. In a loop of your own, it ends with a block of :func:`mini_batch`, or else after ``chunks`` runs.
     Recomputation does not count.
 
-    Where the pipeline is in :class:`~torch.nn.parallel.DistributedDataParallel`, the mini-batch is that of all
-    processes together. They exchange moments at the end of every forward in training, inside ``no_sync()`` as well, so
-    all must run it equally often, as :class:`~torch.nn.SyncBatchNorm` has it.
+    If :class:`~torch.nn.parallel.DistributedDataParallel` is around the pipeline, the mini-batch is that of all
+    processes together. The processes exchange moments at the end of every forward in training, inside ``no_sync()`` as
+    well. So all of them must call forward equally often, as :class:`~torch.nn.SyncBatchNorm` requires, too.
 
-    Moments of float16 and bfloat16 are taken and merged in float32. What is seen of an unfinished mini-batch
-    is no part of ``state_dict``, whose keys are those of :class:`~torch.nn.BatchNorm2d`. Entries that the
-    original torchgpipe has besides, such as ``sum`` and ``sum_squares``, are dropped in loading. ::
+    Moments of float16 and bfloat16 are taken and merged in float32. The keys of ``state_dict`` are those of
+    :class:`~torch.nn.BatchNorm2d`; moments of an unfinished mini-batch are not saved. Entries that only the original
+    torchgpipe has, such as ``sum`` and ``sum_squares``, are dropped on loading. ::
 
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         model = DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=4)
 
     Shape:
-        - Input: (batch, channels, ...), with two or more values of each channel in training
-        - Output: as the input
+        - Input: (batch, channels, ...), with at least two values per channel in training
+        - Output: the shape of the input
 
     Args:
         num_features: the number of channels
-        eps: is added to the variance under the root
-        momentum: the share of the new mini-batch in the running statistics; None for a plain average over all
+        eps: the number that is added to the variance, for numerical stability
+        momentum: the weight of the newest mini-batch in the running statistics; None for the plain average of all
             mini-batches
-        affine: whether there are a weight and a bias
-        chunks: after how many runs a mini-batch ends, where nothing else marks its end
-        device: where to make the parameters and buffers
-        dtype: their type
+        affine: whether the layer has a weight and a bias
+        chunks: the number of runs after which a mini-batch ends, where nothing else marks its end
+        device: the device of the parameters and buffers
+        dtype: the type of the parameters and buffers
 
     Attributes:
-        chunks (int): the same
+        chunks (int): see above
 
     Raises:
         ValueError: ``chunks`` is not a positive integer.
@@ -165,16 +165,16 @@ class DeferredBatchNorm(_BatchNorm):
         return cast(M, convert(module, plain))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises a micro-batch.
+        """Normalise a micro-batch.
 
         Args:
             input: of shape (batch, channels, ...)
 
         Returns:
-            a tensor of the same shape
+            the normalised micro-batch, of the same shape
 
         Raises:
-            ValueError: the input has the wrong number of dimensions, or in training one value a channel.
+            ValueError: the input has the wrong number of dimensions, or a single value per channel in training.
         """
         if not is_tracking(self):
             return super().forward(input)
@@ -187,7 +187,7 @@ class DeferredBatchNorm(_BatchNorm):
         exact = mean.dtype == dtype
         mean, var = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(var, dtype=dtype)
         if exact:
-            # With a momentum of 1 the kernel leaves here the very moments that it has normalised by.
+            # With a momentum of 1 the kernel writes the moments that it normalises by into these tensors.
             output = self._normalise(input, mean, var)
         else:
             output = self._normalise(input, None, None)
@@ -215,11 +215,11 @@ class DeferredBatchNorm(_BatchNorm):
         if len(self._unfinished) >= self.chunks:
             parts, self._unfinished = self._unfinished, []
             with torch.no_grad():
-                # The layer may have been moved or cast between its runs.
+                # The layer may have been moved or cast between two runs.
                 Accumulator(self).update(merge([part.to(moments.mean) for part in parts]))
 
     def reset_running_stats(self) -> None:
-        """Makes the running statistics those of a new layer, and forgets what is seen of a mini-batch."""
+        """Reset the running statistics to those of a new layer, and discard the moments of an unfinished mini-batch."""
         super().reset_running_stats()
         self._unfinished = []
 

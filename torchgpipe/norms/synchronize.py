@@ -22,7 +22,7 @@ def synchronize(group: Any, accumulators: Sequence[Accumulator]) -> None:
 
         number of moments, of each layer │ n, of each layer │ mean and var of each layer, one after the other
 
-    with zeros for a layer that has no more moments. The first round tells how many rounds there are.
+    with zeros in the place of moments that a layer does not have. The first round tells how many rounds there are.
 
     Args:
         group: the processes
