@@ -1,4 +1,4 @@
-"""The public path of deferred batch norms; they live in `torchgpipe.norms`."""
+"""Provide deferred batch norms under their public path; they live in `torchgpipe.norms`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A partition: a view on consecutive layers of a pipeline."""
+"""Divide the layers of a pipeline into partitions, which are views on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer collects during a mini-batch: the moments of its runs, for a single update at the end."""
+"""Collect what a layer sees in a mini-batch, for a single update of its running statistics at the end."""
 
 from __future__ import annotations
 

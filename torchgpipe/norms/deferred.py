@@ -1,4 +1,4 @@
-"""A batch norm that tracks the running statistics of whole mini-batches, though a pipeline shows it micro-batches.
+"""Track the running statistics of whole mini-batches, though the pipeline shows a batch norm only micro-batches.
 
 Split into micro-batches, a mini-batch moves the running statistics of a plain batch norm several times, and not to
 where it would have moved them at once. A deferred batch norm sets the moments of each micro-batch aside. At the end of

@@ -1,4 +1,4 @@
-"""The extent of a mini-batch, for the deferred batch norms that run in it.
+"""Mark the extent of a mini-batch, for the deferred batch norms that run in it.
 
 Accumulators belong to a call of the pipeline, not to the layers. So calls in several threads do not mix, and a call
 that fails leaves nothing behind. Under DistributedDataParallel the mini-batch is that of all processes together: they

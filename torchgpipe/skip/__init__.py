@@ -1,4 +1,4 @@
-"""Skip connections that go straight from the partition that stashes a tensor to the one that pops it."""
+"""Skip connections: a skip goes straight from the partition that stashes it to the partition that pops it."""
 
 from torchgpipe.skip.drive import pop, stash
 from torchgpipe.skip.namespace import Namespace

@@ -1,4 +1,4 @@
-"""Run a ``forward`` that is a generator: what it may yield, and what is done about that."""
+"""Run a ``forward`` that is a generator, and carry out the stashes and pops that it yields."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["drive", "pop", "stash"]
 
 
 class stash:
-    """Puts a tensor away for a later layer: ``yield stash('name', tensor)``.
+    """Put a tensor away for a later layer: ``yield stash('name', tensor)``.
 
     Args:
         name: the name of the skip, as the layer has declared it
-        tensor: a tensor of any shape, or None; anything else is a :exc:`TypeError` where it is yielded
+        tensor: a tensor of any shape, or None; any other value raises :exc:`TypeError` at the ``yield``
     """
 
     __slots__ = ("name", "tensor")
@@ -31,7 +31,7 @@ class stash:
 
 
 class pop:
-    """Takes the tensor that an earlier layer has put away: ``tensor = yield pop('name')``.
+    """Take the tensor that an earlier layer has put away: ``tensor = yield pop('name')``.
 
     Args:
         name: the name of the skip, as the layer has declared it
@@ -43,12 +43,12 @@ class pop:
         self.name = name
 
 
-#: What a layer has declared and not done yet in a call: pairs of `stash` or `pop` and a name.
+#: The declared stashes and pops that a call has not carried out yet: pairs of `stash` or `pop` and a name.
 _Open = set[tuple[type, str]]
 
 
 class _Driving(threading.local):
-    """The layer that this thread is in, and what it still has to do."""
+    """The skippable layer that this thread is running, and what the layer still has to do."""
 
     def __init__(self) -> None:  # in every thread
         self.layer: Any = None
@@ -59,7 +59,7 @@ _driving = _Driving()
 
 
 def drive(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a forward that is a generator to its end."""
+    """Return a ``forward`` that runs the given one to its end if that is a generator."""
 
     @functools.wraps(forward)
     def driven(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def drive(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(layer: Any, steps: Any, open_: _Open) -> Any:
-    """Does what a forward yields, and gives what it returns."""
+    """Carry out what a ``forward`` yields, and return its output."""
     if not isinstance(steps, Generator):
         return steps
     try:
@@ -94,7 +94,7 @@ def _run(layer: Any, steps: Any, open_: _Open) -> Any:
             try:
                 reply = _do(layer, step, open_)
             except BaseException as error:
-                # Where the layer has yielded: the traceback shows its line, and its with blocks are left.
+                # Raised at the yield, so that the traceback shows that line, and with blocks of the layer are left.
                 step = steps.throw(error)
             else:
                 step = steps.send(reply)
@@ -103,7 +103,7 @@ def _run(layer: Any, steps: Any, open_: _Open) -> Any:
 
 
 def _do(layer: Any, step: Any, open_: _Open) -> Leaf:
-    """Does what a layer has yielded."""
+    """Carry out one step that a layer has yielded, and return the reply."""
     kind = type(layer).__name__
     if isinstance(step, stash):
         if step.name not in layer.stashable_names:
@@ -111,7 +111,7 @@ def _do(layer: Any, step: Any, open_: _Open) -> Leaf:
         if not (step.tensor is None or isinstance(step.tensor, Tensor)):
             raise TypeError(
                 f"{kind} stashes '{step.name}', which is {type(step.tensor).__name__}, but only a tensor or None can "
-                "be stashed; stash each tensor under a name of its own"
+                "be stashed; stash each tensor under its own name"
             )
         current_skip_tracker().stash(layer.skip_key(step.name), step.tensor, layer)
         open_.discard((stash, step.name))

@@ -18,12 +18,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers classes
-    """What a class is after :func:`skippable`, beside what it was. ::
+    """A layer with skips. Every class that :func:`skippable` has decorated counts as a subclass. ::
 
         assert isinstance(Stash(), Skippable)
 
-    A type checker does not see what a decorator adds to a class. A class that derives from this one, too, has
-    :meth:`isolate` for the type checker as well, and is the same otherwise::
+    A type checker does not see the methods that a decorator adds. To show it :meth:`isolate`, derive a class from this
+    one as well. Nothing else changes::
 
         @skippable(stash=['1to3'])
         class Layer1(Skippable, nn.Module):
@@ -42,11 +42,11 @@ class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers cl
     poppable_names: frozenset[str] = frozenset()
 
     def isolate(self: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:  # type: ignore[misc]
-        """Puts the layer's skips into a namespace, where only layers of the same namespace find them.
+        """Put the layer's skips into a namespace, so that only layers of the same namespace find them.
 
         Args:
             ns: the namespace
-            only: the names to put there (default: all that the layer has declared)
+            only: the names to put into the namespace (default: all names that the layer has declared)
 
         Returns:
             the layer itself
@@ -60,13 +60,13 @@ class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers cl
             raise ValueError(
                 f"{type(self).__name__} declares {sorted(declared)}, so {sorted(names - declared)} cannot be isolated"
             )
-        # Made here and not in the constructor, which is the user's.
+        # The dict is made here, because the constructor is the user's.
         namespaces = self.__dict__.setdefault("_skip_namespaces", {})
         namespaces.update(dict.fromkeys(names, ns))
         return self
 
     def skip_key(self, name: str) -> SkipKey:
-        """The identity of one of the layer's skips.
+        """Return the identity of one of the layer's skips.
 
         Args:
             name: the name of the skip, as the layer has declared it
@@ -75,10 +75,10 @@ class Skippable(ABC):  # noqa: B024 -- nothing is abstract, it only registers cl
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """Declares the skips of a class of layers.
+    """Declare the skips of a class of layers.
 
-    The ``forward`` of such a class is a generator. It yields :class:`stash` to put a tensor away and :class:`pop`
-    to take one, and returns its output::
+    The ``forward`` of such a class is a generator. It yields :class:`stash` to put a tensor away, yields :class:`pop`
+    to take a tensor, and returns its output::
 
         @skippable(stash=['1to3'])
         class Layer1(nn.Module):
@@ -96,19 +96,19 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                 skip_1to3 = yield pop('1to3')
                 return f3(input) + skip_1to3
 
-    In a pipeline the tensor goes from the device of its stash straight to that of its pop. In a plain Sequential
-    the layers do the same without one. Every declared name must be stashed, or popped, at each call.
+    In a pipeline the tensor goes straight from the device of its stash to the device of its pop. The same layers
+    compute the same in a plain Sequential. Each call must stash and pop every declared name.
 
-    The class remains the same class: its constructor, attributes and the keys of its ``state_dict`` are those that
-    it was written with. It gains what :class:`Skippable` has. A subclass has the same skips, whether it has a
-    ``forward`` of its own or not, unless it is decorated itself: then it has those.
+    The decorator returns the same class, with the methods of :class:`Skippable` added. The constructor, the attributes
+    and the keys of ``state_dict`` stay as they were. A subclass inherits the skips, even if it overrides ``forward``.
+    If the subclass is decorated as well, its own declaration replaces the inherited one.
 
     Args:
         stash: the names that the class stashes
         pop: the names that the class pops
 
     Raises:
-        TypeError: ``stash`` or ``pop`` is a string, not several of them.
+        TypeError: ``stash`` or ``pop`` is a single string instead of a list of names.
     """
     stashable, poppable = _several(stash, "stash"), _several(pop, "pop")
 
@@ -117,7 +117,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         own.stashable_names = stashable
         own.poppable_names = poppable
         own.forward = drive(own.forward)
-        # To derive from Skippable is no more than a declaration of types.
+        # Not `issubclass(cls, Skippable)`: a class may derive from it for its types only, and lacks all of this.
         if not getattr(cls, "_drives_forward", False):
             own._drives_forward = True
             own.isolate = Skippable.isolate
@@ -138,7 +138,7 @@ def _several(names: Iterable[str], argument: str) -> frozenset[str]:
 
 
 def _driving_subclasses(cls: Any) -> Any:
-    """Makes what a subclass defines as its forward run like that of ``cls``."""
+    """Return an ``__init_subclass__`` that drives the ``forward`` of each subclass, too."""
     own = cls.__dict__.get("__init_subclass__")
 
     def __init_subclass__(subclass: Any, /, **options: Any) -> None:
@@ -158,7 +158,7 @@ def _marked(text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _taking_wrapped_keys(load: Callable[..., None]) -> Callable[..., None]:
-    """Takes the keys of the original as well, which has the layer in an attribute ``module`` of a wrapper."""
+    """Load keys of the original as well, which kept the layer in the attribute ``module`` of a wrapper."""
 
     @functools.wraps(load)
     def taking(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

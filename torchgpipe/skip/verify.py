@@ -14,17 +14,17 @@ __all__ = ["verify_skippables"]
 
 
 def verify_skippables(module: nn.Module) -> None:
-    """Checks that every skip of a model is stashed once and popped once, in this order. ::
+    """Check that every skip of a model is stashed once and then popped once. ::
 
         verify_skippables(nn.Sequential(Stash(), Middle(), Pop()))
 
-    A layer's skips are those of all modules in it. :class:`~torchgpipe.GPipe` does this when it is made.
+    A layer's skips are those of all modules in it. The constructor of :class:`~torchgpipe.GPipe` runs this check.
 
     Args:
-        module: the layers are its children, in their order
+        module: a module whose children are the layers, in order
 
     Raises:
-        TypeError: some are not; the message lists all of them and what to do.
+        TypeError: some skips are not; the message lists all of them, with a remedy for each.
     """
     layers = [_skippables(index, *layer) for index, layer in enumerate(module.named_children())]
     later = {key: end for ends in layers for end in ends for key in end.stashes}
@@ -76,7 +76,14 @@ def verify_skippables(module: nn.Module) -> None:
 
 
 class _End(NamedTuple):
-    """A module with skips: its name in the model, which layer it is in, and its skips."""
+    """The skips of one module.
+
+    Attributes:
+        path: the name of the module in the model
+        what: the index of its layer, and its class
+        stashes: the skips that it stashes
+        pops: the skips that it pops
+    """
 
     path: str
     what: str
