@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.device import canonical_device, default_devices
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.pipeline import Mechanisms, Pipeline
 from torchgpipe.model.data_parallel import verify_layers
@@ -19,7 +17,14 @@ from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place
 from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
-from torchgpipe.model.verify import verify_balance, verify_divided, verify_module, verify_names
+from torchgpipe.model.verify import (
+    verify_balance,
+    verify_devices,
+    verify_divided,
+    verify_initialised,
+    verify_module,
+    verify_names,
+)
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.skip.verify import verify_skippables
@@ -95,9 +100,9 @@ class GPipe(nn.Module):
         self._balance = verify_balance(balance, len(self._layers_of(module)))
         self._chunks = verify_chunks(chunks)
         self._checkpoint = verify_checkpoint(checkpoint)
-        self._devices = _verify_devices(devices, len(self.balance))
+        self._devices = verify_devices(devices, len(self.balance))
         self.training = module.training
-        _verify_initialised(module, self.checkpoint)
+        verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._defers = deferred_batch_norm
         self._unwrapped = False
@@ -150,7 +155,7 @@ class GPipe(nn.Module):
     @checkpoint.setter
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
         mode = verify_checkpoint(checkpoint)
-        _verify_initialised(self, mode)
+        verify_initialised(self, mode)
         self._checkpoint = mode
 
     @property
@@ -337,32 +342,3 @@ def _moving_denied(pipeline: GPipe) -> TypeError:
         f"denied to move parameters and buffers, because {type(pipeline).__name__} should manage device placement; "
         "choose devices when you make it, or unwrap() it and wrap the layers again"
     )
-
-
-def _verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.device]:
-    if isinstance(devices, (str, int, torch.device)):
-        raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
-    known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
-    if len(known) < n:
-        there = known or default_devices(n)
-        shared = [str(there[j * len(there) // n]) for j in range(n)]
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
-            f"one: devices={shared}, or take a balance with fewer partitions"
-        )
-    on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
-    if on_meta:
-        raise ValueError(
-            f"nothing can be computed on the meta device, which {', '.join(on_meta)} is; a model may be made there, "
-            "but devices are those that it is to run on, such as 'cuda:0' or 'cpu'"
-        )
-    return known[:n]
-
-
-def _verify_initialised(module: nn.Module, checkpoint: CheckpointMode) -> None:
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy and checkpoint != "never":
-        raise ValueError(
-            f"parameters without a shape cannot be checkpointed, but there are {lazy}; run the module once on a "
-            "sample before wrapping it, or use checkpoint='never'"
-        )

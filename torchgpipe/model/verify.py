@@ -1,16 +1,27 @@
-"""Check a module, the names of its layers and the balance, before the module is split into partitions."""
+"""Check a module, the names of its layers, the balance and the devices, before the module is split into partitions."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.device import default_devices
+from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.typing import Device
 from torchgpipe.model.partition import Partition
+from torchgpipe.model.settings import CheckpointMode
 
-__all__ = ["verify_balance", "verify_divided", "verify_module", "verify_names"]
+__all__ = [
+    "verify_balance",
+    "verify_devices",
+    "verify_divided",
+    "verify_initialised",
+    "verify_module",
+    "verify_names",
+]
 
 
 def verify_module(module: nn.Module) -> None:
@@ -143,4 +154,49 @@ def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> No
             )
             + "; put nn.Identity() in the place of a layer instead of deleting it, keep other modules outside, or "
             "wrap the layers again: GPipe(model.unwrap(), ...)"
+        )
+
+
+def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.device]:
+    """Return the devices of ``n`` partitions.
+
+    Args:
+        devices: the device of each partition; None for those of the machine
+        n: the number of partitions
+
+    Raises:
+        TypeError: ``devices`` is a single device.
+        IndexError: there are fewer devices than partitions.
+        ValueError: one of the devices is the meta device.
+    """
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
+    known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
+    if len(known) < n:
+        there = known or default_devices(n)
+        shared = [str(there[j * len(there) // n]) for j in range(n)]
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
+            f"one: devices={shared}, or take a balance with fewer partitions"
+        )
+    on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
+    if on_meta:
+        raise ValueError(
+            f"nothing can be computed on the meta device, which {', '.join(on_meta)} is; a model may be made there, "
+            "but devices are those that it is to run on, such as 'cuda:0' or 'cpu'"
+        )
+    return known[:n]
+
+
+def verify_initialised(module: nn.Module, checkpoint: CheckpointMode) -> None:
+    """Raise an error if lazy parameters would be checkpointed.
+
+    Raises:
+        ValueError: the names of these parameters.
+    """
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy and checkpoint != "never":
+        raise ValueError(
+            f"parameters without a shape cannot be checkpointed, but there are {lazy}; run the module once on a "
+            "sample before wrapping it, or use checkpoint='never'"
         )
