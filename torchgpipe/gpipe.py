@@ -340,5 +340,5 @@ class GPipe(nn.Module):
 def _moving_denied(pipeline: GPipe) -> TypeError:
     return TypeError(
         f"denied to move parameters and buffers, because {type(pipeline).__name__} should manage device placement; "
-        "choose devices when you make it, or unwrap() it and wrap the layers again"
+        "choose devices when it is made, or unwrap() it and wrap the layers again"
     )

@@ -77,7 +77,7 @@ def by_name(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
         layer = _layer_of(old, layers)
         first = firsts.setdefault(layer, old)
         if first.j != old.j:
-            raise ValueError(f"'{first.key}' and '{old.key}' would both belong to layer '{layer}', in two partitions")
+            raise ValueError(f"'{first.key}' and '{old.key}' would both be of layer '{layer}', in two partitions")
     for before, after in pairwise([firsts[layer] for layer in layers if layer in firsts]):
         if after.j < before.j:
             raise ValueError(f"'{before.key}' would be of an earlier layer than '{after.key}', in a later partition")
