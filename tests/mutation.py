@@ -853,7 +853,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a layer has declared it does",
-        "_driven.driven",
+        "drive.driven",
         "_driving.layer, _driving.open = outer, outer_open",
         "_driving.layer, _driving.open = outer, outer_open; open_.clear()",
         "skip/skippable",

@@ -109,7 +109,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block by itself; it takes for granted as many GPUs as it needs."""
-    monkeypatch.setattr("torchgpipe.gpipe.default_devices", lambda n: [torch.device("cpu")] * n)
+    monkeypatch.setattr("torchgpipe.model.verify.default_devices", lambda n: [torch.device("cpu")] * n)
     if any(".plot(" in snippet.code for snippet in EXAMPLES[name]):
         pytest.importorskip("matplotlib")
     module = max((module for module in PUBLIC if name.startswith(module)), key=len)

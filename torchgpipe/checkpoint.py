@@ -1,4 +1,4 @@
-"""The path at which the original has the phases of a checkpointed layer; they live in `torchgpipe.replay.phase`."""
+"""Provide the phases of a checkpointed layer under the path of the original; they live in `torchgpipe.replay.phase`."""
 
 from __future__ import annotations
 

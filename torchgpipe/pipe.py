@@ -1,4 +1,4 @@
-"""The public path of PyTorch's old Pipe; it lives in `torchgpipe.compat.pipe`."""
+"""Provide PyTorch's old Pipe under its public path; it lives in `torchgpipe.compat.pipe`."""
 
 from __future__ import annotations
 

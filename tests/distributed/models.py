@@ -47,11 +47,16 @@ class Joined(nn.Module):
         return result
 
 
-class Channels(nn.BatchNorm1d):
-    """Batch norm of values (batch, time, channels)."""
+class Channels(nn.Module):
+    """Normalise values of shape (batch, time, channels)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mT).mT
+        y: Tensor = self.norm(x.mT)
+        return y.mT
 
 
 class Counter(nn.Module):

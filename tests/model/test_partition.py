@@ -1,4 +1,4 @@
-"""Verifying a Sequential, splitting it, and putting the parts on their devices."""
+"""Splitting the layers of a pipeline into views on them."""
 
 from __future__ import annotations
 
@@ -11,47 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchgpipe import GPipe
-from torchgpipe.model.partition import layers_of, place, split, verify_balance, verify_module
+from torchgpipe.model.partition import layers_of, split
 
 CPUS = [torch.device("cpu", j) for j in range(4)]
 
 
 def make_model(layers: int = 3) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
-
-
-# What can be partitioned
-
-
-def test_a_sequential_can_be_partitioned() -> None:
-    verify_module(make_model())
-    verify_module(nn.Sequential())
-
-
-def test_equal_layers_are_no_duplicates() -> None:
-    verify_module(nn.Sequential(nn.ReLU(), nn.ReLU()))
-
-
-def test_any_other_module_cannot() -> None:
-    with pytest.raises(TypeError, match="ModuleList"):
-        verify_module(nn.ModuleList())
-
-
-@given(counts=st.lists(st.integers(1, 4), max_size=5))
-def test_a_balance_that_fits_is_returned_as_a_list(counts: list[int]) -> None:
-    assert verify_balance(iter(counts), sum(counts)) == counts
-
-
-@given(counts=st.lists(st.integers(-1, 4), max_size=5), layers=st.integers(0, 12))
-def test_any_other_balance_is_refused(counts: list[int], layers: int) -> None:
-    fits = sum(counts) == layers and all(count > 0 for count in counts)
-    try:
-        verify_balance(counts, layers)
-    except ValueError as error:
-        assert not fits
-        assert str(layers) in str(error)
-    else:
-        assert fits
 
 
 # Splitting
@@ -124,59 +90,3 @@ def test_other_attributes_of_a_view_can_be_set() -> None:
     model = GPipe(make_model(2), [2], devices=CPUS)
     model.partitions[0].note = "mine"
     assert model.partitions[0].note == "mine"
-
-
-# Placing
-
-
-def test_every_partition_is_moved_to_its_device() -> None:
-    """The meta device stands in for an accelerator."""
-    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Linear(1, 1))
-    place(split(layers_of(module), [1, 1, 1]), [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
-    assert {name: tensor.device.type for name, tensor in module.state_dict().items()} == {
-        "0.weight": "cpu",
-        "0.bias": "cpu",
-        "1.weight": "meta",
-        "1.bias": "meta",
-        "1.running_mean": "meta",
-        "1.running_var": "meta",
-        "1.num_batches_tracked": "meta",
-        "2.weight": "cpu",
-        "2.bias": "cpu",
-    }
-
-
-def test_a_partition_that_is_in_its_place_is_not_copied() -> None:
-    """PyTorch copies what is on the CPU to 'cpu:1'."""
-    module = make_model(2)
-    pointers = [parameter.data_ptr() for parameter in module.parameters()]
-    place(split(layers_of(module), [1, 1]), CPUS[:2])
-    assert [parameter.data_ptr() for parameter in module.parameters()] == pointers
-
-
-def test_parameters_are_moved_in_place_so_that_an_optimizer_keeps_them() -> None:
-    module = make_model(2)
-    parameters = list(module.parameters())
-    place(split(layers_of(module), [1, 1]), CPUS[:2])
-    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
-
-
-def test_a_parameter_cannot_be_on_two_devices() -> None:
-    module = make_model(3)
-    module[2].weight = module[0].weight
-    with pytest.raises(ValueError, match=r"'0\.weight' \(partition 0 on cpu:0\).*'2\.weight' \(partition 1 on cpu:1\)"):
-        place(split(layers_of(module), [1, 2]), CPUS[:2])
-    place(split(layers_of(module), [1, 2]), [CPUS[0], CPUS[0]])
-    place(split(layers_of(module), [3]), CPUS[:1])
-
-
-def test_nothing_is_moved_if_anything_is_wrong() -> None:
-    class Unable(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, device="meta"))
-
-    module = nn.Sequential(nn.Linear(1, 1, device="meta"), Unable())
-    with pytest.raises(ValueError, match=r"'1' \(Unable\)"):
-        place(split(layers_of(module), [1, 1]), CPUS[:2])
-    assert module[0].weight.is_meta

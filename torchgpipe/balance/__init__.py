@@ -1,7 +1,7 @@
-"""Automatic balancing, under the signatures that torchgpipe has had since 0.0.5.
+"""Balance partitions automatically, under the signatures that torchgpipe has had since 0.0.5.
 
-They differ from those of :mod:`torchgpipe_balancing` in the order of arguments, and in that size knows of the
-optimizer and of micro-batches. What is measured, and how it is split, is the same. ::
+They differ from :mod:`torchgpipe_balancing` in the order of arguments, and the size takes the optimizer and the
+micro-batches into account. The measurements and the split are the same. ::
 
     from torchgpipe import GPipe
     from torchgpipe.balance import balance_by_time

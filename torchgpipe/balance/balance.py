@@ -1,4 +1,4 @@
-"""Automatic balancing, in the order of arguments that torchgpipe has had since 0.0.5."""
+"""Balance partitions automatically, with the order of arguments that torchgpipe has had since 0.0.5."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = ["available", "balance_by_size", "balance_by_time"]
 def balance_by_time(
     partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device = "cuda"
 ) -> list[int]:
-    """Balances the time that partitions take. See :func:`torchgpipe_balancing.balance_by_time`.
+    """Balance the time that partitions take. See :func:`torchgpipe_balancing.balance_by_time`.
 
     Args:
-        partitions: how many partitions
-        module: the model, not yet wrapped; it may be on any device, and is not changed
+        partitions: the number of partitions
+        module: the model, not yet wrapped, on any device; it is not changed
         sample: an input of the size of a micro-batch: a tensor, or a nested container of tensors; a tuple may be
-            several arguments of the first layer, see :func:`torchgpipe_balancing.profile`
+            several arguments of the first layer; see :func:`torchgpipe_balancing.profile`
 
     Keyword Args:
         timeout: seconds after which no further round of measurements is started
-        device: where layers are profiled, one at a time; 'cuda' stands for whatever the machine has, the CPU
-            included, where there is no CUDA
+        device: the device to profile layers on, one at a time; without CUDA, 'cuda' means the machine's default
+            device, which may be the CPU
 
     Returns:
         The number of layers in each partition, for GPipe's `balance`.
 
     Raises:
         TypeError: `module` is not an ``nn.Sequential``.
-        ValueError: fewer layers than partitions, partitions below 1, or a negative `timeout`.
+        ValueError: there are fewer layers than partitions, `partitions` is below 1, or `timeout` is negative.
 
     """
     return torchgpipe_balancing.balance_by_time(
@@ -55,10 +55,10 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device = "cuda",
 ) -> list[int]:
-    """Balances the memory that partitions take: activations / chunks + parameters x param_scale.
+    """Balance the memory that partitions take: activations / chunks + parameters x param_scale.
 
-    Of activations, a partition holds those of one micro-batch. Parameters are held several times over: each has a
-    gradient, hence 2, and as many more as the optimizer keeps tensors of its size:
+    A partition holds the activations of one micro-batch. `param_scale` is 2 for a parameter and its gradient, plus the
+    number of tensors of the parameter's size that the optimizer keeps:
 
     ==========================================  =============  ============================
     optimizer                                   `param_scale`  what it keeps
@@ -83,22 +83,23 @@ def balance_by_size(
         balance = balance_by_size(4, model, mini_batch, chunks=8, param_scale=4)  # Adam
 
     Args:
-        partitions: how many partitions
-        module: the model, not yet wrapped; it may be on any device, and is not changed
+        partitions: the number of partitions
+        module: the model, not yet wrapped, on any device; it is not changed
         input: a mini-batch: a tensor, or a nested container of tensors; a tuple may be several arguments, as in
             :func:`balance_by_time`
 
     Keyword Args:
-        chunks: into how many micro-batches the mini-batch will be split
-        param_scale: how many times the parameters are held, see above
-        device: where layers are profiled, as in :func:`balance_by_time`
+        chunks: the number of micro-batches that a mini-batch will be split into
+        param_scale: the number of tensors per parameter, see above
+        device: the device to profile layers on, as in :func:`balance_by_time`
 
     Returns:
         The number of layers in each partition, for GPipe's `balance`.
 
     Raises:
         TypeError: `module` is not an ``nn.Sequential``.
-        ValueError: fewer layers than partitions, partitions or `chunks` below 1, or a negative `param_scale`.
+        ValueError: there are fewer layers than partitions, `partitions` or `chunks` is below 1, or `param_scale` is
+            negative.
 
     """
     check_partitions(len(layers_of(module)), partitions)
@@ -107,5 +108,5 @@ def balance_by_size(
 
 
 def available(device: Device) -> Device | None:
-    """The default device, where there is no CUDA, is what the machine has."""
+    """Return ``device``, or None for the machine's default device if ``device`` is CUDA and there is none."""
     return None if str(device) == "cuda" and not torch.cuda.is_available() else device

@@ -1,4 +1,4 @@
-"""The split of a list of costs, where torchgpipe 0.0.5 to 0.0.7 had it."""
+"""Split a list of costs into blocks; torchgpipe 0.0.5 to 0.0.7 had this function here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def solve(sequence: Sequence[int], partitions: int = 1) -> list[list[int]]:
     """Split costs into consecutive blocks, as :func:`torchgpipe_balancing.partition` does.
 
     Args:
-        sequence: what each layer costs
-        partitions: how many blocks
+        sequence: the cost of each layer
+        partitions: the number of blocks
 
     Returns:
         The costs in each block.
 
     Raises:
-        ValueError: fewer costs than partitions, or partitions below 1.
+        ValueError: there are fewer costs than partitions, or ``partitions`` is below 1.
     """
     counts = partition(sequence, partitions)
     return [[*sequence[end - count : end]] for count, end in zip(counts, accumulate(counts))]

@@ -1,7 +1,7 @@
-"""The costs of the layers of a model, where torchgpipe 0.0.5 to 0.0.7 had them.
+"""Profile the layers of a model; torchgpipe 0.0.5 to 0.0.7 had these functions here.
 
-Of the rounds that the timeout leaves room for it is the median that counts, not the sum. The sizes are counted and
-not measured, on the CPU too.
+Times are medians over all rounds within the timeout; the original's are sums. Sizes are counted and not measured, so
+they work on the CPU as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: De
         module: the model, not yet wrapped
         sample: an input, as in :func:`torchgpipe_balancing.profile`
         timeout: seconds after which no further round is started
-        device: where layers are profiled
+        device: the device to profile layers on
 
     Raises:
         TypeError, ValueError: as in :func:`torchgpipe_balancing.profile`
@@ -41,9 +41,9 @@ def profile_sizes(module: nn.Sequential, input: Any, chunks: int, param_scale: f
     Args:
         module: the model, not yet wrapped
         input: a mini-batch
-        chunks: into how many micro-batches the mini-batch will be split
-        param_scale: how many times parameters are held; see :func:`torchgpipe.balance.balance_by_size`
-        device: where layers are profiled
+        chunks: the number of micro-batches that a mini-batch will be split into
+        param_scale: the number of tensors per parameter; see :func:`torchgpipe.balance.balance_by_size`
+        device: the device to profile layers on
 
     Raises:
         TypeError, ValueError: as in :func:`torchgpipe.balance.balance_by_size`

@@ -1,3 +1,3 @@
-"""Interfaces of other libraries, in front of the same pipeline."""
+"""Offer the interfaces of other libraries on top of the same pipeline."""
 
 __all__: list[str] = []

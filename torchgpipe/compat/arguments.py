@@ -1,7 +1,7 @@
-"""Values as :class:`~torchgpipe.pipe.Pipe` hands them from layer to layer: a tuple is several arguments, of any type.
+"""Split and gather values as :class:`~torchgpipe.pipe.Pipe` passes them on: a tuple is several arguments, of any type.
 
-In `microbatch` all leaves are tensors or None. Here all others become a part of the structure around the leaves, so
-that the pipeline carries them along without a word.
+In `microbatch` all leaves are tensors or None. Here values of other types become a part of the structure around the
+leaves, so that the engine needs no special case for them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["Arguments", "gather", "scatter"]
 
 
 class Arguments(Batch):
-    """A value between two layers, of which a tuple is the arguments of the next one."""
+    """A value between two layers; a tuple becomes the arguments of the next layer."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, value: Any, source: str) -> Arguments:
-        """Takes a value apart.
+        """Flatten a value.
 
         Args:
-            value: anything with a tensor in it
-            source: who has produced it, for the error
+            value: a value of any type that contains a tensor
+            source: the name of the producer, for the error
 
         Raises:
-            TypeError: there is no tensor in it.
+            TypeError: ``value`` contains no tensor.
         """
         if isinstance(value, Tensor):
             return cls((value,))
@@ -42,7 +42,7 @@ class Arguments(Batch):
         return cls(tuple(leaves), spec)
 
     def pass_to(self, module: nn.Module) -> Any:
-        """Call a module with the value, of which a tuple is several arguments, and return what the module returns."""
+        """Call a module with the value, or with the items of a tuple as arguments, and return the output."""
         value = self.value
         if isinstance(value, tuple) and not isinstance(value, Inputs):
             return module(*value)
@@ -50,7 +50,7 @@ class Arguments(Batch):
 
 
 class _Fixed:
-    """A container of nothing, which becomes ``value`` when the structure is filled again."""
+    """A container without leaves, which becomes ``value`` when the structure is unflattened."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -81,17 +81,18 @@ def _whole(leaf: Any) -> Any:
 def scatter(
     inputs: tuple[Any, ...], chunks: int, device: torch.device, keywords: dict[str, Any] | None = None
 ) -> list[Batch]:
-    """Splits the tensors among the arguments of a pipeline. All else goes whole to every micro-batch.
+    """Split the tensors among the arguments of a pipeline. All other values go whole to every micro-batch.
 
     Args:
-        inputs: tensors of shape (batch, ...), :class:`NoChunk`, and anything else; tensors inside of that are not split
-        chunks: the wanted number of micro-batches
-        device: where the micro-batches are wanted
-        keywords: keyword arguments, of the same kinds
+        inputs: tensors of shape (batch, ...), :class:`NoChunk`, and other values; tensors inside other values are not
+            split
+        chunks: the requested number of micro-batches
+        device: the device to bring the micro-batches to
+        keywords: keyword arguments, of the same types
 
     Raises:
         TypeError: no argument is a tensor.
-        ValueError: the tensors differ in dimension 0, or have none.
+        ValueError: the sizes of the tensors differ in dimension 0, or a tensor has no dimensions.
     """
     keywords = keywords or {}
     values = [*inputs, *keywords.values()]
@@ -111,13 +112,14 @@ def scatter(
 
 
 def gather(batches: list[Batch]) -> Any:
-    """Concatenates the tensors that the last layer has returned, and lists all else by micro-batch.
+    """Concatenate the tensors that the last layer has returned, and list all other values by micro-batch.
 
     Returns:
-        a tensor, or for a tuple or a list a tuple with, at each place, a tensor or the list of what was returned there
+        a tensor; or, for a tuple or a list, a tuple of the same length, in which each item is a tensor or a list with
+        the value of each micro-batch
 
     Raises:
-        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0.
+        ValueError: the outputs of the micro-batches differ in structure, or a tensor has no dimensions.
     """
     values = [batch.value for batch in batches]
     if isinstance(values[0], Tensor):

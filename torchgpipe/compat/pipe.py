@@ -1,8 +1,7 @@
-"""The front for code that was written for PyTorch's ``torch.distributed.pipeline.sync``, which PyTorch 2.4 removed.
+"""Run code that was written for PyTorch's ``torch.distributed.pipeline.sync``, which PyTorch 2.4 removed.
 
-It is the same pipeline. What differs from :class:`~torchgpipe.GPipe` is how it is told of devices (the layers are there
-already), how values go from layer to layer (a tuple is several arguments, and need not be all tensors), and that the
-output comes in a reference.
+The pipeline is the same. It differs from :class:`~torchgpipe.GPipe` in three conventions: the layers are on their
+devices already, a tuple between two layers is several arguments of any type, and the output comes in a reference.
 """
 
 from __future__ import annotations
@@ -23,25 +22,26 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.old_keys import OldKey, by_name, by_order, covers
-from torchgpipe.model.partition import Partition, layers_of, verify_module
+from torchgpipe.model.partition import Partition, layers_of
 from torchgpipe.model.settings import CheckpointMode
-from torchgpipe.model.shallow_copy import twin
+from torchgpipe.model.shallow_copy import shallow_copy
+from torchgpipe.model.verify import verify_module
 
 __all__ = ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"]
 
 
 class BalanceError(ValueError):
-    """Never raised: there is no balance to be wrong. Code that catches it goes on to run."""
+    """Never raised, because there is no balance that could be wrong. It exists for code that catches it."""
 
 
 class WithDevice(nn.Module):
-    """Tells a :class:`Pipe` the device of a layer that has no parameters to tell it.
+    """Tell a :class:`Pipe` the device of a layer, mainly of a layer without parameters.
 
-    In the pipeline the layer stands for itself, without this around it. If it has parameters, they are moved.
+    The pipeline unwraps the layer. If the layer has parameters, they are moved to the device.
 
     Args:
         module: the layer
-        device: where it runs
+        device: the device to run the layer on
     """
 
     def __init__(self, module: nn.Module, device: Device) -> None:
@@ -54,13 +54,12 @@ class WithDevice(nn.Module):
 
 
 class PipeSequential(nn.Sequential):
-    """A Sequential whose layers may take several arguments: a tuple that one returns is those of the next. ::
+    """A Sequential whose layers may take several arguments: a tuple is the arguments of the next layer. ::
 
         assert PipeSequential(nn.Bilinear(8, 8, 2))(input, input).shape == (16, 2)
 
-    The layers of a :class:`Pipe` follow each other in this way anyway, and so do those in an
-    :class:`~torch.nn.Sequential` that is nested in it. So this is to run them without a pipeline, and for what is
-    nested deeper.
+    A :class:`Pipe` calls its layers in this way anyway, and also the layers of an :class:`~torch.nn.Sequential` that is
+    nested in it. So this class is needed only to run such layers without a pipeline, and for deeper nesting.
     """
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -74,7 +73,7 @@ class PipeSequential(nn.Sequential):
 
 
 def _layers_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers by name, those in a nested Sequential one by one, as the removed Pipe counted them."""
+    """Return the layers by name. As in the removed Pipe, those in a nested Sequential count one by one."""
     layers: dict[str, nn.Module] = {}
     for name, layer in layers_of(module).items():
         if isinstance(layer, nn.Sequential) and getattr(layer.forward, "__func__", None) in _ONE_AFTER_THE_OTHER:
@@ -93,9 +92,9 @@ class _Partition(PipeSequential, Partition):
 
 @dataclass(frozen=True, eq=False)
 class LocalRRef:
-    """The output of a :class:`Pipe` where no RPC framework is initialised: a reference to what is here.
+    """A reference to a local value: the output of a :class:`Pipe` if no RPC framework is initialised.
 
-    It answers to those methods of :class:`torch.distributed.rpc.RRef` that are of use for such a one.
+    It has the methods of :class:`torch.distributed.rpc.RRef` that make sense for a local value.
 
     Attributes:
         value: the output
@@ -104,31 +103,31 @@ class LocalRRef:
     value: Any
 
     def local_value(self) -> Any:
-        """The output."""
+        """Return the output."""
         return self.value
 
     def to_here(self, timeout: float = -1.0) -> Any:
-        """The output, at once.
+        """Return the output.
 
         Args:
-            timeout: how long to wait, in seconds; nothing has to be waited for
+            timeout: ignored, because there is nothing to wait for
         """
         return self.value
 
     def is_owner(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run backward from the output, which has one element, such as a loss that the last layer returns.
+        """Run backward from an output with a single element, such as a loss that the last layer returns.
 
         Args:
-            dist_autograd_ctx_id: -1, for the local autograd: without RPC there is no other
+            dist_autograd_ctx_id: must be -1, the local autograd: without RPC there is no other
             retain_graph: whether backward can be run once more
 
         Raises:
-            RuntimeError: the output is not a tensor, or has more elements than one.
-            ValueError: another context is asked for.
+            RuntimeError: the output is not a tensor, or has more than one element.
+            ValueError: ``dist_autograd_ctx_id`` is not -1.
         """
         if dist_autograd_ctx_id != -1:
             raise ValueError(
@@ -143,46 +142,47 @@ class LocalRRef:
         torch.autograd.backward(self.value, retain_graph=retain_graph)
 
 
-# DistributedDataParallel has to find the tensors of the output, or it takes all parameters for unused. In a dataclass
-# it does, except for a static graph, where it knows containers only.
+# DistributedDataParallel must find the tensors of the output, or it takes all parameters for unused. It looks into
+# dataclasses, but for a static graph only into containers that pytree knows.
 pytree.register_pytree_node(
     LocalRRef, lambda reference: ([reference.value], None), lambda values, _: LocalRRef(*values)
 )
 
 
 class Pipe(GPipe):
-    """Trains a Sequential whose layers are on their devices already, as ``torch.distributed.pipeline.sync.Pipe`` did::
+    """Train a Sequential whose layers are on their devices already, as ``torch.distributed.pipeline.sync.Pipe`` did::
 
         first, last = nn.Linear(8, 8).to("cuda:0"), nn.Linear(8, 4).to("cuda:1")
         model = Pipe(nn.Sequential(first, nn.ReLU(), last), chunks=8)
         output = model(input).local_value()
 
-    Consecutive layers on one device are a partition. A layer is where its parameters are, or its buffers if it has no
-    parameters. One that has neither is where the layer before it is, and at the start where the first one with a device
-    is; :class:`WithDevice` puts it elsewhere.
+    Consecutive layers on one device are a partition. The device of a layer is that of its parameters, or of its buffers
+    if it has no parameters. A layer with neither runs on the device of the layer before it; at the start, on the device
+    of the first layer that has one. :class:`WithDevice` puts a layer elsewhere.
 
-    The layers in a nested :class:`~torch.nn.Sequential` are layers of the pipeline, one by one: for ``len``, indexing,
-    iteration and partitions, though by their names, such as ``'0.2'``, they are where they were. The nested one is not
-    called, nor are hooks on it. One level is taken apart, and no subclass with a ``forward`` of its own.
+    The layers in a nested :class:`~torch.nn.Sequential` count as layers of the pipeline, one by one, for ``len``,
+    indexing, iteration and partitions. They keep their names, such as ``'0.2'``. The nested Sequential itself is not
+    called, and neither are its hooks. Only one level is flattened, and no subclass with a ``forward`` of its own.
 
-    A tuple that a layer returns is the arguments of the next layer, as in :class:`PipeSequential`. What is not a tensor
-    goes from layer to layer as it is, but there must be at least one tensor; and tensors inside of objects, other than
-    tuples, lists and dicts, are not seen: they are not copied to the next device, and lose their gradient where a
-    micro-batch is checkpointed.
+    A tuple that a layer returns is the arguments of the next layer, as in :class:`PipeSequential`. Values that are not
+    tensors are passed on unchanged, but each value needs at least one tensor. Tensors inside objects other than tuples,
+    lists and dicts are not seen: they are not copied to the next device, and a checkpointed micro-batch loses their
+    gradient.
 
-    All else is as in :class:`~torchgpipe.GPipe`, whose attributes it has.
+    All other behaviour and attributes are those of :class:`~torchgpipe.GPipe`.
 
     Args:
-        module: the model, with all layers where they are to run
-        chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
-        checkpoint: which micro-batches keep only the input of each partition: ``'always'`` all, ``'except_last'`` all
-            but the last, or ``'never'`` any
+        module: the model, with all layers on the devices to run on
+        chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
+        checkpoint: the micro-batches that keep only the input of each partition: ``'always'`` all, ``'except_last'``
+            all but the last, or ``'never'`` none
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch
 
     Raises:
-        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or a batch norm cannot be deferred.
         ValueError: a layer is on several devices or on the meta device, an argument is out of its range, or layers
-            cannot be partitioned because they share parameters or have a name that the pipeline needs.
+            cannot be partitioned because they share parameters across devices or have the name of an attribute of the
+            pipeline.
     """
 
     _layers_of = staticmethod(_layers_of)
@@ -214,30 +214,31 @@ class Pipe(GPipe):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs a mini-batch through the pipeline.
+        """Run a mini-batch through the pipeline.
 
         Args:
-            *inputs: the arguments of the first layer. Tensors of shape (batch, ...) are split into micro-batches. All
-                else goes whole to each of them: what is in :class:`NoChunk`, what is not a tensor, and what is in it.
-                Tensors on another device are copied to ``devices[0]``.
+            *inputs: the arguments of the first layer. Tensors of shape (batch, ...) are split into micro-batches.
+                Tensors in :class:`NoChunk`, values of other types, and tensors inside them go whole to each
+                micro-batch. Tensors on other devices are copied to ``devices[0]``.
             **keywords: keyword arguments of the first layer, likewise
 
         Returns:
-            a reference to what the last layer returns: a :class:`torch.distributed.rpc.RRef` if the RPC framework is
-            initialised, or else a :class:`LocalRRef`; ``local_value()`` gives the output of either. A tensor, alone or
-            at the top of a tuple or list, is concatenated along dimension 0, on ``devices[-1]``. In the place of all
-            else is a list with what came of each micro-batch.
+            a reference to the output of the last layer: a :class:`torch.distributed.rpc.RRef` if the RPC framework is
+            initialised, or else a :class:`LocalRRef`; ``local_value()`` returns the output in both cases. A tensor,
+            alone or an item of a tuple or list, is concatenated along dimension 0, on ``devices[-1]``. Any other value
+            is replaced by a list with the value of each micro-batch.
 
         Raises:
-            TypeError: there is no tensor among the inputs, or none in what a layer returns at the end of a partition.
-            ValueError: the tensors differ in dimension 0, or what the last layer returns differs between micro-batches.
+            TypeError: there is no tensor among the inputs, or none in the output of a partition.
+            ValueError: the input tensors differ in dimension 0, or the outputs of micro-batches in structure.
             RuntimeError: the pipeline has been unwrapped.
-            Exception: what a layer raises, with a note that tells the micro-batch and the partition.
+            Exception: any exception of a layer is raised unchanged, with a note that names the micro-batch and the
+                partition.
         """
         return _reference(super().forward(*inputs, **keywords))
 
     def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
-        """Takes the keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, wherever the layers were then."""
+        """Load keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, whatever the partitions were then."""
         ours = [name for name, layer in _layers_of(self).items() if layer.state_dict()]
         if covers(keys, ours):
             with suppress(ValueError):
@@ -252,10 +253,10 @@ def _reference(value: Any) -> Any:
 
 
 def _devices(module: nn.Sequential) -> list[torch.device]:
-    """Where each layer runs.
+    """Return the device of each layer.
 
     Raises:
-        ValueError: a layer is on several devices, or has no memory yet.
+        ValueError: a layer is on several devices, or on the meta device.
     """
     own = [_own_devices(layer) for layer in module]
     misplaced = [
@@ -284,10 +285,10 @@ def _own_devices(layer: nn.Module) -> list[torch.device]:
 
 
 def _as_they_run(module: nn.Sequential) -> nn.Sequential:
-    """The layers under their names, without what only told their devices."""
+    """Return the layers under their names, without `WithDevice`, and nested Sequentials as PipeSequentials."""
     result = nn.Sequential()
     result.training = module.training
     for name, layer in module.named_children():
         layer = layer.module if isinstance(layer, WithDevice) else layer
-        result.add_module(name, twin(layer, PipeSequential) if type(layer) is nn.Sequential else layer)
+        result.add_module(name, shallow_copy(layer, PipeSequential) if type(layer) is nn.Sequential else layer)
     return result

@@ -31,20 +31,14 @@ from torchgpipe.distributed.stage import StepCall
 from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
 from torchgpipe.model import microbatch
 from torchgpipe.model.old_keys import by_name, take_old_keys
-from torchgpipe.model.partition import (
-    Partition,
-    layers_of,
-    place,
-    split,
-    verify_balance,
-    verify_module,
-    verify_names,
-    verify_sharing,
-)
+from torchgpipe.model.partition import Partition, layers_of, split
+from torchgpipe.model.placement import place, verify_sharing
 from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
-from torchgpipe.norms.batchnorm import DeferredBatchNorm, mini_batch
+from torchgpipe.model.verify import verify_balance, verify_module, verify_names
+from torchgpipe.norms.deferred import DeferredBatchNorm
+from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.skip.skippable import verify_skippables
+from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["DistributedGPipe"]
 

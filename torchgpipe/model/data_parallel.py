@@ -1,8 +1,8 @@
-"""The same pipeline in other processes, where DistributedDataParallel is around it.
+"""Replicas of a pipeline in other processes, under DistributedDataParallel.
 
-Each process runs its share of a mini-batch, and DistributedDataParallel sees to the gradients. A layer that needs to
-know of the other shares for another reason exchanges what it knows here. Collectives must come in the same order in
-every process, so this is for the caller's thread, once a call; the workers have no order among themselves.
+Each process runs its share of a mini-batch, and DistributedDataParallel reduces the gradients. Running statistics are
+exchanged here. Collectives must be called in the same order in every process. So they are called in the caller's
+thread, once per call of the pipeline: the order among worker threads is undefined.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["exchange", "is_replicated", "replicas", "verify_even", "verify_layers"]
+__all__ = ["active_process_group", "all_gather", "is_replicated", "refuse_join", "verify_layers"]
 
 
-def replicas() -> Any:
-    """The process group of the DistributedDataParallel whose forward is under way; None if there are no others."""
+def active_process_group() -> Any:
+    """Return the process group of the DistributedDataParallel whose forward is running.
+
+    None if no forward is running, or if the group is this process alone.
+    """
     ddp = _active()
     return None if ddp is None or ddp.process_group.size() == 1 else ddp.process_group
 
 
 def is_replicated() -> bool:
-    """Return whether the forward of a DistributedDataParallel is under way, which has hooks at all parameters."""
+    """Return whether the forward of a DistributedDataParallel is running, which has hooks on all parameters."""
     return _active() is not None
 
 
-def verify_even() -> None:
-    """Raises if the processes may call their pipelines a different number of times.
+def refuse_join() -> None:
+    """Raise an error if the processes may call their pipelines a different number of times.
 
     Raises:
-        RuntimeError: they are in ``join()``, where one that has no input left would not take part in an exchange.
+        RuntimeError: the call is in ``join()``, where a process without input would not take part in an exchange.
     """
     ddp = _active()
     if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
@@ -45,20 +48,20 @@ def verify_even() -> None:
 
 
 def _active() -> Any:
-    # PyTorch notes it for its compiler, and has no public call for it.
+    # PyTorch keeps this for its compiler, and has no public call for it.
     ddp: Any = DistributedDataParallel
     return ddp._get_active_ddp_module()
 
 
-def exchange(group: Any, values: Tensor) -> list[Tensor]:
-    """``values`` of every process in the group, which are of one shape, by rank."""
+def all_gather(group: Any, values: Tensor) -> list[Tensor]:
+    """Return the ``values`` of all processes in the group, by rank; their shapes must be equal."""
     received = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(received, values, group=group)
     return received
 
 
 def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raises if layers would communicate with other processes from several threads at once.
+    """Raise an error if layers would call collectives from several threads at once.
 
     Raises:
         ValueError: there is a :class:`~torch.nn.SyncBatchNorm` or a layer in
@@ -71,7 +74,7 @@ def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device])
             if isinstance(module, kind):
                 raise ValueError(
                     f"{kind.__name__} cannot run in a pipeline on {len(set(devices))} devices: each device has a "
-                    "thread, so its messages to other processes would be in no order, and they would wait for each "
+                    "thread, so the order of collectives would differ between processes, which would wait for each "
                     f"other for ever; use {remedy}"
                 )
 

@@ -1,7 +1,7 @@
-"""From the user's nested inputs to micro-batches and back. The only file that knows how containers nest.
+"""Split nested inputs into micro-batches, and gather nested outputs. Only this file knows how containers nest.
 
-A value that travels through the pipeline is flattened once, into its leaves (tensors and None) and the
-structure they came in. Everything between two layers works on the leaves.
+A value that travels through the pipeline is flattened once, into its leaves (tensors and None) and the structure
+around them. Everything between two layers works on the leaves.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "scatter"]
 
 
 class NoChunk:
-    """Marks a tensor of the input that every micro-batch gets whole, such as a mask or a table.
+    """Mark a tensor of the input that every micro-batch gets whole, such as a mask or a table.
 
-    Its gradient is the sum over the micro-batches.
+    The gradient of the tensor is the sum over the micro-batches.
 
     Args:
         tensor: a tensor of any shape
@@ -58,19 +58,19 @@ Skips: TypeAlias = dict[SkipKey, Leaf]
 
 
 class Inputs(NamedTuple):
-    """The arguments of the first layer, where they are more than one value."""
+    """The arguments of the first layer, if they are not a single positional value."""
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
 
 
 class Batch:
-    """A value between two layers: its leaves and the structure to put them back into.
+    """A value between two layers: its leaves, and the structure around them.
 
     Args:
         leaves: tensors and None
         spec: the containers around the leaves; None for a bare leaf
-        skips: skip tensors that are on their way to a later layer, if any
+        skips: skips in flight to a later layer, if any
     """
 
     __slots__ = ("leaves", "skips", "spec")
@@ -87,11 +87,11 @@ class Batch:
 
     @classmethod
     def of(cls, value: Any, source: str) -> Batch:
-        """Takes a value apart.
+        """Flatten a value.
 
         Args:
             value: tensors and None in containers
-            source: who has produced it, for the error
+            source: the name of the producer, for the error
 
         Raises:
             TypeError: a leaf is neither a tensor nor None.
@@ -109,7 +109,7 @@ class Batch:
         return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
 
     def replace(self, leaves: Leaves) -> Batch:
-        """The same structure around other leaves, without skips."""
+        """Return the same structure around other leaves, without skips."""
         return type(self)(leaves, self.spec)
 
     def pass_to(self, module: nn.Module) -> Any:
@@ -140,18 +140,18 @@ def _with_paths(value: Any) -> Iterator[tuple[str, Any]]:
 def scatter(
     inputs: tuple[Any, ...], chunks: int, device: torch.device, keywords: dict[str, Any] | None = None
 ) -> list[Batch]:
-    """Splits a mini-batch along dimension 0 into at most ``chunks`` micro-batches, as :func:`torch.chunk` does.
+    """Split a mini-batch along dimension 0 into at most ``chunks`` micro-batches, as :func:`torch.chunk` does.
 
     Args:
         inputs: the positional arguments of the pipeline: tensors of shape (batch, ...), None and
             :class:`NoChunk` in containers
-        chunks: the wanted number of micro-batches
-        device: where the micro-batches are wanted
+        chunks: the requested number of micro-batches
+        device: the device to bring the micro-batches to
         keywords: the keyword arguments of the pipeline, of the same kinds
 
     Raises:
-        TypeError: a leaf is something else, or no leaf is a tensor to split.
-        ValueError: the tensors differ in dimension 0, or have none.
+        TypeError: a leaf has another type, or no leaf is a tensor to split.
+        ValueError: the sizes of the tensors differ in dimension 0, or a tensor has no dimensions.
     """
     value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
     if isinstance(value, Tensor) and value.dim() > 0:
@@ -168,7 +168,7 @@ def scatter(
 
 
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
-    """One leaf of each of ``m`` micro-batches."""
+    """Return the values of one leaf in ``m`` micro-batches."""
     if isinstance(leaf, Tensor):
         return bring(leaf, device).chunk(chunks)
     return [None if leaf is None else bring(leaf.tensor, device)] * m
@@ -191,14 +191,14 @@ def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
 
 
 def gather(batches: list[Batch]) -> Any:
-    """Concatenates the outputs of the micro-batches along dimension 0, leaf by leaf.
+    """Concatenate the outputs of the micro-batches along dimension 0, leaf by leaf.
 
-    The result has memory of its own, contiguous as that of :func:`torch.cat`, also where there is one micro-batch: how
-    large the mini-batch is must not decide whether the caller's input can be changed through it, or be viewed.
+    The result has contiguous memory of its own, even if there is one micro-batch. Otherwise the size of the mini-batch
+    would decide whether the result can be viewed, and whether writing to it changes the caller's input.
 
     Raises:
-        ValueError: the micro-batches came out in different structures, or a tensor has no dimension 0, of which there
-            may be one only where there is one micro-batch.
+        ValueError: the outputs of the micro-batches differ in structure, or a tensor has no dimensions, and there are
+            several micro-batches.
     """
     first = batches[0]
     for i, batch in enumerate(batches):

@@ -1,9 +1,9 @@
-"""Keys of a ``state_dict`` as the predecessors wrote them, and which layers they mean.
+"""Read the keys of a ``state_dict`` that a predecessor wrote.
 
-The original GPipe and fairscale put the number of the partition before the name that a layer has in the model:
+The original GPipe and fairscale put the number of the partition before the name of a layer in the model:
 ``partitions.<j>.<name>``. PyTorch's Pipe counted the layers of each partition from 0, ``partitions.<j>.<k>``, so only
-their order tells which is which. A key that is read in the wrong way loads wrong weights, and of two keys that become
-one a tensor is lost. So a file that does not fit is an error, whether loading is strict or not.
+the order of the layers identifies them. A misread key would load wrong weights, and two keys that become one would lose
+a tensor. So a file that does not fit is an error, whether loading is strict or not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["OldKey", "by_name", "by_order", "covers", "take_old_keys"]
 
 
 class OldKey(NamedTuple):
-    """A key, taken apart.
+    """An old key and its parts.
 
     Attributes:
-        key: as it is in the ``state_dict``
+        key: the key in the ``state_dict``
         j: the number of the partition
-        name: what follows that number
+        name: the rest of the key, after that number
     """
 
     key: str
@@ -38,10 +38,10 @@ def take_old_keys(
     """Rename the old keys of a pipeline.
 
     Args:
-        state_dict: is changed
-        prefix: what the keys of the pipeline start with
-        read: gives the new name of each old key, without the prefix, or raises a ValueError
-        error_msgs: is told why nothing was renamed; see :meth:`torch.nn.Module.load_state_dict`
+        state_dict: the dict whose keys are renamed in place
+        prefix: the prefix of all keys of the pipeline
+        read: a function that returns the new name of each old key, without the prefix, or raises ValueError
+        error_msgs: the list to append to if nothing is renamed; see :meth:`torch.nn.Module.load_state_dict`
     """
     start = prefix + "partitions."
     parts = [(key, *key[len(start) :].partition(".")) for key in state_dict if key.startswith(start)]
@@ -50,10 +50,10 @@ def take_old_keys(
         names = read(keys)
         for old, new in names.items():
             if prefix + new in state_dict:
-                raise ValueError(f"'{old}' would become '{prefix + new}', which is there as well")
+                raise ValueError(f"'{old}' would become '{prefix + new}', which exists as well")
     except ValueError as error:
         error_msgs.append(
-            f"the keys '{start}...' do not fit: {error}; rename them to those of the plain model, or, if they are of "
+            f"the keys '{start}...' do not fit: {error}; rename them to those of the plain model. If they are of "
             "PyTorch's Pipe, load them into a torchgpipe.pipe.Pipe of the same layers, whose state_dict has those"
         )
         return
@@ -69,8 +69,8 @@ def by_name(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
         layers: the names of the layers, in order
 
     Raises:
-        ValueError: a layer would be in two partitions, as where two keys become one; or partitions are not in the order
-            of their layers.
+        ValueError: a layer would be in two partitions, so that two keys may become one; or the partitions are not in
+            the order of the layers.
     """
     firsts: dict[str, OldKey] = {}
     for old in keys:
@@ -89,10 +89,10 @@ def by_order(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
 
     Args:
         keys: the old keys
-        layers: the names of the layers that have anything to load, in order
+        layers: the names of the layers with parameters or buffers, in order
 
     Raises:
-        ValueError: a key does not number a layer, or there are more or fewer layers in the file than in ``layers``.
+        ValueError: a key has no number of a layer, or the file has more or fewer layers than ``layers``.
     """
     inner: dict[tuple[int, int], dict[str, str]] = {}
     for old in keys:
@@ -111,7 +111,7 @@ def by_order(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
 
 
 def covers(keys: Sequence[OldKey], layers: Sequence[str]) -> bool:
-    """Whether the names in the keys are those of all ``layers``, and of no others."""
+    """Return whether the keys name exactly ``layers``: all of them and no others."""
     return {_layer_of(old, layers) for old in keys} == {*layers}
 
 

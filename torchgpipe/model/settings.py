@@ -1,4 +1,4 @@
-"""The settings that all pipelines have, and deferred batch norms as well: what is accepted, and what it means."""
+"""Verify the settings that all pipelines share: chunks and checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def verify_chunks(chunks: Any) -> int:
     """Return the number of micro-batches as an int.
 
     Args:
-        chunks: an integer of Python or NumPy, or a tensor that is one
+        chunks: an integer of Python or NumPy, or an integer tensor with one element
 
     Raises:
         TypeError: ``chunks`` is not an integer.
-        ValueError: it is below 1.
+        ValueError: ``chunks`` is below 1.
     """
     message = f"number of chunks must be positive integer, but got {chunks!r}"
     try:
@@ -32,10 +32,10 @@ def verify_chunks(chunks: Any) -> int:
 
 
 def verify_checkpoint(checkpoint: Any) -> CheckpointMode:
-    """Return the checkpoint mode.
+    """Return ``checkpoint`` if it is a checkpoint mode.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``checkpoint`` is not one.
     """
     modes: tuple[CheckpointMode, ...] = ("always", "except_last", "never")
     for mode in modes:
@@ -50,16 +50,16 @@ def fixed(owner: object, name: str, remedy: str) -> AttributeError:
     Args:
         owner: a pipeline
         name: the attribute
-        remedy: what to do instead
+        remedy: the instruction for the user
     """
     kind = type(owner).__name__
     return AttributeError(f"{name} of a {kind} cannot be set, because its layers are in their places already; {remedy}")
 
 
 def checkpoint_stop(checkpoint: Any, m: int) -> int:
-    """How many of ``m`` micro-batches, from the first on, are checkpointed in training.
+    """Return how many of ``m`` micro-batches, from the first on, are checkpointed in training.
 
     Raises:
-        ValueError: ``checkpoint`` is no mode.
+        ValueError: ``checkpoint`` is not a checkpoint mode.
     """
     return {"always": m, "except_last": m - 1, "never": 0}[verify_checkpoint(checkpoint)]

@@ -1,7 +1,7 @@
-"""A module of another class that is the same module in all other respects: for what a wrapper has to run differently.
+"""Copy a module shallowly under another class, so that a wrapper can run it differently.
 
-The caller's module is not changed by that, and nothing is copied: each sees what is trained, tracked, replaced or
-hooked through the other.
+The caller's module stays as it is. All state stays shared: what is trained, tracked, replaced or hooked through one of
+the two modules is seen through the other.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from torch import nn
 
-__all__ = ["twin"]
+__all__ = ["shallow_copy"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def twin(module: nn.Module, its_type: type[M]) -> M:
-    """Another module with the attributes of ``module``: the very dicts of parameters, buffers, children and hooks."""
-    double = object.__new__(its_type)
-    vars(double).update(vars(module))
-    vars(double).pop("_compiled_call_impl", None)  # It calls the other one.
-    return double
+def shallow_copy(module: nn.Module, kind: type[M]) -> M:
+    """Return a module of class ``kind`` that has the very parameters, buffers, children and hooks of ``module``."""
+    copy = object.__new__(kind)
+    vars(copy).update(vars(module))
+    vars(copy).pop("_compiled_call_impl", None)  # It is bound to `module`, and would run that.
+    return copy

@@ -1,4 +1,4 @@
-"""Mean and variance of samples that were seen in parts, without seeing them again: plain arithmetic."""
+"""Merge means and variances of samples that were seen in parts, without the samples: plain arithmetic."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Moments", "merge"]
 
 
 class Moments(NamedTuple):
-    """What is to be known of some samples, by channel.
+    """Size, mean and variance of some samples, for each channel.
 
     Attributes:
-        n: how many values each channel has in them; not 1
-        mean: their mean, of shape (channels,); zero where n is 0
-        var: their unbiased variance, of shape (channels,); zero where n is 0
+        n: the number of values of each channel; never 1
+        mean: the mean of the values, of shape (channels,); zero where n is 0
+        var: the unbiased variance of the values, of shape (channels,); zero where n is 0
     """
 
     n: int
@@ -26,22 +26,22 @@ class Moments(NamedTuple):
     var: Tensor
 
     def to(self, like: Tensor) -> Moments:
-        """The same, on the device and with the dtype of ``like``."""
+        """Return the same moments on the device and with the dtype of ``like``."""
         return Moments(self.n, self.mean.to(like), self.var.to(like))
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """The moments of all the samples that ``parts`` are the moments of.
+    """Return the moments of all samples together.
 
-    Squared are only differences of means, never values or means, whose squares would cancel::
+    The formula squares only differences of means. Squares of values or of means would cancel::
 
         mean = mean_a + (mean_b - mean_a) n_b / n                  n = n_a + n_b
         S    = S_a + S_b + (mean_b - mean_a)² n_a n_b / n          S = (n - 1) var
 
     This is the updating formula of T. F. Chan, G. H. Golub and R. J. LeVeque, `Updating Formulae and a
     Pairwise Algorithm for Computing Sample Variances
-    <http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf>`_, 1979. Parts of one size, as
-    micro-batches are but for the last, are merged at once, by the variance of their means.
+    <http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf>`_, 1979. Micro-batches have the
+    same size, except for the last. Parts of the same size are merged in one operation, by the variance of their means.
     """
     sizes: dict[int, list[Moments]] = {}
     for part in parts:

@@ -15,15 +15,13 @@ from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["STATISTICS", "Norm", "exclusive", "scratch_statistics"]
 
 #: The layers that keep running statistics. Subclasses, also the users' own, are among them.
 Norm = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
+    _BatchNorm,
     nn.InstanceNorm1d,
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,

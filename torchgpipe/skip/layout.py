@@ -1,6 +1,6 @@
-"""Which partition sends which skip to which: plain data, known before anything runs.
+"""Determine the skips between partitions: plain data, known before anything runs.
 
-What a class of layers stashes and pops is written on it, by `skippable`.
+The decorator `skippable` stores on a class the names that its layers stash and pop.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["SkipLayout", "inspect_skip_layout", "is_skippable", "skips_of"]
 class SkipLayout:
     """The skips that go from one partition to a later one.
 
-    Those that are stashed and popped in the same partition stay inside it and do not occur here.
+    Skips that are stashed and popped in the same partition stay inside it, and are left out.
 
     Args:
         stashed: the skips that are stashed in each partition
         popped: the skips that are popped in each partition
 
     Raises:
-        TypeError: a skip is popped in a partition before that of its stash, or stashed in none. The model was verified,
-            so its layers have been replaced or isolated since.
+        TypeError: a skip is popped in an earlier partition than it is stashed, or never stashed. The model was
+            verified, so its layers were replaced or isolated since.
 
     Attributes:
-        leaving: for each partition, the skips that it sends, with the partitions they go from and to
+        leaving: for each partition, the skips that it sends, each with its source and target partition
         arriving: for each partition, the skips that it receives, likewise
     """
 
@@ -53,12 +53,12 @@ class SkipLayout:
 
 
 def is_skippable(module: nn.Module) -> bool:
-    """What ``isinstance(module, Skippable)`` says, for the many modules of a model that are not."""
+    """Return ``isinstance(module, Skippable)``, in less time, for models with many modules."""
     return hasattr(type(module), "stashable_names")
 
 
 def skips_of(modules: Iterable[nn.Module], names: str) -> Iterator[SkipKey]:
-    """What some modules stash or pop; ``names`` is ``'stashable_names'`` or ``'poppable_names'``."""
+    """Yield the skips that modules stash or pop; ``names`` is ``'stashable_names'`` or ``'poppable_names'``."""
     for module in modules:
         if is_skippable(module):
             layer: Any = module
@@ -66,7 +66,7 @@ def skips_of(modules: Iterable[nn.Module], names: str) -> Iterator[SkipKey]:
 
 
 def inspect_skip_layout(partitions: Sequence[Iterable[nn.Module]]) -> SkipLayout:
-    """The skips between partitions that were verified to match.
+    """Return the skips between partitions of a model that has passed `verify_skippables`.
 
     Args:
         partitions: all modules of each partition

@@ -1,4 +1,4 @@
-"""What identifies a skip: its name, within a namespace."""
+"""Identify a skip by its name and a namespace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Namespace", "SkipKey"]
 
 @total_ordering
 class Namespace:
-    """Keeps skips of the same name apart, where a block of layers occurs several times.
+    """Keep skips of the same name apart, for a block of layers that occurs several times.
 
-    Copies of a namespace are equal to it: the layers of a copied model still find each other, also when they
-    were copied one by one.
+    A copy of a namespace equals the original. So the layers of a copied model still find each other's skips, even if
+    the layers were copied one by one.
 
     Example::
 
@@ -41,7 +41,7 @@ class Namespace:
 
 
 class SkipKey(NamedTuple):
-    """A skip. Without a namespace its name is shared by the whole model."""
+    """The identity of a skip. Without a namespace, the name belongs to the whole model."""
 
     namespace: Namespace | None
     name: str

@@ -1,4 +1,9 @@
-"""Which skips are in flight, for the layers that run in this thread."""
+"""Keep the skips in flight, for the layers that run in a thread.
+
+The current tracker is bound to the thread, and not to a context variable. Threads that start in copies of one context,
+such as those of asyncio, would share the skips of plain models. And the autograd graph keeps contexts for
+recomputation, which would keep orphaned skips alive.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +20,35 @@ __all__ = ["SkipTracker", "current_skip_tracker"]
 
 
 class SkipTracker:
-    """Holds every skip from its stash to its pop, and no longer.
+    """Hold every skip from its stash to its pop, and no longer.
 
-    A cell enters a tracker of its own, with the skips that have arrived for it. Outside a pipeline, each thread
-    has one for all the layers that run in it.
+    A cell enters a tracker of its own, with the skips that have arrived for the cell. Outside a pipeline, each thread
+    has one tracker for all layers that run in the thread.
 
     Args:
-        arrived: skips that were stashed elsewhere
+        arrived: skips that were stashed in other cells
 
     Attributes:
-        skips: those in flight
+        skips: the skips in flight
     """
 
     def __init__(self, arrived: Iterable[tuple[SkipKey, Leaf]] = ()) -> None:
         self.skips = dict(arrived)
 
     def stash(self, key: SkipKey, tensor: Leaf, layer: Any) -> None:
-        """Holds a skip that ``layer`` puts away."""
+        """Hold a skip that ``layer`` has stashed."""
         self.skips[key] = tensor
 
     def pop(self, key: SkipKey) -> Leaf:
-        """Gives a skip away.
+        """Return a skip, and hold it no longer.
 
         Raises:
-            KeyError: it is not in flight.
+            KeyError: the skip is not in flight.
         """
         return self.skips.pop(key)
 
     def take(self, keys: Iterable[SkipKey]) -> Leaves:
-        """Gives skips away that are popped elsewhere."""
+        """Return skips that other cells pop, and hold them no longer."""
         return tuple([self.skips.pop(key) for key in keys])
 
     def __enter__(self) -> None:
@@ -57,10 +62,10 @@ class SkipTracker:
 
 
 class _ThreadTracker(SkipTracker):
-    """Holds the skips of plain models.
+    """Hold the skips of plain models.
 
-    A cell's tracker ends with the cell. Here nobody says that a call has failed between a stash and its pop, so a
-    skip that was left is held until its layer stashes the next one, and not when the layer itself is gone.
+    A cell's tracker ends with the cell. Here a call that fails between a stash and its pop cannot be detected. So an
+    orphaned skip lives until its layer stashes again, or until the layer is garbage collected.
     """
 
     def __init__(self) -> None:
@@ -69,7 +74,7 @@ class _ThreadTracker(SkipTracker):
 
     def stash(self, key: SkipKey, tensor: Leaf, layer: Any) -> None:
         super().stash(key, tensor, layer)
-        skips = self.skips  # and not the tracker, which would be a cycle
+        skips = self.skips  # The callback must not refer to the tracker: that would be a cycle.
         self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))
 
     def pop(self, key: SkipKey) -> Leaf:
@@ -88,5 +93,5 @@ _current = _Current()
 
 
 def current_skip_tracker() -> SkipTracker:
-    """The tracker of the layers that run in this thread."""
+    """Return the tracker of the layers that run in this thread."""
     return _current.tracker

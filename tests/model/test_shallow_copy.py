@@ -1,11 +1,11 @@
-"""A module of another class that shares everything with the one it stands for."""
+"""A shallow copy under another class shares all state with its original."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from torchgpipe.model.shallow_copy import twin
+from torchgpipe.model.shallow_copy import shallow_copy
 
 
 class Doubled(nn.Linear):
@@ -13,28 +13,28 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_a_twin_is_of_the_other_class_and_runs_as_that_does() -> None:
+def test_a_copy_is_of_the_other_class_and_runs_as_that_does() -> None:
     layer, x = nn.Linear(2, 2), torch.rand(3, 2)
-    double = twin(layer, Doubled)
-    assert type(double) is Doubled
+    copy = shallow_copy(layer, Doubled)
+    assert type(copy) is Doubled
     assert type(layer) is nn.Linear
-    assert torch.equal(double(x), 2 * layer(x))
+    assert torch.equal(copy(x), 2 * layer(x))
 
 
 def test_each_sees_what_happens_to_the_other() -> None:
     layer = nn.Linear(2, 2)
-    double = twin(layer, Doubled)
+    copy = shallow_copy(layer, Doubled)
     calls = []
     layer.register_forward_hook(lambda *_: calls.append("hook"))
     layer.weight = nn.Parameter(torch.zeros(2, 2))
     layer.add_module("child", nn.Tanh())
-    assert double.weight is layer.weight
-    assert double.child is layer.child
-    double(torch.rand(3, 2))
+    assert copy.weight is layer.weight
+    assert copy.child is layer.child
+    copy(torch.rand(3, 2))
     assert calls == ["hook"]
 
 
-def test_a_twin_of_what_is_compiled_is_not_compiled() -> None:
+def test_a_copy_of_a_compiled_module_is_not_compiled() -> None:
     layer, x = nn.Linear(2, 2), torch.rand(3, 2)
     layer.compile(backend="eager")
-    assert torch.equal(twin(layer, Doubled)(x), 2 * nn.functional.linear(x, layer.weight, layer.bias))
+    assert torch.equal(shallow_copy(layer, Doubled)(x), 2 * nn.functional.linear(x, layer.weight, layer.bias))

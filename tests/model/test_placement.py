@@ -1,0 +1,69 @@
+"""Putting partitions on their devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.model.partition import layers_of, split
+from torchgpipe.model.placement import place
+
+CPUS = [torch.device("cpu", j) for j in range(4)]
+
+
+def make_model(layers: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
+
+
+def test_every_partition_is_moved_to_its_device() -> None:
+    """The meta device stands in for an accelerator."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Linear(1, 1))
+    place(split(layers_of(module), [1, 1, 1]), [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
+    assert {name: tensor.device.type for name, tensor in module.state_dict().items()} == {
+        "0.weight": "cpu",
+        "0.bias": "cpu",
+        "1.weight": "meta",
+        "1.bias": "meta",
+        "1.running_mean": "meta",
+        "1.running_var": "meta",
+        "1.num_batches_tracked": "meta",
+        "2.weight": "cpu",
+        "2.bias": "cpu",
+    }
+
+
+def test_a_partition_that_is_in_its_place_is_not_copied() -> None:
+    """PyTorch copies what is on the CPU to 'cpu:1'."""
+    module = make_model(2)
+    pointers = [parameter.data_ptr() for parameter in module.parameters()]
+    place(split(layers_of(module), [1, 1]), CPUS[:2])
+    assert [parameter.data_ptr() for parameter in module.parameters()] == pointers
+
+
+def test_parameters_are_moved_in_place_so_that_an_optimizer_keeps_them() -> None:
+    module = make_model(2)
+    parameters = list(module.parameters())
+    place(split(layers_of(module), [1, 1]), CPUS[:2])
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+
+
+def test_a_parameter_cannot_be_on_two_devices() -> None:
+    module = make_model(3)
+    module[2].weight = module[0].weight
+    with pytest.raises(ValueError, match=r"'0\.weight' \(partition 0 on cpu:0\).*'2\.weight' \(partition 1 on cpu:1\)"):
+        place(split(layers_of(module), [1, 2]), CPUS[:2])
+    place(split(layers_of(module), [1, 2]), [CPUS[0], CPUS[0]])
+    place(split(layers_of(module), [3]), CPUS[:1])
+
+
+def test_nothing_is_moved_if_anything_is_wrong() -> None:
+    class Unable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, device="meta"))
+
+    module = nn.Sequential(nn.Linear(1, 1, device="meta"), Unable())
+    with pytest.raises(ValueError, match=r"'1' \(Unable\)"):
+        place(split(layers_of(module), [1, 1]), CPUS[:2])
+    assert module[0].weight.is_meta

@@ -1,0 +1,41 @@
+"""Verifying a Sequential and its balance."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchgpipe.model.verify import verify_balance, verify_module
+
+
+def test_a_sequential_can_be_partitioned() -> None:
+    verify_module(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    verify_module(nn.Sequential())
+
+
+def test_equal_layers_are_no_duplicates() -> None:
+    verify_module(nn.Sequential(nn.ReLU(), nn.ReLU()))
+
+
+def test_any_other_module_cannot() -> None:
+    with pytest.raises(TypeError, match="ModuleList"):
+        verify_module(nn.ModuleList())
+
+
+@given(counts=st.lists(st.integers(1, 4), max_size=5))
+def test_a_balance_that_fits_is_returned_as_a_list(counts: list[int]) -> None:
+    assert verify_balance(iter(counts), sum(counts)) == counts
+
+
+@given(counts=st.lists(st.integers(-1, 4), max_size=5), layers=st.integers(0, 12))
+def test_any_other_balance_is_refused(counts: list[int], layers: int) -> None:
+    fits = sum(counts) == layers and all(count > 0 for count in counts)
+    try:
+        verify_balance(counts, layers)
+    except ValueError as error:
+        assert not fits
+        assert str(layers) in str(error)
+    else:
+        assert fits

@@ -1,0 +1,139 @@
+"""Put partitions on their devices, from other devices and from the meta device, which has no memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.utils import swap_tensors
+
+from torchgpipe.devices.device import same_memory
+from torchgpipe.model.partition import Partition
+
+__all__ = ["place", "verify_sharing"]
+
+
+def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+    """Move every partition to its device, and materialise there what is on the meta device.
+
+    Raises:
+        ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot be materialised.
+    """
+    verify_sharing(partitions, devices)
+    on_meta = _verify_meta(partitions)
+    for partition, device in zip(partitions, devices):
+        _materialise(partition, device)
+        for module in _children_first(partition):
+            if module in on_meta:
+                on_meta[module]()
+        if not all(same_memory(tensor.device, device) for tensor in _tensors(partition)):
+            partition.to(device)
+
+
+def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) -> None:
+    """Raise an error if partitions in different places share a parameter.
+
+    Args:
+        partitions: the partitions
+        places: the device or the process of each partition
+
+    Raises:
+        ValueError: the names of the shared parameters, with their places.
+    """
+    owners: dict[torch.Tensor, tuple[str, object]] = {}
+    shared = []
+    for j, (partition, place) in enumerate(zip(partitions, places)):
+        for name, parameter in partition.named_parameters():
+            here = f"'{name}' (partition {j} on {place})"
+            first, its_place = owners.setdefault(parameter, (here, place))
+            if its_place != place:
+                shared.append(f"{first} is also {here}")
+    if shared:
+        raise ValueError(
+            f"module with duplicate parameters in distinct children is not supported: {'; '.join(shared)}; a "
+            "parameter lives on one device, so choose a balance or devices that keep its layers together"
+        )
+
+
+def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
+    """Return the modules that hold tensors on the meta device, each with the method that initialises it.
+
+    Raises:
+        ValueError: a module has no such method, shares tensors, or has a parameter that cannot be given memory.
+    """
+    known: set[torch.Tensor] = set()
+    result = {}
+    for partition in partitions:
+        for name, module in partition.named_modules():
+            own = [*module._parameters.values(), *module._buffers.values()]
+            on_meta = [tensor for tensor in own if tensor is not None and tensor.is_meta]
+            if not on_meta:
+                continue
+            initialise = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            if initialise is None or not known.isdisjoint(on_meta):
+                reason = "has no reset_parameters() to initialise itself with" if initialise is None else "is shared"
+                raise ValueError(
+                    f"'{name}' ({type(module).__name__}) is on the meta device and {reason}; materialise the "
+                    "module and load its weights before wrapping it"
+                )
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and weakref.getweakrefs(parameter):
+                    raise _not_materialisable(f"{name}.{attribute}", "there is a weak reference to it")
+            known.update(on_meta)
+            result[module] = initialise
+    return result
+
+
+def _materialise(partition: Partition, device: torch.device) -> None:
+    """Give memory to the tensors on the meta device, and leave all others alone.
+
+    Parameters stay the same objects, so that an optimizer that was made before trains them.
+    """
+    for name, module in partition.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                try:
+                    _give_memory(parameter, device)
+                except RuntimeError as error:
+                    raise _not_materialisable(f"{name}.{attribute}", str(error)) from error
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[attribute] = torch.empty_like(buffer, device=device)
+
+
+def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a parameter memory on ``device``, and keep its class, attributes and hooks.
+
+    Raises:
+        RuntimeError: the parameter is referred to weakly or by another tensor, so that PyTorch cannot swap it.
+    """
+    real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    # `swap_tensors` swaps class and attributes as well. Without these copies they would go with the old memory.
+    real.__class__ = type(parameter)
+    vars(real).update(vars(parameter))
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    # Assigning the hooks registers them with the new memory, which calls them.
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
+
+
+def _not_materialisable(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' is on the meta device and cannot be given memory as the same object: {reason}; wrap the "
+        "module before what refers to its parameters is made (an optimizer may be made before), or materialise the "
+        "module and load its weights before wrapping it"
+    )
+
+
+def _tensors(partition: Partition) -> Iterator[torch.Tensor]:
+    yield from partition.parameters()
+    yield from partition.buffers()
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield all modules in the order in which constructors initialise them."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module

@@ -1,0 +1,202 @@
+"""Check a module, the names of its layers, the balance and the devices, before the module is split into partitions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.typing import Device
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.settings import CheckpointMode
+
+__all__ = [
+    "verify_balance",
+    "verify_devices",
+    "verify_divided",
+    "verify_initialised",
+    "verify_module",
+    "verify_names",
+]
+
+
+def verify_module(module: nn.Module) -> None:
+    """Raise an error if ``module`` cannot be partitioned.
+
+    Raises:
+        TypeError: ``module`` is not a :class:`~torch.nn.Sequential`.
+        ValueError: a layer occurs twice.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write its layers "
+            f"in the order of forward, for instance {_as_sequential(module)}; what forward does between them becomes "
+            'a layer as well (see "A model that is not sequential" in docs/recipes.rst)'
+        )
+    names: dict[int, str] = {}
+    for name, layer in module._modules.items():
+        first = names.setdefault(id(layer), name)
+        if first != name:
+            raise ValueError(
+                f"module with duplicate children is not supported, but '{first}' and '{name}' are the same "
+                "layer; make a copy of it, or put both uses into one layer"
+            )
+
+
+def _as_sequential(module: object) -> str:
+    """Return code that puts the children of ``module`` into a Sequential."""
+    if isinstance(module, nn.ModuleList):
+        return "nn.Sequential(*model)"
+    children = list(module.named_children()) if isinstance(module, nn.Module) else []
+    stars = ["*" if isinstance(child, nn.Sequential | nn.ModuleList) else "" for _, child in children]
+    layers = [f"{star}model.{name}" for star, (name, _) in zip(stars, children)]
+    if len(layers) > 4:
+        layers[2:-1] = ["..."]
+    return f"nn.Sequential({', '.join(layers) or 'first, second, ...'})"
+
+
+def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
+    """Raise an error if the name of a layer is an attribute of the pipeline or of a partition.
+
+    Args:
+        pipeline: a pipeline with all of its own attributes, and without layers
+        module: the layers
+
+    Raises:
+        ValueError: the names of these layers.
+    """
+    needed = {*dir(pipeline), *dir(Partition)}
+    taken = [name for name in module._modules if name in needed]
+    if taken:
+        raise ValueError(
+            f"layers cannot have the names of attributes of {type(pipeline).__name__}, but there are {taken}; rename "
+            "them in the Sequential, for instance by adding an underscore"
+        )
+
+
+def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
+    """Return the balance as a list, if it fits a module with that many layers.
+
+    Raises:
+        TypeError: ``balance`` is not an iterable of integers.
+        ValueError: ``balance`` is missing, does not add up to ``layers``, or has an empty partition.
+    """
+    if balance is None:
+        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)", layers))
+    try:
+        counts = [operator.index(count) for count in balance]
+    except TypeError:
+        raise TypeError(
+            _recommend_balancing(
+                f"balance takes a list of integers, the number of layers in each partition, but got {balance!r} "
+                f"(module: {layers} layers)",
+                layers,
+            )
+        ) from None
+    if any(count <= 0 for count in counts):
+        raise ValueError(
+            _recommend_balancing(
+                f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})",
+                layers,
+                len(counts),
+            )
+        )
+    if sum(counts) != layers:
+        raise ValueError(
+            _recommend_balancing(
+                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})",
+                layers,
+                len(counts),
+            )
+        )
+    return counts
+
+
+def _recommend_balancing(message: str, layers: int, wanted: int = 0) -> str:
+    """Return ``message``, followed by code that measures a balance.
+
+    Args:
+        message: what is wrong with the given balance
+        layers: the number of layers of the module
+        wanted: the number of partitions to recommend; 0 for one per accelerator
+    """
+    partitions = max(1, min(layers, wanted or max(2, len(default_devices(2)))))
+    return f"""{message}
+
+Let the balance be measured, here for {partitions} partition{"s" * (partitions > 1)}:
+
+    from torchgpipe_balancing import balance_by_time
+    balance = balance_by_time(module, sample, partitions={partitions})
+
+(or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
+
+
+def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> None:
+    """Raise an error if a layer is in no partition, so that it would not run, or if a partition has a deleted layer.
+
+    Raises:
+        RuntimeError: layers were added or deleted since the model was split.
+    """
+    divided = dict.fromkeys([name for partition in partitions for name in partition._modules])
+    now = dict.fromkeys(layers)
+    if now.keys() != divided.keys():
+        added, deleted = list(now.keys() - divided.keys()), list(divided.keys() - now.keys())
+        raise RuntimeError(
+            "the balance of a pipeline is made for the layers that it had, but since then "
+            + " and ".join(
+                f"{sorted(names)} {'was' if len(names) == 1 else 'were'} {what}"
+                for names, what in [(added, "added"), (deleted, "deleted")]
+                if names
+            )
+            + "; put nn.Identity() in the place of a layer instead of deleting it, keep other modules outside, or "
+            "wrap the layers again: GPipe(model.unwrap(), ...)"
+        )
+
+
+def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.device]:
+    """Return the devices of ``n`` partitions.
+
+    Args:
+        devices: the device of each partition; None for those of the machine
+        n: the number of partitions
+
+    Raises:
+        TypeError: ``devices`` is a single device.
+        IndexError: there are fewer devices than partitions.
+        ValueError: one of the devices is the meta device.
+    """
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
+    known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
+    if len(known) < n:
+        there = known or default_devices(n)
+        shared = [str(there[j * len(there) // n]) for j in range(n)]
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
+            f"one: devices={shared}, or take a balance with fewer partitions"
+        )
+    on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
+    if on_meta:
+        raise ValueError(
+            f"nothing can be computed on the meta device, which {', '.join(on_meta)} is; a model may be made there, "
+            "but devices are those that it is to run on, such as 'cuda:0' or 'cpu'"
+        )
+    return known[:n]
+
+
+def verify_initialised(module: nn.Module, checkpoint: CheckpointMode) -> None:
+    """Raise an error if lazy parameters would be checkpointed.
+
+    Raises:
+        ValueError: the names of these parameters.
+    """
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy and checkpoint != "never":
+        raise ValueError(
+            f"parameters without a shape cannot be checkpointed, but there are {lazy}; run the module once on a "
+            "sample before wrapping it, or use checkpoint='never'"
+        )
