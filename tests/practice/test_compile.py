@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.replay.phase import enter_phase
 from torchgpipe.skip import pop, skippable, stash
 
 ROOT = Path(__file__).parent.parent.parent
@@ -213,6 +215,20 @@ def test_layers_do_what_they_do_uncompiled(pipe: Pipe, make: Callable[[], nn.Seq
         outcomes += [[outcome(model, data(6).requires_grad_()) for _ in range(2)]]
     for actual, expected in zip(*outcomes):
         assert_same(actual, expected)
+
+
+def test_a_compiled_layer_asks_for_its_phase_at_every_run() -> None:
+    """It kept the phase of its first run for ever, if no pipeline had run in that thread before."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def layer(x: Tensor) -> Tensor:
+        return x * (2 if is_recomputing() else 3 if is_checkpointing() else 5)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(layer, torch.ones(())).result() == 5
+    for phase, factor in [((False, True), 2), ((True, False), 3), ((False, False), 5)]:
+        with enter_phase(phase):
+            assert layer(torch.ones(())) == factor
 
 
 # Who does not compile

@@ -29,7 +29,11 @@ Phase = tuple[bool, bool]
 
 
 class _Current(threading.local):
-    phase: Phase = (False, False)
+    # Not a context variable, which breaks the graph of a compiled layer: `torch.compile` cannot trace `ContextVar.get`.
+    # Not a default in the class, either: a layer compiled where the phase is a default would keep the default for ever,
+    # because only an attribute of the object is guarded.
+    def __init__(self) -> None:
+        self.phase: Phase = (False, False)
 
 
 _current = _Current()
