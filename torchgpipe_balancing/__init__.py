@@ -14,7 +14,7 @@ time within the memory of the devices, ask for the profile::
     print(profile)
     balance = profile.balance(2, by="time")
 
-This package stands beside `torchgpipe` and imports only its room `skip`.
+This package stands beside `torchgpipe` and imports only its rooms `devices` and `skip`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe_balancing.measure import Device, profile, profile_sizes
+from torchgpipe.devices.typing import Device
+from torchgpipe_balancing.measure import profile, profile_sizes
 from torchgpipe_balancing.partition import check_partitions, partition
 from torchgpipe_balancing.profiles import LayerProfile, Profile
 from torchgpipe_balancing.sizes import footprints
@@ -49,7 +50,7 @@ def balance_by_time(
     sample: Any,
     *,
     partitions: int = 1,
-    device: Device = None,
+    device: Device | None = None,
     timeout: float = 1.0,
 ) -> list[int]:
     """Balance the time that the partitions take for forward, recomputation and backward.
@@ -86,7 +87,7 @@ def balance_by_size(
     sample: Any,
     *,
     partitions: int = 1,
-    device: Device = None,
+    device: Device | None = None,
 ) -> list[int]:
     """Balance the memory that the partitions take: activations kept for backward, and parameters twice.
 

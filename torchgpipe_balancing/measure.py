@@ -12,22 +12,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
+from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.profiles import LayerProfile, Profile
 from torchgpipe_balancing.sizes import SizeCounter, Sizes
 from torchgpipe_balancing.times import Timer, Times
 from torchgpipe_balancing.walk import layers_of, shapes_of, tensors_in, walk
 
-__all__ = ["Device", "profile", "profile_sizes"]
-
-Device: TypeAlias = torch.device | str | int | None
+__all__ = ["profile", "profile_sizes"]
 
 
-def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeout: float = 1.0) -> Profile:
+def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None, timeout: float = 1.0) -> Profile:
     """Measure the time and the memory that each layer takes in training. ::
 
         profile = torchgpipe_balancing.profile(model, sample)
@@ -90,7 +89,7 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device = None, timeou
     )
 
 
-def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device = None) -> list[Sizes]:
+def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device | None = None) -> list[Sizes]:
     """Count the sizes of a profile without taking times.
 
     Arguments and errors are those of :func:`profile`.
@@ -107,7 +106,7 @@ def _median(rounds: Iterable[Times]) -> Times:
     return Times(*(statistics.median(seconds) for seconds in zip(*map(astuple, rounds), strict=True)))
 
 
-def _place(device: Device, module: nn.Module, sample: Any) -> torch.device:
+def _place(device: Device | None, module: nn.Module, sample: Any) -> torch.device:
     """Return the device to profile on, with its index."""
     if device is None:
         used = (tensor.device for tensor in chain(module.parameters(), module.buffers(), tensors_in(sample)))

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from torchgpipe.devices.torch_internals import pytree
 from torchgpipe_balancing.walk import Input, Output, gradients_of, run, tensors_in
 
 __all__ = ["Timer", "Times"]
@@ -73,4 +73,4 @@ class Timer:
 
 
 def _cloned(input: Input) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), input)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), input)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.skip.layout import skips_of
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.tracker import SkipTracker
@@ -105,7 +105,7 @@ def gradients_of(output: Output) -> tuple[list[Tensor], list[Tensor]]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def shapes_of(value: Any) -> str:
@@ -156,7 +156,7 @@ def _cut(value: Any) -> Any:
         alone = tensor.detach()
         return _Cut.apply(phony, alone) if tensor.requires_grad else alone  # type: ignore[no-untyped-call]
 
-    return tree_map_only(Tensor, cut, value)
+    return pytree.tree_map_only(Tensor, cut, value)
 
 
 def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -177,4 +177,4 @@ def _placed(value: Any, device: torch.device | str) -> Any:
     def placed(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(Tensor, placed, value)
+    return pytree.tree_map_only(Tensor, placed, value)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.model import microbatch
 from torchgpipe.model.microbatch import Batch, Inputs, NoChunk
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.utils import _pytree as pytree
 
 from torchgpipe.compat import arguments
 from torchgpipe.devices.device import canonical_device
+from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
@@ -247,9 +247,17 @@ class Pipe(GPipe):
 
 
 def _reference(value: Any) -> Any:
-    if rpc.is_available() and rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
-        return rpc.RRef(value)
-    return LocalRRef(value)
+    return rpc.RRef(value) if _rpc_runs() else LocalRRef(value)
+
+
+def _rpc_runs() -> bool:
+    if not rpc.is_available():
+        return False
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:  # RPC has not been initialized.
+        return False
+    return True
 
 
 def _devices(module: nn.Sequential) -> list[torch.device]:

@@ -1,3 +1,3 @@
-"""Devices and their streams, and what is asked of PyTorch's engine: what all other rooms stand on."""
+"""Devices and their streams, and every private name of PyTorch: the ground that all other rooms stand on."""
 
 __all__: list[str] = []

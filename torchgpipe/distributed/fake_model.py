@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchgpipe.devices.torch_internals import FakeTensorMode
 from torchgpipe.distributed.boundary import on_meta
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import layers_of, split

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchgpipe.devices.torch_internals import active_data_parallel, joins_unevenly
+
 __all__ = ["active_process_group", "all_gather", "is_replicated", "refuse_join", "verify_layers"]
 
 
@@ -23,13 +25,13 @@ def active_process_group() -> Any:
 
     None if no forward is running, or if the group is this process alone.
     """
-    ddp = _active()
+    ddp = active_data_parallel()
     return None if ddp is None or ddp.process_group.size() == 1 else ddp.process_group
 
 
 def is_replicated() -> bool:
     """Return whether the forward of a DistributedDataParallel is running, which has hooks on all parameters."""
-    return _active() is not None
+    return active_data_parallel() is not None
 
 
 def refuse_join() -> None:
@@ -38,19 +40,13 @@ def refuse_join() -> None:
     Raises:
         RuntimeError: the call is in ``join()``, where a process without input would not take part in an exchange.
     """
-    ddp = _active()
-    if ddp is not None and ddp._join_config.enable and not ddp._join_config.throw_on_early_termination:
+    ddp = active_data_parallel()
+    if ddp is not None and joins_unevenly(ddp):
         raise RuntimeError(
             "deferred batch norms cannot run in join() of DistributedDataParallel, because a process without input "
             "would not send its statistics; give every process as many mini-batches, use "
             "join(throw_on_early_termination=True), or make the GPipe without deferred_batch_norm"
         )
-
-
-def _active() -> Any:
-    # PyTorch keeps this for its compiler, and has no public call for it.
-    ddp: Any = DistributedDataParallel
-    return ddp._get_active_ddp_module()
 
 
 def all_gather(group: Any, values: Tensor) -> list[Tensor]:

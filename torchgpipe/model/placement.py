@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.utils import swap_tensors
 
 from torchgpipe.devices.device import same_memory
+from torchgpipe.devices.torch_internals import exchange_memory
 from torchgpipe.model.partition import Partition
 
 __all__ = ["place", "verify_sharing"]
@@ -110,13 +110,10 @@ def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
         RuntimeError: the parameter is referred to weakly or by another tensor, so that PyTorch cannot swap it.
     """
     real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    # `swap_tensors` swaps class and attributes as well. Without these copies they would go with the old memory.
+    # Class and attributes are exchanged as well. Without these copies they would go with the old memory.
     real.__class__ = type(parameter)
     vars(real).update(vars(parameter))
-    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-    # Assigning the hooks registers them with the new memory, which calls them.
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, after
+    exchange_memory(parameter, real)
 
 
 def _not_materialisable(name: str, reason: str) -> ValueError:

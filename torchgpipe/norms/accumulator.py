@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.norms.moments import Moments
 
 __all__ = ["Accumulator", "accumulation_dtype", "accumulators", "is_tracking"]
@@ -27,7 +27,7 @@ class Accumulator:
         group: the same
     """
 
-    def __init__(self, norm: _BatchNorm, group: Any = None) -> None:
+    def __init__(self, norm: BatchNormBase, group: Any = None) -> None:
         self.parts: list[Moments] = []
         self.group = group
         self._momentum = norm.momentum
@@ -61,10 +61,10 @@ _update_lock = threading.Lock()
 
 #: The accumulators of the mini-batch in progress, by layer; None outside a mini-batch. Workers and recomputations run
 #: in copies of the caller's context, so they add to the same dict.
-accumulators: ContextVar[dict[_BatchNorm, Accumulator] | None] = ContextVar("torchgpipe_mini_batch", default=None)
+accumulators: ContextVar[dict[BatchNormBase, Accumulator] | None] = ContextVar("torchgpipe_mini_batch", default=None)
 
 
-def is_tracking(norm: _BatchNorm) -> bool:
+def is_tracking(norm: BatchNormBase) -> bool:
     """Return whether a run of ``norm`` counts towards its running statistics."""
     has_statistics = norm.running_mean is not None and norm.running_var is not None
     return norm.training and norm.track_running_stats and has_statistics

@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.model.shallow_copy import shallow_copy
 from torchgpipe.norms.accumulator import Accumulator, accumulation_dtype, accumulators, is_tracking
@@ -33,7 +33,7 @@ __all__ = ["DeferredBatchNorm"]
 M = TypeVar("M", bound=nn.Module)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNormBase):
     """A batch norm that sees micro-batches, and tracks the running statistics of whole mini-batches.
 
     In training the layer normalises each micro-batch by the micro-batch's own mean and variance, with the kernel and
@@ -246,11 +246,11 @@ def _is_deferrable(module: nn.Module) -> bool:
     Raises:
         TypeError: it is one with a ``forward`` of its own.
     """
-    if not isinstance(module, _BatchNorm) or isinstance(module, (nn.SyncBatchNorm, LazyModuleMixin)):
+    if not isinstance(module, BatchNormBase) or isinstance(module, (nn.SyncBatchNorm, LazyModuleMixin)):
         return False
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return False
-    if getattr(module.forward, "__func__", None) is not _BatchNorm.forward:
+    if getattr(module.forward, "__func__", None) is not BatchNormBase.forward:
         raise TypeError(
             f"a batch norm with a forward of its own cannot be deferred, but {type(module).__name__} has one; derive "
             "the class from torchgpipe.batchnorm.DeferredBatchNorm, or make it a layer with a plain batch norm inside"

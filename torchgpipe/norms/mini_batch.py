@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.model.data_parallel import active_process_group, refuse_join
 from torchgpipe.norms.accumulator import Accumulator, accumulators, is_tracking
 from torchgpipe.norms.deferred import DeferredBatchNorm
@@ -73,7 +73,7 @@ def mini_batch(m: int, model: nn.Module | None = None, group: Any = None) -> Ite
         mine.clear()  # The graph keeps the context for recomputations, and would keep the moments with it.
 
 
-def _synchronized(model: nn.Module | None, group: Any) -> dict[_BatchNorm, Accumulator]:
+def _synchronized(model: nn.Module | None, group: Any) -> dict[BatchNormBase, Accumulator]:
     """Return empty accumulators for all layers that exchange their moments with other processes.
 
     Their order is that of the model, which is the same in every process. The order of their runs is not, and a layer

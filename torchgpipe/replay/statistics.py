@@ -15,13 +15,14 @@ from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from torchgpipe.devices.torch_internals import BatchNormBase
 
 __all__ = ["STATISTICS", "Norm", "exclusive", "scratch_statistics"]
 
 #: The layers that keep running statistics. Subclasses, also the users' own, are among them.
 Norm = (
-    _BatchNorm,
+    BatchNormBase,
     nn.InstanceNorm1d,
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,

@@ -1,0 +1,235 @@
+"""Every private name of PyTorch that the packages use, each with its reason.
+
+A name that begins with an underscore may change in any release of PyTorch. So only this file reaches such names, and
+other files import them from here under plain names. Each entry says what needs it, since which release of PyTorch the
+name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. What an entry must do is held
+by ``tests/devices/test_torch_internals.py``.
+
+Six names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
+``_load_from_state_dict`` and ``_reset_parameters``. Modules outside PyTorch read, define and override them, so PyTorch
+cannot change them quietly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import profiler
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import _pytree as pytree
+from torch.utils import swap_tensors
+
+__all__ = [
+    "BatchNormBase",
+    "FakeTensorMode",
+    "active_data_parallel",
+    "apply_directly",
+    "at_end_of_pass",
+    "current_pass",
+    "dispatch_modes",
+    "exchange_memory",
+    "forget_parametrizations",
+    "function_modes",
+    "gradient_hooks",
+    "has_gradient_hooks",
+    "joins_unevenly",
+    "keeps_graph",
+    "pop_dispatch_mode",
+    "pop_function_mode",
+    "profiler_runs",
+    "push_dispatch_mode",
+    "push_function_mode",
+    "pytree",
+    "run_backward",
+    "saved_tensors_hooks_in_use",
+    "transforms_are_active",
+    "versions",
+    "will_run",
+    "without_dispatch_modes",
+]
+
+# ------------------------------------------------------------------------------------------------ the autograd engine
+
+#: Return the number of the backward pass that this thread is in, or -1 outside of backward.
+#:
+#: What is checked or summed once for each pass is found by this number. Since 2.0. The public
+#: `torch.autograd.graph.register_multi_grad_hook` has the same need, and would show another way.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+#: Keep a callback until the backward pass that this thread is in ends, and call it if the pass succeeds.
+#:
+#: A pass keeps its sums of gradients alive through the callback, so that the sums go with a pass that fails, too. Since
+#: 2.0. DistributedDataParallel and FSDP end their passes with it. A node that runs last could take its place for a pass
+#: that succeeds.
+at_end_of_pass: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+#: Return whether the graph of the backward pass that this thread is in will be kept (``retain_graph=True``).
+#:
+#: A cell's own graph and the random states for its second run go when the caller's graph goes. Since 2.7 or a little
+#: earlier. Without it, both would have to be kept until the output of the pipeline is dropped.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+#: Return whether the backward pass that this thread is in runs a node.
+#:
+#: It tells ``backward()`` from ``backward(inputs=...)`` and ``torch.autograd.grad``, which must add to no other
+#: ``.grad``. Since 2.0. The hooks of `torch.autograd.graph.register_multi_grad_hook` are placed with it. Without it,
+#: gradients would always have to be summed beside ``.grad``.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+#: Run a backward pass: ``run_backward(roots, grads, keep_graph, create_graph, inputs, allow_unreachable=,
+#: accumulate_grad=)``.
+#:
+#: A cell is differentiated by a pass of its own. The public `torch.autograd.backward` and `torch.autograd.grad` check
+#: their arguments first, for faults that cannot occur here, which adds a sixth to the host time of a small cell. With
+#: `GradientEdge` as roots since 2.7 or a little earlier. The public functions can take its place.
+run_backward: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
+
+#: Apply an autograd function: the attribute ``apply`` of a function's class.
+#:
+#: The public `torch.autograd.Function.apply` looks for function transforms first, which adds 3 to 4% to the host time
+#: of a small cell. Since 2.0. Without this attribute a class has the public one.
+apply_directly: Any = vars(torch._C._FunctionBase)["apply"]
+
+# ---------------------------------------------------------------------------------------------- the state of a thread
+
+#: Return the function modes of this thread, from the outermost. The default device is one of them.
+#:
+#: A layer runs in the modes of the call of its pipeline, in whichever thread it runs. Since 2.0. A mode's own
+#: ``__enter__`` cannot take the place of pushing the mode, because some modes reset what they count there.
+function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+push_function_mode: Callable[[Any], None] = overrides._push_mode
+pop_function_mode: Callable[[], Any] = overrides._pop_mode
+
+#: Return the dispatch modes of this thread, from the outermost. See `function_modes`.
+dispatch_modes: Callable[[], list[Any]] = dispatch._get_current_dispatch_mode_stack
+push_dispatch_mode: Callable[[Any], None] = dispatch._push_mode
+pop_dispatch_mode: Callable[[], Any] = dispatch._pop_mode
+
+#: Leave all dispatch modes of this thread for a ``with`` block.
+#:
+#: A mode such as that of fake tensors would take part in copying a generator's state. Since 2.0. Popping the modes one
+#: by one could take its place.
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = dispatch._disable_current_modes
+
+
+def saved_tensors_hooks_in_use() -> tuple[Any, Any] | None:
+    """Return the topmost pair of hooks for saved tensors of this thread, or None.
+
+    A layer saves its tensors through the hooks of the call, in whichever thread it runs. Since 2.8. Without it,
+    `torch.autograd.graph.saved_tensors_hooks` around a pipeline would reach layers in the caller's thread only.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+#: Return whether a function transform of `torch.func`, such as `vmap` or `grad`, is active in this thread.
+#:
+#: Transforms have no way through a pipeline's autograd functions, so they are refused with a remedy. Since 2.0.
+#: Without it, PyTorch's own errors would have to do.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def profiler_runs() -> bool:
+    """Return whether ``torch.profiler`` runs.
+
+    A label for the profiler costs as much as a small layer, also if the profiler does not run. Since 2.1. Without it,
+    labels would have to be an option of the user's.
+    """
+    return profiler._is_profiler_enabled
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def versions(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Return the version of each tensor, which counts changes in place; 0 for None and for inference tensors.
+
+    A second run must find the inputs, parameters and buffers of the first. Since 2.0; `torch.autograd.graph` documents
+    the counter, but has no public name for it. Without it, a changed tensor would give other gradients silently.
+    """
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
+    """Return the hooks that were registered with ``tensor.register_hook``.
+
+    If there are any, changing the dict changes the hooks of the tensor. A hook must hear the gradient of the mini-batch
+    and not that of each micro-batch. Since 2.0. There is no public list of hooks; a handle from ``register_hook`` has
+    the dict too, as ``handle.hooks_dict_ref()``.
+    """
+    hooks: Any = tensor._backward_hooks
+    return hooks or {}
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return whether a tensor has hooks that hear its gradient, before or after accumulation.
+
+    Gradients of such a parameter are summed beside ``.grad``; see `gradient_hooks`. Since 2.1.
+    """
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def exchange_memory(tensor: Tensor, other: Tensor) -> None:
+    """Exchange all of two tensors but their identities and the hooks of ``tensor``.
+
+    A parameter on the meta device gets memory, and stays the object that an optimizer has. `torch.utils.swap_tensors`
+    exchanges the memory. Hooks are called by the memory, and known by the parameter: assigning the hooks tells the
+    new memory of them. Since 2.2 or a little later. Without it, hooks on meta parameters would be lost.
+
+    Raises:
+        RuntimeError: something else holds the memory of a tensor, or a weak reference to it.
+    """
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, after
+
+
+# ------------------------------------------------------------------------------------------------------------ modules
+
+# BatchNormBase: the base of all batch norms. `DeferredBatchNorm` takes its parameters and buffers from it, and users'
+# own batch norms are recognised by it. Since 2.0. A tuple of the public batch norms could take its place.
+
+# pytree: nested containers and the registration of new kinds. Since 2.4 or a little earlier, when keys were added. The
+# package optree does the same.
+
+
+def forget_parametrizations() -> None:
+    """Forget what was computed from parametrized parameters within `torch.nn.utils.parametrize.cached`.
+
+    A weight that a run without a graph has computed cannot be differentiated in a run with one. Since 2.0. Without it,
+    a checkpointed pipeline could not run within ``cached()``.
+    """
+    if parametrize._cache_enabled:
+        parametrize._cache.clear()
+
+
+def active_data_parallel() -> Any:
+    """Return the DistributedDataParallel whose forward is under way in this process, or None.
+
+    Its hooks are at the parameters in C++, where Python cannot see them. Since 2.0, for PyTorch's compiler. Without
+    it, the user would have to tell the pipeline of the wrapper.
+    """
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def joins_unevenly(data_parallel: Any) -> bool:
+    """Return whether a DistributedDataParallel is in ``join()`` and lets processes run out of input.
+
+    Such a process takes no part in an exchange of statistics, and the others would wait forever. Since 2.0. Without it,
+    the exchange would hang.
+    """
+    config = data_parallel._join_config
+    return bool(config.enable and not config.throw_on_early_termination)
+
+
+# -------------------------------------------------------------------------------------------------- several processes
+
+# FakeTensorMode: runs layers on tensors that have no data, to learn the shapes that cross from process to process.
+# Since 2.0. Running the layers on the meta device could take its place, for layers that have no device of their own.
