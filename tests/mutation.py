@@ -573,9 +573,9 @@ MUTATIONS = [
     ),
     Mutation(
         "... at every backward pass",
-        "Ambient._finds_plain",
-        "here = current_pass(), get_ident()",
-        "here = 0, get_ident()",
+        "Ambient._run",
+        "self._set_already.get(thread) == this_pass",
+        "thread in self._set_already",
         "replay/ambient",
     ),
     Mutation(

@@ -479,14 +479,23 @@ def test_hooks_get_what_the_plain_model_saves(pipe: Pipe) -> None:
     assert saved(model) == saved(lambda x: run_plain(layers, x, chunks=2))
 
 
-def test_hooks_of_the_forward_are_entered_where_hooks_are_forbidden(model: GPipe) -> None:
-    """`disable_saved_tensors_hooks` forbids what the caller of backward sets, as on the plain model."""
-    x = torch.rand(4, 2)
+def test_hooks_of_the_forward_need_a_backward_that_allows_hooks(model: GPipe) -> None:
+    """A recomputation needs the hooks of its call, so it fails where hooks are forbidden, with that one's message."""
     with hooks("hooks"):
-        loss = model(x).sum()
+        loss = model(torch.rand(4, 2)).sum()
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.raises(RuntimeError, match="not here") as caught,
+    ):
+        loss.backward()
+    assert "during recomputation" in caught.value.__notes__[0]
+
+
+def test_a_backward_that_forbids_hooks_needs_none_of_the_forward(model: GPipe) -> None:
+    loss = model(torch.rand(4, 2)).sum()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         loss.backward()
-    assert all("hooks" in now["modes and hooks"] for probe in probes(model) for now in probe.recomputations)
+    assert all(probe.recomputations for probe in probes(model))
 
 
 # ------------------------------------------------------------------------------------------------------ modes
