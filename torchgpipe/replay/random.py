@@ -9,13 +9,13 @@ of the other's numbers, and no state that could be noted would bring back what t
 turn (`sharing_generator`). Cells of accelerators run beside them, and are to draw from their own devices: a
 recomputation there leaves the CPU's generator to the cells of the CPU, only watches it, and is refused if it draws.
 
-A layer may have another generator at backward than at the call. Nobody has noted what was drawn from that one, so a
-second run that draws from it is refused.
+Between the call and backward, a layer may get a generator whose states were not noted. A second run is refused then.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torchgpipe.devices.backward_pass import current_pass
 from torchgpipe.devices.device import device_module
+from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
 __all__ = ["Drawn", "RandomStates", "sharing_generator"]
 
@@ -42,14 +41,14 @@ class _Note(NamedTuple):
 
     states: list[Tensor]
     contents: list[bytes]
-    replays: int  # of other threads, by then
+    replays: list[int]  # by then, on the device of each
 
 
 class _Draw(NamedTuple):
     generator: _Generator
     before: Tensor
     after: int  # a hash of the state, which itself takes kilobytes
-    disturbed: bool  # whether other threads have replayed meanwhile
+    disturbed: bool  # whether there were replays on its device meanwhile
     foreign: bool  # whether cells of other devices draw from the same generator, and others have drawn, maybe
 
 
@@ -73,8 +72,7 @@ class RandomStates:
         self._beside = beside
         self._between = between
         self._last: _Note | None = None  # where the last run has ended, so that the next need not look again
-        self._unknown: list[_Generator] = []
-        self._unknown_in: int | None = None
+        self._checked_in: int | None = None  # the last backward pass that found no new generators
 
     @cached_property
     def _generators(self) -> tuple[_Generator, ...]:
@@ -84,24 +82,26 @@ class RandomStates:
     def begin(self) -> _Note:
         """Notes the states before a run."""
         last = self._last
-        if last is not None and last.replays == _replays_elsewhere():
+        if last is not None and last.replays == _replays_on(self._generators):
             return last
         return _note(self._generators)
 
     def end(self, before: _Note) -> Drawn:
         """What was drawn since ``before``."""
         after = _note(self._generators)
-        disturbed = after.replays != before.replays
-        if after.contents == before.contents and not disturbed:
+        disturbed = [old != new for old, new in zip(before.replays, after.replays)]
+        if after.contents == before.contents and not any(disturbed):
             # Mostly nothing was drawn. Then the new states are let go at once, for the next cell to take their place
             # in memory: several kilobytes that come and go beside the small objects of a cell cost more than a copy.
             self._last = None if self._between else before
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, state, hash(new), disturbed, foreign=self._beside and generator.device.type == "cpu")
-            for generator, state, old, new in zip(self._generators, before.states, before.contents, after.contents)
-            if old != new or disturbed
+            _Draw(generator, state, hash(new), replayed, foreign=self._beside and generator.device.type == "cpu")
+            for generator, state, old, new, replayed in zip(
+                self._generators, before.states, before.contents, after.contents, disturbed
+            )
+            if old != new or replayed
         )
 
     def forget(self) -> None:
@@ -112,13 +112,21 @@ class RandomStates:
         """Lets a run draw again what was drawn; afterwards the generators are as if it had drawn nothing.
 
         Raises:
-            RuntimeError: the run has drawn something else, or may have.
+            RuntimeError: the run has drawn something else, or may do so.
         """
         this_pass = current_pass()
-        if self._unknown_in != this_pass:
-            self._unknown = [one for one in _generators_of(self._modules) if one not in self._generators]
-            self._unknown_in = this_pass
-        return _replay(drawn, self._unknown) if drawn or self._unknown else nullcontext()
+        if self._checked_in != this_pass:
+            self._refuse_new_generators()
+            self._checked_in = this_pass
+        return _replay(drawn) if drawn else nullcontext()
+
+    def _refuse_new_generators(self) -> None:
+        if set(_generators_of(self._modules)) - set(self._generators):
+            raise RuntimeError(
+                "a layer has a random number generator that it did not have when the pipeline was called, so "
+                "recomputation could draw other numbers; make the generator with the layer, leave it as it is until "
+                "backward() has finished, or use checkpoint='never'"
+            )
 
 
 #: PyTorch copies a state under a lock of the generator, and makes an object of Python there. Before Python 3.12 that
@@ -128,73 +136,58 @@ _copying = threading.Lock()
 
 
 def _note(generators: Sequence[_Generator]) -> _Note:
-    if torch._C._len_torch_dispatch_stack():  # The user's modes have no business with states.
-        with _disable_current_modes():
+    if dispatch_modes():  # The user's modes have no business with states.
+        with without_dispatch_modes():
             return _note(generators)
     with _copying:
         states = [generator.get() for generator in generators]
-    return _Note(states, [state.numpy().tobytes() for state in states], _replays_elsewhere())
+    return _Note(states, [state.numpy().tobytes() for state in states], _replays_on(generators))
 
 
-class _Own(threading.local):
-    replays = 0
-
-
-#: How often a replay has begun or ended, in this process and in this thread. A replay puts a generator back, so that
-#: another thread cannot see from its states alone whether it was disturbed by one.
-_replays = 0
-_own = _Own()
+#: How often a replay has begun or ended in this process, by the device of its generators. A replay puts a generator
+#: back, so that another run cannot see from its states alone whether it was disturbed by one.
+_replays: Counter[torch.device] = Counter()
 _replays_lock = threading.Lock()
 
 
-def _replays_elsewhere() -> int:
-    return _replays - _own.replays
+def _replays_on(generators: Iterable[_Generator]) -> list[int]:
+    return [_replays[generator.device] for generator in generators]
 
 
-def _count_replay() -> None:
-    global _replays
+def _count_replay(draws: Iterable[_Draw]) -> Counter[torch.device]:
+    """Count that a replay begins or ends, and return all counts."""
     with _replays_lock:
-        _replays += 1
-        _own.replays += 1
+        _replays.update({draw.generator.device for draw in draws})
+        return _replays.copy()
 
 
 @contextmanager
-def _replay(drawn: Drawn, unknown: Sequence[_Generator]) -> Iterator[None]:
+def _replay(drawn: Drawn) -> Iterator[None]:
     own = [draw for draw in drawn if not draw.foreign]
     foreign = [draw.generator for draw in drawn if draw.foreign]
-    if own:
-        _count_replay()
-    watched, untouched = _note(foreign), _note(unknown)
+    replays = _count_replay(own)
+    watched = _note(foreign)
     with _copying:
         current = [draw.generator.get() for draw in own]
         for draw in own:
             draw.generator.set(draw.before)
-    replays = _replays_elsewhere()
     try:
         yield
-        disturbed = _replays_elsewhere() != replays
         for draw in own:
-            _verify(draw, disturbed)
-        # A cell of the CPU that draws again meanwhile is the one who has drawn.
-        if not disturbed and _note(foreign).contents != watched.contents:
+            device = draw.generator.device
+            _verify(draw, disturbed=_replays[device] != replays[device])
+        now = _note(foreign)
+        # After another replay on the CPU, the change may be that one's.
+        if now.contents != watched.contents and now.replays == watched.replays:
             with _copying:
                 for generator, state in zip(foreign, watched.states):
                     generator.set(state)
             raise _unsafe()
-        if _note(unknown).contents != untouched.contents:
-            raise RuntimeError(
-                "recomputation drew random numbers from a generator that its layer did not have when the pipeline was "
-                "called; make it with the layer, leave it as it is until backward() has finished, or use "
-                "checkpoint='never'"
-            )
     finally:
         with _copying:
             for draw, state in zip(own, current):
                 draw.generator.set(state)
-            for generator, state in zip(unknown, untouched.states):
-                generator.set(state)
-        if own:
-            _count_replay()
+        _count_replay(own)
 
 
 def _verify(draw: _Draw, disturbed: bool) -> None:
@@ -213,7 +206,7 @@ def _verify(draw: _Draw, disturbed: bool) -> None:
 
 def _unsafe() -> RuntimeError:
     return RuntimeError(
-        "a layer drew random numbers from the CPU's generator while other devices or threads used it as well, so "
+        "a layer drew random numbers from the CPU's generator while other devices, threads or pipelines used it, so "
         "recomputation cannot draw the same ones again; draw them on the layer's own device "
         "(device=input.device), let one thread at a time train, or use checkpoint='never'"
     )
