@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.backward_pass import at_end_of_pass, current_pass, will_run
+from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, Function, accumulate, gradients
 from torchgpipe.engine.hooks import has_hooks, without_hooks

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks
+
 __all__ = ["has_hooks", "without_hooks"]
 
 
 def has_hooks(tensor: Tensor, node: Any) -> bool:
     """Return whether Python is called when a gradient of ``tensor``, a leaf with this node, is accumulated."""
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+    if has_gradient_hooks(tensor):
         return True
     for register in (node.register_hook, node.register_prehook):
         # A node does not list its hooks, but a handle has the dict that holds all of them.
@@ -52,9 +54,10 @@ class _Whole:
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Keep the hooks of ``tensors`` from hearing what this thread differentiates in a ``with`` block."""
     for tensor in tensors:
-        for key, hook in list((tensor._backward_hooks or {}).items()):
+        hooks = gradient_hooks(tensor)
+        for key, hook in list(hooks.items()):
             if not isinstance(hook, _Whole):
-                tensor._backward_hooks[key] = _Whole(hook)  # type: ignore[index]
+                hooks[key] = _Whole(hook)
     token = _in_a_cell.set(True)
     try:
         yield

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.backward_pass import keeps_graph
+from torchgpipe.devices.torch_internals import forget_parametrizations, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge, Function
 from torchgpipe.engine.phony import get_phony
-from torchgpipe.engine.recomputation import differentiate, forget_parametrizations, roots_of
+from torchgpipe.engine.recomputation import differentiate, roots_of
 
 __all__ = ["Enter", "KeptGraph"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from torchgpipe.devices.torch_internals import profiler_runs
 from torchgpipe.engine.record import End, Kind, Step
 
 __all__ = ["labelled"]
@@ -14,7 +15,7 @@ __all__ = ["labelled"]
 def labelled(step: Step | None) -> Step | None:
     """Return a listener that labels the work as well, if the profiler runs, and ``step`` itself otherwise."""
     # A label costs as much as a small layer, also where the profiler does not run.
-    return _Labelled(step) if profiler._is_profiler_enabled else step
+    return _Labelled(step) if profiler_runs() else step
 
 
 class _Labelled:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.backward_pass import current_pass
 from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.torch_internals import current_pass, versions
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.gradients import ParameterGradients
@@ -135,7 +135,7 @@ class PartitionCall:
 
     def versions(self) -> list[int]:
         """Return the versions of all parameters, which count changes in place."""
-        return [parameter._version for parameter in self._versioned]
+        return versions(self._versioned)
 
     def changed(self) -> str | None:
         """Return what is no longer as the call found it, or None. The layers are looked at once in a backward pass."""
@@ -183,7 +183,7 @@ class PartitionCall:
     def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
         buffers = [_registered(module._buffers, name) for module, name in self._buffers]
         # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
-        return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in buffers]
+        return list(zip(buffers, versions(buffers)))
 
 
 def _registered(tensors: Any, name: str) -> Tensor | None:

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import transforms_are_active
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route
-from torchgpipe.engine.function import refuse_transforms, transforms_are_active
+from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie

@@ -6,20 +6,17 @@ the same layers and parameters. What cannot be made the same is refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils import parametrize
 
-from torchgpipe.devices.backward_pass import keeps_graph
+from torchgpipe.devices.torch_internals import forget_parametrizations, gradient_hooks, keeps_graph, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
 from torchgpipe.replay.phase import checkpointing, recomputing
 from torchgpipe.replay.random import Drawn
 
-__all__ = ["Recomputation", "differentiate", "forget_parametrizations", "roots_of"]
+__all__ = ["Recomputation", "differentiate", "roots_of"]
 
 
 class Recomputation:
@@ -48,7 +45,7 @@ class Recomputation:
             RuntimeError: the layers have changed their input in place.
         """
         cell, call = self.cell, self.cell.call
-        versions = _versions(leaves)
+        untouched = versions(leaves)
         with cell.recorded("forward"):
             forget_parametrizations()
             before = call.random.begin()
@@ -57,7 +54,7 @@ class Recomputation:
             self._versions = call.versions()
             call.forget_casts()
             forget_parametrizations()
-            if _versions(leaves) != versions:
+            if versions(leaves) != untouched:
                 raise RuntimeError(
                     f"{call.where} changes its input in place, so recomputation would start from another input; "
                     "let it work on a copy (input.clone()), let its first layer have the attribute inplace=True, "
@@ -103,8 +100,8 @@ class Recomputation:
         call.forget_casts()
         forget_parametrizations()
         for leaf in leaves:
-            if leaf is not None and leaf._backward_hooks:
-                leaf._backward_hooks.clear()  # Layers that hook their input have done so in the first run, too.
+            if leaf is not None:
+                gradient_hooks(leaf).clear()  # Layers that hook their input have done so in the first run, too.
         return leaves, roots_of(outputs)
 
     def drop(self) -> None:
@@ -180,16 +177,3 @@ def differentiate(
 def roots_of(outputs: Leaves) -> list[Edge | None]:
     """Return where the gradients of ``outputs`` enter their graph; None for an output that needs no gradient."""
     return [None if output is None or not output.requires_grad else get_gradient_edge(output) for output in outputs]
-
-
-def forget_parametrizations() -> None:
-    """Clear the cache of `parametrize.cached()`.
-
-    Else a run that needs a graph would get what a run without one has computed from the parameters.
-    """
-    if parametrize._cache_enabled:
-        parametrize._cache.clear()
-
-
-def _versions(leaves: Any) -> list[int]:
-    return [leaf._version for leaf in leaves if leaf is not None and not leaf.is_inference()]

@@ -1,0 +1,439 @@
+"""Each private name of PyTorch does what the packages rely on, and no other file reaches one.
+
+When a new release of PyTorch breaks the packages, the failures here say which name it was and what depends on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchgpipe
+from torchgpipe.devices import torch_internals as internals
+
+ROOT = Path(torchgpipe.__file__).parent.parent
+HOME = ROOT / "torchgpipe" / "devices" / "torch_internals.py"
+
+
+@contextmanager
+def relied_on(what: str, breaks: str) -> Iterator[None]:
+    """Say with a failure what was relied on, and what breaks without it."""
+    try:
+        yield
+    except Exception as error:
+        pytest.fail(
+            f"PyTorch {torch.__version__}: {what}. Without that, {breaks}. See {HOME.relative_to(ROOT)}. "
+            f"({type(error).__name__}: {error})"
+        )
+
+
+class AtBackward(torch.autograd.Function):
+    """Calls a function at backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def one() -> Tensor:
+    return torch.ones((), requires_grad=True)
+
+
+def at_backward(call: Callable[[], Any]) -> Tensor:
+    """Return a tensor whose backward calls ``call``."""
+    result: Tensor = AtBackward.apply(one(), call)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------ the autograd engine
+
+
+def test_a_pass_has_a_number() -> None:
+    with relied_on("each backward pass has a number of its own", "what is checked once for each pass is not checked"):
+        numbers: list[int] = []
+        inner = at_backward(lambda: numbers.append(internals.current_pass()))
+
+        def begin() -> None:
+            numbers.append(internals.current_pass())
+            inner.backward()
+            numbers.append(internals.current_pass())
+
+        at_backward(begin).backward()
+        outer, within, again = numbers
+        assert outer == again != within
+        assert min(numbers) >= 0
+        assert internals.current_pass() == -1
+
+
+def test_a_callback_at_the_end_of_a_pass() -> None:
+    with relied_on("a callback is called when its pass has succeeded", "sums of gradients are dropped too early"):
+        events: list[str] = []
+        late = at_backward(lambda: events.append("late"))
+        first = AtBackward.apply(late, lambda: internals.at_end_of_pass(lambda: events.append("end")))
+        first.backward()
+        assert events == ["late", "end"]
+
+
+def test_whether_the_graph_is_kept() -> None:
+    with relied_on("a pass tells whether it keeps its graph", "random states and graphs of cells go too early"):
+        kept: list[bool] = []
+        x = at_backward(lambda: kept.append(internals.keeps_graph()))
+        x.backward(retain_graph=True)
+        x.backward()
+        assert kept == [True, False]
+
+
+def test_which_nodes_a_pass_runs() -> None:
+    with relied_on("a pass tells whether it runs a node", "torch.autograd.grad adds to .grad of parameters"):
+        runs: list[bool] = []
+        wanted, other = one(), one()
+        node = (other * 1).grad_fn.next_functions[0][0]
+        x = AtBackward.apply(wanted * other, lambda: runs.append(internals.will_run(node)))
+        x.backward(retain_graph=True)
+        x.backward(retain_graph=True, inputs=[wanted])
+        torch.autograd.grad(x, wanted)
+        assert runs == [True, False, False]
+
+
+def test_a_pass_from_an_edge() -> None:
+    with relied_on("run_backward takes edges as roots", "no cell can be differentiated"):
+        x, unused = one(), one()
+        roots = (get_gradient_edge(x * 3),)
+        keep, create_graph = True, False
+        arguments = (roots, (torch.ones(()),), keep, create_graph)
+        options = {"allow_unreachable": True}
+        assert internals.run_backward(*arguments, (x, unused), accumulate_grad=False, **options) == (3, None)
+        assert x.grad is None
+        internals.run_backward(*arguments, (), accumulate_grad=True, **options)
+        assert x.grad == 3
+
+
+def test_a_function_applied_directly() -> None:
+    with relied_on("a function can be applied without Function.apply", "no cell can run"):
+
+        class Direct(AtBackward):
+            apply = internals.apply_directly
+
+        calls: list[int] = []
+        x = one()
+        Direct.apply(x, lambda: calls.append(1)).backward()
+        assert calls == [1]
+        assert x.grad == 1
+
+
+# ---------------------------------------------------------------------------------------------- the state of a thread
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes", "push", "pop"),
+    [
+        (TorchFunctionMode, internals.function_modes, internals.push_function_mode, internals.pop_function_mode),
+        (TorchDispatchMode, internals.dispatch_modes, internals.push_dispatch_mode, internals.pop_dispatch_mode),
+    ],
+    ids=["function", "dispatch"],
+)
+def test_the_stack_of_modes(kind: Any, modes: Any, push: Any, pop: Any) -> None:
+    with relied_on("the modes of a thread can be listed, pushed and popped", "layers in workers miss the modes"):
+        outer, inner = kind(), kind()
+        with outer, inner:
+            assert modes() == [outer, inner]
+            assert in_a_thread(modes) == []
+            assert pop() is inner
+            assert modes() == [outer]
+            push(inner)
+            assert modes() == [outer, inner]
+        assert modes() == []
+
+
+def test_a_default_device_is_a_function_mode() -> None:
+    with relied_on("torch.device sets a function mode", "layers in workers miss the default device"):
+        with torch.device("meta"):
+            (mode,) = internals.function_modes()
+        internals.push_function_mode(mode)
+        try:
+            assert torch.ones(1).is_meta
+        finally:
+            internals.pop_function_mode()
+
+
+def test_without_dispatch_modes() -> None:
+    with relied_on("all dispatch modes can be left", "random states cannot be noted under fake tensors"):
+        mode = internals.FakeTensorMode()
+        with mode, internals.without_dispatch_modes():
+            assert internals.dispatch_modes() == []
+            assert torch.ones(1).numpy() == 1
+
+
+def test_the_hooks_for_saved_tensors() -> None:
+    with relied_on("the topmost hooks for saved tensors are known", "layers in workers save without them"):
+        assert internals.saved_tensors_hooks_in_use() is None
+        outer, inner = (abs, abs), (round, round)
+        with saved_tensors_hooks(*outer):
+            with saved_tensors_hooks(*inner):
+                assert internals.saved_tensors_hooks_in_use() == inner
+            assert internals.saved_tensors_hooks_in_use() == outer
+
+
+def test_function_transforms() -> None:
+    with relied_on("a thread tells whether a function transform is active", "transforms fail with obscure errors"):
+        seen: list[bool] = []
+
+        def square(x: Tensor) -> Tensor:
+            seen.append(internals.transforms_are_active())
+            return x * x
+
+        torch.func.grad(square)(torch.ones(()))
+        torch.func.vmap(square)(torch.ones(2))
+        square(torch.ones(()))
+        assert seen == [True, True, False]
+
+
+def test_whether_the_profiler_runs() -> None:
+    with relied_on("the profiler tells whether it runs", "its trace has no labels, or each cell pays for them"):
+        assert not internals.profiler_runs()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert internals.profiler_runs()
+        assert not internals.profiler_runs()
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def test_versions() -> None:
+    with relied_on("a tensor counts changes in place", "a second run may start from other inputs"):
+        x = torch.ones(2)
+        with torch.inference_mode():
+            inference = torch.ones(2)
+        before = internals.versions([x, None, inference])
+        x.view(-1).mul_(2)
+        assert internals.versions([x, None, inference]) == [before[0] + 1, 0, 0]
+
+
+def test_gradient_hooks() -> None:
+    with relied_on("the hooks of a tensor are in a dict that can be changed", "hooks hear parts of a gradient"):
+        x, heard = one(), []
+        assert not internals.gradient_hooks(x)
+        assert not internals.has_gradient_hooks(x)
+        x.register_hook(lambda grad: heard.append("old"))
+        assert internals.has_gradient_hooks(x)
+        ((key, _),) = internals.gradient_hooks(x).items()
+        internals.gradient_hooks(x)[key] = lambda grad: heard.append("new")
+        x.backward()
+        internals.gradient_hooks(x).clear()
+        x.backward()
+        assert heard == ["new"]
+
+
+def test_hooks_after_accumulation() -> None:
+    with relied_on("hooks after accumulation can be seen", "such hooks hear the gradient of each micro-batch"):
+        x = one()
+        handle = x.register_post_accumulate_grad_hook(lambda x: None)
+        assert internals.has_gradient_hooks(x)
+        handle.remove()
+        assert not internals.has_gradient_hooks(x)
+
+
+def test_memory_is_exchanged_and_hooks_stay() -> None:
+    with relied_on("two tensors can exchange all but their hooks", "parameters on the meta device lose their hooks"):
+        parameter = nn.Parameter(torch.ones(2, device="meta"))
+        heard = []
+        parameter.register_hook(lambda grad: heard.append("before"))
+        parameter.register_post_accumulate_grad_hook(lambda p: heard.append("after"))
+        internals.exchange_memory(parameter, nn.Parameter(torch.ones(2)))
+        parameter.sum().backward()
+        assert torch.equal(parameter, torch.ones(2))
+        assert heard == ["before", "after"]
+
+
+# ------------------------------------------------------------------------------------------------------------ modules
+
+
+def test_the_base_of_batch_norms() -> None:
+    with relied_on("all batch norms have one base", "deferred batch norms replace only some of them"):
+        kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+        assert all(issubclass(kind, internals.BatchNormBase) for kind in kinds)
+        assert not issubclass(nn.InstanceNorm1d, internals.BatchNormBase)
+
+
+def test_nested_containers() -> None:
+    with relied_on("nested containers are flattened with their paths", "layers cannot return containers"):
+        value = {"a": [1, (2, None)]}
+        leaves, spec = internals.pytree.tree_flatten(value)
+        assert leaves == [1, 2, None]
+        assert internals.pytree.tree_unflatten(leaves, spec) == value
+        paths = [internals.pytree.keystr(path) for path, _ in internals.pytree.tree_flatten_with_path(value)[0]]
+        assert paths == ["['a'][0]", "['a'][1][0]", "['a'][1][1]"]
+        assert internals.pytree.tree_leaves(value) == leaves
+        assert internals.pytree.tree_map_only(int, str, value) == {"a": ["1", ("2", None)]}
+
+
+def test_cached_parametrizations_can_be_forgotten() -> None:
+    with relied_on("the cache of parametrizations can be cleared", "checkpointed cells fail within cached()"):
+
+        class Double(nn.Module):
+            calls = 0
+
+            def forward(self, weight: Tensor) -> Tensor:
+                self.calls += 1
+                return 2 * weight
+
+        layer, double = nn.Linear(1, 1), Double()
+        parametrize.register_parametrization(layer, "weight", double)
+        with parametrize.cached():
+            before = double.calls
+            _ = layer.weight, layer.weight
+            internals.forget_parametrizations()
+            _ = layer.weight
+            assert double.calls == before + 2
+
+
+def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) -> None:
+    with relied_on("the active DistributedDataParallel is known", "gradients in replicas differ"):
+        seen: list[Any] = []
+
+        class Look(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                active = internals.active_data_parallel()
+                seen.append((active, internals.joins_unevenly(active)))
+                return super().forward(x)
+
+        assert internals.active_data_parallel() is None
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        try:
+            wrapper = DistributedDataParallel(Look(1, 1))
+            wrapper(torch.ones(1, 1))
+            with wrapper.join():
+                wrapper(torch.ones(1, 1))
+            with wrapper.join(throw_on_early_termination=True):
+                wrapper(torch.ones(1, 1))
+        finally:
+            dist.destroy_process_group()
+        assert seen == [(wrapper, False), (wrapper, True), (wrapper, False)]
+        assert internals.active_data_parallel() is None
+
+
+# -------------------------------------------------------------------------------------------------- several processes
+
+
+def test_fake_tensors() -> None:
+    with relied_on("layers run on fake tensors", "the shapes between processes are unknown"):
+        mode = internals.FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            output = nn.Linear(2, 3)(mode.from_tensor(torch.ones(4, 2)))
+        assert output.shape == (4, 3)
+        assert output.device.type == "cpu"
+
+
+# ----------------------------------------------------------------------------------------------- all are in one file
+
+FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in sorted((ROOT / package).rglob("*.py"))]
+
+#: Names of modules that cannot change quietly, because modules outside PyTorch read and override them.
+OF_MODULES = {"_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"}
+
+#: Names of ours on classes of users.
+OF_USERS = {"_drives_forward"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def defined_in(tree: ast.AST) -> Iterator[str]:
+    """Yield what a file defines: functions, classes, variables, and attributes of ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private_names_of_others(tree: ast.AST, ours: set[str]) -> Iterator[str]:
+    """Yield the private names in a file that are not among ``ours``, or that come from torch in any case."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("torchgpipe"):
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if any(map(is_private, f"{node.module}.{alias.name}".split(".")))
+            )
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if owner.startswith("torch.") or owner == "torch" or node.attr not in ours:
+                yield f"{owner}.{node.attr}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(name.value) and name.value not in ours:
+                yield ast.unparse(node)
+
+
+def test_the_reader_finds_private_names() -> None:
+    """Without this, a fault in the reader would let everything pass."""
+    code = """if True:
+        import torch._dynamo
+        from torch._C import _autograd
+        from torch.nn.modules.batchnorm import _BatchNorm
+        torch._C._current_graph_task_id(); tensor._version; getattr(tensor, "_base"); self._own; tensor.__class__
+    """
+    assert sorted(private_names_of_others(ast.parse(code), {"_own"})) == [
+        "getattr(tensor, '_base')",
+        "tensor._version",
+        "torch._C",
+        "torch._C._autograd",
+        "torch._C._current_graph_task_id",
+        "torch._dynamo",
+        "torch.nn.modules.batchnorm._BatchNorm",
+    ]
+
+
+def test_no_other_file_reaches_a_private_name_of_torch() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    ours = {name for path, tree in trees.items() if path != HOME for name in defined_in(tree)} | OF_MODULES | OF_USERS
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in trees.items()
+        if path != HOME
+        for name in private_names_of_others(tree, ours)
+    }
+    assert not found, f"give these names a plain one in {HOME.relative_to(ROOT)}, with a reason and a test: {found}"
+
+
+def test_each_name_is_tested_and_used() -> None:
+    """An entry that nothing needs goes."""
+    tests = Path(__file__).read_text()
+    others = "\n".join(path.read_text() for path in FILES if path != HOME)
+    for name in internals.__all__:
+        assert f"internals.{name}" in tests, f"{name} has no test"
+        assert name in others, f"{name} is used nowhere"
