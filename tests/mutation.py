@@ -637,7 +637,7 @@ MUTATIONS = [
     Mutation(
         "a change of the input in place is refused",
         "Recomputation.first_run",
-        "_versions(leaves) != versions",
+        "versions(leaves) != untouched",
         "False",
         "engine/inplace",
     ),
@@ -683,7 +683,7 @@ MUTATIONS = [
     Mutation(
         "... to a parameter",
         "has_hooks",
-        "tensor._backward_hooks or tensor._post_accumulate_grad_hooks",
+        "has_gradient_hooks(tensor)",
         "False",
         "autograd engine/gradients",
     ),
@@ -739,7 +739,7 @@ MUTATIONS = [
     Mutation(
         "hooks that layers put on their inputs are heard once",
         "Recomputation._recompute",
-        "leaf._backward_hooks.clear()",
+        "gradient_hooks(leaf).clear()",
         "pass",
         "engine/gradients",
     ),

@@ -186,7 +186,7 @@ def test_a_default_device_is_a_function_mode() -> None:
 
 def test_without_dispatch_modes() -> None:
     with relied_on("all dispatch modes can be left", "random states cannot be noted under fake tensors"):
-        mode = internals.FakeTensorMode()
+        mode = internals.fake_tensor_mode()
         with mode, internals.without_dispatch_modes():
             assert internals.dispatch_modes() == []
             assert torch.ones(1).numpy() == 1
@@ -345,7 +345,7 @@ def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) ->
 
 def test_fake_tensors() -> None:
     with relied_on("layers run on fake tensors", "the shapes between processes are unknown"):
-        mode = internals.FakeTensorMode(allow_non_fake_inputs=True)
+        mode = internals.fake_tensor_mode()
         with mode:
             output = nn.Linear(2, 3)(mode.from_tensor(torch.ones(4, 2)))
         assert output.shape == (4, 3)

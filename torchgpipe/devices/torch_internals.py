@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, overrides
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import profiler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -29,13 +28,13 @@ from torch.utils import swap_tensors
 
 __all__ = [
     "BatchNormBase",
-    "FakeTensorMode",
     "active_data_parallel",
     "apply_directly",
     "at_end_of_pass",
     "current_pass",
     "dispatch_modes",
     "exchange_memory",
+    "fake_tensor_mode",
     "forget_parametrizations",
     "function_modes",
     "gradient_hooks",
@@ -231,5 +230,14 @@ def joins_unevenly(data_parallel: Any) -> bool:
 
 # -------------------------------------------------------------------------------------------------- several processes
 
-# FakeTensorMode: runs layers on tensors that have no data, to learn the shapes that cross from process to process.
-# Since 2.0. Running the layers on the meta device could take its place, for layers that have no device of their own.
+
+def fake_tensor_mode() -> Any:
+    """Return a mode in which layers run on tensors that have no data.
+
+    It tells the shapes that cross from process to process. Since 2.0. Running the layers on the meta device could take
+    its place, for layers that have no device of their own. It is imported here, because its import takes as long as
+    that of this whole package.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)

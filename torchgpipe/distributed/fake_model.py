@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import FakeTensorMode
+from torchgpipe.devices.torch_internals import fake_tensor_mode
 from torchgpipe.distributed.boundary import on_meta
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import layers_of, split
@@ -36,7 +36,7 @@ class FakeModel:
     """
 
     def __init__(self, module: nn.Sequential, balance: Sequence[int], device: torch.device) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_tensor_mode()
         self._device = device
         memo = {id(tensor): self._fake(tensor) for tensor in _tensors(module)}
         self._module = copy.deepcopy(module, memo)
