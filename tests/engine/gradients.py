@@ -1,4 +1,4 @@
-"""The model and the mini-batch that the tests of gradients share."""
+"""A model and a mini-batch, shared by the tests of gradients."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.plain import assert_same, loss_of, outcome, plain_outcome
 
 
 class Keeps(nn.Module):
-    """Its layers' weights are views that are made once, and the nodes of these views outlive every graph."""
+    """The weights are views that are made once. The nodes of these views outlive every graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _asked(model: nn.Module) -> None:
 def test_nodes_that_outlive_their_graph_give_what_other_passes_need(
     pipe: Pipe, checkpoint: str, passes: Callable[[nn.Module], None]
 ) -> None:
-    """Views that are made once belong to no micro-batch, and each one's backward pass goes through them."""
+    """Views that are made once belong to no micro-batch, but the backward pass of each micro-batch visits them."""
     torch.manual_seed(0)
     module = nn.Sequential(Keeps(), Keeps())
     passes(module)
@@ -68,7 +68,7 @@ def test_nodes_that_outlive_their_graph_give_what_other_passes_need(
 
 
 class Ragged(nn.Module):
-    """Its weights meet tensors of several lengths at once."""
+    """A layer whose weights multiply tensors of several lengths at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Ragged(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors(pipe: Pipe, checkpoint: str) -> None:
-    """Their sizes are none that PyTorch could compare."""
+    """PyTorch cannot compare the sizes of nested tensors."""
     module, model = model_of(pipe, checkpoint, Ragged())
     expected = plain_outcome(module, batch(), chunks=CHUNKS)
     torch.testing.assert_close(outcome(model, batch()).param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
@@ -113,7 +113,7 @@ class _GivesNone(torch.autograd.Function):
 
 
 class Adjoint(nn.Module):
-    """Its backward differentiates a graph of its own, down to the weight, as adjoint methods do."""
+    """A layer whose backward differentiates a graph of its own, down to the weight, as adjoint methods do."""
 
     function: Any = _Adjoint
 
@@ -127,13 +127,13 @@ class Adjoint(nn.Module):
 
 
 class GivesNone(Adjoint):
-    """A node of its says that there is no gradient."""
+    """A layer that returns None as the gradient of its weight."""
 
     function = _GivesNone
 
 
 class HooksItsInput(Adjoint):
-    """Doubles the gradient of its input by a hook."""
+    """A layer that doubles the gradient of its input by a hook."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.requires_grad:
@@ -142,7 +142,7 @@ class HooksItsInput(Adjoint):
 
 
 class NeedsItsInputsGrad(Adjoint):
-    """Makes its input one that requires grad, as networks with a differential equation do."""
+    """A layer that makes its input require grad, as networks with a differential equation do."""
 
     def forward(self, input: Tensor) -> Tensor:
         input.requires_grad_()
@@ -150,7 +150,7 @@ class NeedsItsInputsGrad(Adjoint):
 
 
 class Norm(Adjoint):
-    """The gradient of its weight is the weight itself."""
+    """A layer that returns the weight itself as the gradient of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         norm: Tensor = _Norm.apply(self.weight)
@@ -170,7 +170,7 @@ class _Norm(torch.autograd.Function):
 
 @pytest.mark.parametrize("layer", [Adjoint, HooksItsInput, NeedsItsInputsGrad, Norm, GivesNone])
 def test_what_layers_do_with_gradients(pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]) -> None:
-    """Graphs in graphs, hooks, and gradients that are not there, shared, or somebody else's tensor."""
+    """Graphs inside graphs, hooks, and gradients that are None, shared, or an existing tensor."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), layer()).double()
     model = pipe(module, [1, 2], chunks=CHUNKS, checkpoint=checkpoint)
     x = batch()
@@ -189,7 +189,7 @@ def test_what_layers_do_with_gradients(pipe: Pipe, checkpoint: str, layer: Calla
 
 
 class Saves(nn.Module):
-    """``exp``, which saves its output for backward."""
+    """``exp``, whose output is saved for backward."""
 
     def __init__(self, saved: list[StorageWeakRef]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_backward_frees_what_was_saved_though_the_output_is_kept(pipe: Pipe, che
 
 
 class Remembers(nn.Module):
-    """Keeps its output of the last micro-batch, for a loss of its own."""
+    """A layer that keeps its output of the last micro-batch, so that the user can add it to the loss."""
 
     def forward(self, input: Tensor) -> Tensor:
         self.last = input * 3
@@ -221,9 +221,9 @@ class Remembers(nn.Module):
 
 
 def test_a_loss_from_the_midst_of_the_last_micro_batch_is_refused(pipe: Pipe, checkpoint: str) -> None:
-    """With 'except_last' its graph is kept, but the way from there to earlier partitions leads through the output.
+    """With 'except_last' the last micro-batch has a graph, which reaches earlier partitions only through the output.
 
-    The gradients of earlier layers would be short of what comes from there. A checkpointed one has no graph to use.
+    The gradients of earlier layers would lack the part of this loss. A checkpointed micro-batch has no graph to use.
     """
     layer = Remembers()
     module, model = model_of(pipe, checkpoint, layer)
@@ -239,7 +239,7 @@ def test_a_loss_from_the_midst_of_the_last_micro_batch_is_refused(pipe: Pipe, ch
 
 
 class Reentrant(nn.Module):
-    """Checkpoints itself in PyTorch's older way, which differentiates the layer by a backward pass of its own."""
+    """A layer with PyTorch's reentrant checkpoint, which differentiates the layer in a backward pass of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,6 +251,6 @@ class Reentrant(nn.Module):
 
 
 def test_layers_that_checkpoint_themselves(pipe: Pipe, checkpoint: str) -> None:
-    """Models of transformers do. Cells that collected their gradients had PyTorch refuse it."""
+    """Models of transformers do. Cells that collected gradients with `torch.autograd.grad` made PyTorch refuse it."""
     module, model = model_of(pipe, checkpoint, Reentrant())
     assert_same(outcome(model, batch()), plain_outcome(module, batch(), chunks=CHUNKS))

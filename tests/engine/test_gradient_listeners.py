@@ -1,6 +1,7 @@
 """A parameter with a listener receives each gradient once and whole; a captured tensor then raises an error.
 
-Listeners are hooks of parameters and of their nodes, `torch.autograd.grad`, ``backward(inputs=...)`` and DistributedDataParallel.
+Listeners are hooks of parameters and of their nodes, `torch.autograd.grad`, ``backward(inputs=...)`` and
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LISTENERS: dict[str, Listen] = {
 
 @pytest.mark.parametrize("listen", LISTENERS.values(), ids=LISTENERS)
 def test_who_listens_hears_once_and_all(pipe: Pipe, checkpoint: str, listen: Listen) -> None:
-    """A hook of a parameter is called with the gradient of one pass, the others when that has joined ``.grad``."""
+    """A tensor hook receives the gradient of one pass; other hooks run when it has been added to ``.grad``."""
     module, model = model_of(pipe, checkpoint)
     heard: list[list[Tensor]] = [[] for _ in module.parameters()]
     nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in module.parameters()]
@@ -45,11 +46,11 @@ def test_who_listens_hears_once_and_all(pipe: Pipe, checkpoint: str, listen: Lis
         expected = [first, second - first] if of_one_pass else [first, second]
         assert len(log) == 2
         torch.testing.assert_close(log, expected, rtol=1e-12, atol=1e-12)
-    del nodes  # A parameter alone does not keep its node, and the hooks of that one.
+    del nodes  # A parameter does not keep its gradient node alive, and the hooks live on that node.
 
 
 class Captures(nn.Module):
-    """Uses a tensor that is not registered."""
+    """A layer that uses a tensor that is not registered."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Captures(nn.Module):
 def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
     pipe: Pipe, checkpoint: str, listens: str
 ) -> None:
-    """Then it is refused, because nothing but ``.grad`` could take the gradient."""
+    """With a listener the gradient is refused, because nothing but ``.grad`` could take it."""
     leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
     module, model = model_of(pipe, checkpoint, Captures(leaf))
     model(batch()).sum().backward()
@@ -96,7 +97,7 @@ def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
 
 @pytest.mark.parametrize("inner", ["always", "except_last", "never"])
 def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: str) -> None:
-    """Its phonies were once taken for tensors that the layer has captured."""
+    """The phonies of an inner pipeline were once taken for tensors that the layer has captured."""
     within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
     layer = GPipe(within, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
     module, model = model_of(pipe, checkpoint, layer)
@@ -116,7 +117,7 @@ def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: st
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkpoint: str, kind: str) -> None:
-    """It was once called for each micro-batch."""
+    """The hook was once called for each micro-batch."""
     leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
     _, model = model_of(pipe, checkpoint, Captures(leaf))
     calls: list[Tensor] = []
@@ -133,7 +134,7 @@ def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkp
 def test_under_distributed_data_parallel_gradients_arrive_whole(
     pipe: Pipe, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its hooks cannot be seen, so the call itself is asked; two real processes are in `practice/test_ddp.py`."""
+    """DDP's hooks are invisible, so the call itself is asked. `practice/test_ddp.py` runs two real processes."""
     layer = nn.Linear(WIDTH, WIDTH)
     absent: list[bool] = []
 
@@ -147,6 +148,6 @@ def test_under_distributed_data_parallel_gradients_arrive_whole(
     model = pipe(nn.Sequential(Look(), layer), [2], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
     monkeypatch.setattr("torchgpipe.engine.pipeline.is_replicated", lambda: True)
     model(batch().float()).sum().backward()
-    if checkpoint != "never":  # Then autograd's engine sums the gradients, and may add the sum before the last hook.
+    if checkpoint != "never":  # With 'never', the engine sums the gradients, and may add the sum before the last hook.
         assert absent == [True] * CHUNKS
     assert layer.weight.grad is not None

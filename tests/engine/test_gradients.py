@@ -19,9 +19,9 @@ from tests.plain import assert_same, outcome, plain_outcome
 
 
 class Traced(nn.Module):
-    """``x * weight[0]``, whose backward looks which gradients that it has computed before are still in memory.
+    """``x * weight[0]``, whose backward notes how many of the gradients computed before are still in memory.
 
-    The gradient of its weight takes more memory than ``x`` does.
+    The gradient of ``weight`` takes more memory than ``x``.
     """
 
     def __init__(self, traces: list[StorageWeakRef], alive: list[int]) -> None:
@@ -53,7 +53,7 @@ class _Traced(torch.autograd.Function):
 
 
 def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: str) -> None:
-    """The gradients of the last micro-batch become ``.grad``; each of the others joins it and is let go."""
+    """The gradients of the last micro-batch become ``.grad``; each later gradient is added to it and freed."""
     traces: list[StorageWeakRef] = []
     alive: list[int] = []
     count = 5
@@ -70,7 +70,7 @@ def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: 
 
 
 def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str) -> None:
-    """The sum is handed over, not copied: nothing but ``.grad`` holds it."""
+    """The sum is handed over, not copied: only ``.grad`` holds it."""
     module, model = model_of(pipe, checkpoint)
     model(batch()).sum().backward()
     grads = [weakref.ref(parameter.grad) for parameter in module.parameters()]
@@ -82,7 +82,7 @@ def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str
 
 
 class TwoBiases(nn.Module):
-    """Both have the same gradient, and autograd gives both the same tensor."""
+    """Two parameters with equal gradients, for which autograd returns the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TwoBiases(nn.Module):
 
 
 class Plus(nn.Module):
-    """Its weight has the gradient of the output, if that has one row."""
+    """If the output has one row, the gradient of the weight is the gradient of the output itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Plus(nn.Module):
 
 
 class Expanded(nn.Module):
-    """The gradient of its weight is one number that is seen everywhere."""
+    """The gradient of the weight is one number, expanded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Expanded(nn.Module):
 
 
 class Twice(nn.Module):
-    """Uses its weight in two places."""
+    """A layer that uses its weight in two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Twice(nn.Module):
 
 
 class Itself(nn.Module):
-    """Returns a parameter, beside which there is no node."""
+    """A layer that returns its parameter, so that no node lies between output and parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Table(nn.Module):
 
 
 class SparseAndDense(Table):
-    """The gradient of its table is sparse for one micro-batch, and dense for another."""
+    """The gradient of the table is sparse for one micro-batch and dense for another."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if bool(input.detach()[0, 0] > 0) else input * self.table.weight.sum()
@@ -162,7 +162,7 @@ def test_the_sum_is_that_of_the_plain_model(pipe: Pipe, checkpoint: str, layer: 
     x = batch()
     actual, expected = outcome(model, x), plain_outcome(module, x, chunks=CHUNKS)
     if layer is Twice and checkpoint != "never":
-        # The two gradients of a micro-batch are added to each other first.
+        # A cell adds the two gradients of a micro-batch to each other first.
         name = "1.weight"
         torch.testing.assert_close(actual.param_grads[name], expected.param_grads.pop(name), rtol=1e-12, atol=1e-12)
         del actual.param_grads[name]
@@ -178,14 +178,14 @@ def test_the_next_step_adds_to_it(pipe: Pipe, checkpoint: str, layer: Callable[[
     once = [parameter.grad.to_dense().clone() for parameter in used]
     model(x).square().sum().backward()
     for parameter, grad in zip(used, once):
-        # To the last bit, but for the order in which those of micro-batches join those that are there.
+        # Equal to the last bit, except that micro-batches are added to the earlier gradient in another order.
         tolerance = 0.0 if checkpoint == "never" else 1e-12
         torch.testing.assert_close(parameter.grad.to_dense(), 2 * grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chunks", [1, CHUNKS])
 def test_no_gradient_shares_its_memory(pipe: Pipe, checkpoint: str, chunks: int) -> None:
-    """What the engine hands out for one micro-batch may go to another parameter as well."""
+    """The engine may return one tensor as the gradient of two parameters."""
     module = nn.Sequential(Plus(), Plus())
     model = pipe(module, [2], devices=["cpu"], chunks=chunks, checkpoint=checkpoint)
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_no_gradient_shares_its_memory(pipe: Pipe, checkpoint: str, chunks: int)
 
 
 class Calls(nn.Module):
-    """Calls back when it is differentiated."""
+    """A layer that runs a callback when it is differentiated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Calls(nn.Module):
 
 
 def test_each_backward_pass_has_sums_of_its_own(pipe: Pipe, checkpoint: str) -> None:
-    """One runs from the midst of another, where some of that one's gradients have been added, and others have not."""
+    """A pass that runs in the middle of another pass, which has added some of its gradients and not others."""
     layer = Calls()
     module, model = model_of(pipe, checkpoint, layer)
     x = batch()
@@ -235,7 +235,7 @@ def test_a_graph_that_is_kept_gives_the_same_again(pipe: Pipe, checkpoint: str) 
 
 
 class Costly(nn.Module):
-    """Notes the gradients that its backward is asked for: of the input, and of the weight."""
+    """A layer that notes each gradient of its weight that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_only_the_gradients_that_are_asked_for_join_what_is_there(pipe: Pipe, ch
 
 
 class Fails(nn.Module):
-    """Raises at its first backward; before, lets a gradient be watched."""
+    """A layer that raises in its backward."""
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = _Fails.apply(input)
@@ -294,10 +294,10 @@ class _Fails(torch.autograd.Function):
 
 
 def test_a_pass_that_fails_leaves_no_sums(pipe: Pipe, checkpoint: str) -> None:
-    """Also if the output, and so the graph, is kept."""
+    """Even if the output, and with it the graph, is kept."""
     traces: list[StorageWeakRef] = []
     module = nn.Sequential(Fails(), Traced(traces, []), Traced(traces, []))
-    module[1].weight.register_hook(lambda grad: None)  # or the gradients would be in ``.grad``
+    module[1].weight.register_hook(lambda grad: None)  # With a hook, the gradients are kept as sums beside ``.grad``.
     model = pipe(module, [3], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
     x = torch.rand(2 * CHUNKS, WIDTH, requires_grad=True)
     output = model(x)
@@ -317,7 +317,7 @@ def test_nothing_is_handed_over_without_a_gradient(pipe: Pipe, checkpoint: str) 
 
 
 def test_a_pass_from_the_midst_of_another_through_the_same_graph(pipe: Pipe, checkpoint: str) -> None:
-    """The inner one once took for itself what the outer one waited for."""
+    """The inner pass once took the sums that the outer pass was waiting for."""
     layer = Calls()
     module, model = model_of(pipe, checkpoint, layer)
     x = batch()
