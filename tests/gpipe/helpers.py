@@ -1,4 +1,4 @@
-"""Models, inputs and a recording layer that these tests share."""
+"""Models, inputs and a recording layer, shared by the tests of `GPipe`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_input(batch: int = 6) -> Tensor:
 
 
 def assert_transparent(pipe: Pipe, module: nn.Sequential, balance: list[int], *inputs: Any, chunks: int = 2) -> None:
-    """Asserts that the pipeline does what the plain module does, in every checkpoint mode."""
+    """Assert that the pipeline equals the plain module in every checkpoint mode."""
     expected = plain_outcome(copy.deepcopy(module), *inputs, chunks=chunks)
     for checkpoint in ["always", "except_last", "never"]:
         model = pipe(copy.deepcopy(module), balance, chunks=chunks, checkpoint=checkpoint)

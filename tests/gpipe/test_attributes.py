@@ -1,4 +1,4 @@
-"""`chunks`, `checkpoint` and the other attributes: their defaults, their checks, and setting them between two calls."""
+"""`chunks`, `checkpoint` and other attributes: defaults, checks, and assignment between two calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_chunks_is_nothing_else(chunks: Any) -> None:
 
 
 def test_settings_between_two_calls(pipe: Pipe) -> None:
-    """What could be set and was not looked at, or not before the call, was an error of PyTorch's or nothing at all."""
+    """Assigned values were once ignored or not checked: PyTorch raised the error at the call, or none was raised."""
     recorder = Recorder()
     model = pipe(nn.Sequential(*make_model(1), recorder), [1, 1], chunks=2, checkpoint="always")
     model.chunks, model.checkpoint = numpy.int64(3), "never"
@@ -91,7 +91,7 @@ def test_checkpoint_must_be_one_of_three(mode: Any) -> None:
 
 
 def test_lazy_layers_get_their_shape_in_the_pipeline_or_are_refused(pipe: Pipe, checkpoint: str) -> None:
-    """Nearly nothing can be asked of a parameter without a shape, and a checkpoint would have to know it."""
+    """A parameter without a shape allows hardly any operation, and a checkpoint would need the shape."""
     module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 2)).double()
     if checkpoint != "never":
         with pytest.raises(ValueError, match="parameters without a shape cannot be checkpointed"):

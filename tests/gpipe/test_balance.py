@@ -1,4 +1,4 @@
-"""The `balance` argument: what it accepts, and errors that recommend a balance."""
+"""The `balance` argument: accepted values, and errors that point to automatic balancing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_balance_with_an_empty_partition(balance: list[int]) -> None:
 
 @pytest.mark.parametrize("balance", [3, "12", ["1", "2"], [1.0, 2.0], [1.5, 1.5], [None, 3], [[1], [2]]], ids=str)
 def test_balance_takes_integers_only(balance: Any) -> None:
-    """The errors were those of int(), and fractions were cut off without a word."""
+    """The errors were once those of int(), and fractions were silently truncated."""
     with pytest.raises(TypeError, match="balance takes a list of integers") as caught:
         GPipe(make_model(3), balance)
     assert repr(balance) in str(caught.value)
@@ -65,7 +65,7 @@ def test_balance_takes_integers_only(balance: Any) -> None:
 def test_as_many_partitions_are_recommended_as_were_given(
     monkeypatch: pytest.MonkeyPatch, balance: Any, accelerators: int, partitions: int
 ) -> None:
-    """It was 4, always."""
+    """The message once recommended 4 partitions in every case."""
     with_accelerators(monkeypatch, accelerators)
     with pytest.raises(ValueError, match=f"partitions={partitions}\\)"):
         GPipe(make_model(5), balance)

@@ -1,4 +1,4 @@
-"""Constructing a `GPipe`: which modules it takes, which it refuses, and what wrapping leaves alone."""
+"""The constructor of `GPipe`: modules it accepts and refuses, and what wrapping does not change."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_all_duplicate_parameters_are_reported_at_once() -> None:
 
 def test_a_parameter_in_partitions_on_one_device_works(checkpoint: str) -> None:
     def tied() -> nn.Sequential:
-        # Powers of two: sums are exact, in whatever order.
+        # powers of two: sums are exact in any order
         module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         with torch.no_grad():
             module[0].weight.copy_(torch.tensor([[1.0, 2.0], [-4.0, 1.0]]))
@@ -131,7 +131,7 @@ def test_the_wrapped_sequential_is_not_changed(pipe: Pipe) -> None:
 
 
 def test_wrapping_leaves_every_layer_in_the_mode_that_it_is_in(pipe: Pipe) -> None:
-    """A frozen batch norm, eval'ed inside a training model, was put into training by wrapping."""
+    """A frozen batch norm, in eval mode inside a training model, was once put into training mode by wrapping."""
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
     module[1].eval()
     model = pipe(module, [1, 2])

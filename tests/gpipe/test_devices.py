@@ -1,4 +1,4 @@
-"""The `devices` argument: the default, repeated devices, too few devices."""
+"""The `devices` argument: defaults, repeated devices, and too few devices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def test_too_few_accelerators_and_the_list_that_shares_them(
 
 
 def test_nothing_runs_on_the_meta_device() -> None:
-    """It was taken, and the call failed: 'meta' does not have a corresponding module registered as 'torch.meta'."""
+    """The meta device was once accepted, and the call failed.
+
+    The error was: 'meta' does not have a corresponding module registered as 'torch.meta'.
+    """
     with pytest.raises(ValueError, match=r"meta device, which devices\[1\] is"):
         GPipe(make_model(2), [1, 1], devices=["cpu", "meta"])
 

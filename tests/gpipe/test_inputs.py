@@ -1,4 +1,4 @@
-"""Inputs: how a mini-batch is split, nested and keyword inputs, and inputs that are refused."""
+"""Inputs: splitting of the mini-batch, nested and keyword inputs, and inputs that are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_mini_batch_is_split_as_torch_chunk_does(pipe: Pipe, checkpoint: str, 
 
 
 def sum_of(value: Any) -> Tensor:
-    """A layer's input, whatever it is, as one tensor."""
+    """Return any input of a layer as one tensor."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
@@ -65,7 +65,7 @@ def test_nested_inputs(pipe: Pipe, nest: Callable[[Tensor, Tensor], Any]) -> Non
     value = nest(make_input(5), make_input(5))
     pipe(nn.Sequential(recorder, Apply(sum_of)), [1, 1], chunks=2, checkpoint="never")(value)
     assert [type(micro_batch) for micro_batch in recorder.seen] == [type(value)] * 2
-    if not isinstance(value, Pair | OrderedDict):  # which the comparison does not know
+    if not isinstance(value, Pair | OrderedDict):  # the comparison supports neither
         assert_transparent(pipe, nn.Sequential(Apply(sum_of), *make_model(2)), [1, 2], value)
 
 
@@ -103,7 +103,7 @@ def test_several_positional_inputs_are_the_arguments_of_the_first_layer(pipe: Pi
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_keyword_inputs_are_those_of_the_first_layer(pipe: Pipe, checkpoint: str, chunks: int) -> None:
-    """Split like the others, but for None and NoChunk, and differentiated through checkpoints too."""
+    """Keyword inputs are split like the others, except None and NoChunk, and are differentiated through checkpoints."""
 
     class Masked(nn.Module):
         def forward(self, x: Tensor, mask: Tensor | None = None, table: Any = None, extra: Any = 0) -> Tensor:
@@ -137,7 +137,7 @@ def test_a_keyword_input_that_does_not_fit_is_named(pipe: Pipe) -> None:
 
 
 def test_later_layers_get_one_value(pipe: Pipe) -> None:
-    """A tuple that the first layer returns is one argument of the next, in the same partition or not."""
+    """A tuple that one layer returns is a single argument of the next, in the same partition or another."""
     for balance in [[1, 1], [2]]:
         recorder = Recorder()
         pipe(nn.Sequential(Apply(lambda x, y: (y, x)), recorder), balance)(make_input(2), make_input(2))

@@ -64,14 +64,14 @@ def test_convert_sync_batchnorm(pipe: Pipe) -> None:
 
 
 def test_a_layer_cannot_be_replaced_in_the_view_alone(pipe: Pipe) -> None:
-    """It would run, but not be among the model's parameters."""
+    """The layer would run, but not be among the model's parameters."""
     model = pipe(make_model(2), [1, 1])
     with pytest.raises(TypeError, match=r"model.set_submodule\('0', layer\)"):
         model.partitions[0][0] = nn.Identity()
 
 
 def test_layers_that_come_or_go_are_an_error_at_the_call(pipe: Pipe) -> None:
-    """One that was added was listed and saved, but never ran; one that had gone was a KeyError of its name alone."""
+    """An added layer was once listed and saved but never ran; a deleted one raised a KeyError of its name alone."""
     model = pipe(make_model(3), [1, 2])
     model.add_module("head", nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r"\['head'\] was added; .*unwrap\(\)"):

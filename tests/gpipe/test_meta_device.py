@@ -36,7 +36,7 @@ def test_a_model_on_the_meta_device_comes_into_being_as_if_made_there(layer: Cal
         expected = plain.state_dict()[name]
         assert tensor.device == expected.device
         assert tensor.dtype == expected.dtype
-        # How many numbers an initialisation draws is its own affair, but constants are what they should be.
+        # An initialisation may draw any numbers, but constants must equal those of the plain layer.
         assert torch.isfinite(tensor).all()
         if (expected == expected.flatten()[0]).all():
             assert torch.equal(tensor, expected), name
@@ -44,7 +44,7 @@ def test_a_model_on_the_meta_device_comes_into_being_as_if_made_there(layer: Cal
 
 
 def test_an_optimizer_made_on_the_meta_device_trains_what_comes_into_being(pipe: Pipe, checkpoint: str) -> None:
-    """Its parameters were others, and it trained nothing, silently."""
+    """The optimizer once held other parameters and silently trained nothing."""
 
     class Weight(nn.Parameter):
         pass

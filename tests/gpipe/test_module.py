@@ -1,4 +1,4 @@
-"""A `GPipe` behaves as any other module: modes, hooks, freezing, copies."""
+"""A `GPipe` behaves like any other module: modes, hooks, freezing, copies."""
 
 from __future__ import annotations
 

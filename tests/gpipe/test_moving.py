@@ -50,7 +50,7 @@ def test_what_moves_other_modules_is_documented_as_it_is_here(name: str) -> None
 
 
 def test_data_parallel_around_it_is_refused() -> None:
-    """It ran copies of the pipeline in threads. Without parameters it can be tried here."""
+    """DataParallel once ran copies of the pipeline in threads. Without parameters, it can be tested without a GPU."""
     for model in [GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"]), RemovedPipe(nn.Sequential(nn.Tanh()))]:
         with pytest.raises(RuntimeError, match=rf"around a {type(model).__name__}: .*DistributedDataParallel"):
             replicate(nn.Sequential(model), [0, 1])

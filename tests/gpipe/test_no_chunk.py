@@ -34,7 +34,7 @@ def test_the_gradient_of_no_chunk_is_summed(pipe: Pipe, chunks: int) -> None:
 
 
 def test_no_chunk_beyond_the_first_partition(pipe: Pipe) -> None:
-    """At a boundary it is a tensor as any other."""
+    """At a boundary, a NoChunk tensor is a tensor like any other."""
     weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     module = nn.Sequential(
         Apply(lambda value: (value[0].tanh(), value[1])),

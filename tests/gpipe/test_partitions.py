@@ -52,7 +52,7 @@ def test_backward_hooks_on_layers_and_partitions_fire_for_each_micro_batch(pipe:
     assert sizes == {"layer": [1, 2, 2], "partition": [1, 2, 2]}
 
 
-# torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
+# torch.compile reads every input's `.grad` and suppresses the warning about it, unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["workers"], indirect=True)

@@ -1,4 +1,4 @@
-"""Names are those of the wrapped model, so that a state_dict fits both; keys of predecessors load or are refused."""
+"""Names equal those of the wrapped model, so a state_dict fits both; keys of predecessors load or are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_state_dict_goes_from_plain_to_pipeline_and_back(pipe: Pipe) -> None:
 
 
 def originals_keys(module: nn.Sequential, balance: list[int]) -> dict[str, Tensor]:
-    """The state of ``module`` under the keys that the original GPipe gave them."""
+    """Return the state of ``module`` under the keys of the original GPipe."""
     partition_of = [str(j) for j, count in enumerate(balance) for _ in range(count)]
     owner = dict(zip((name for name, _ in module.named_children()), partition_of))
     return {f"partitions.{owner[key.partition('.')[0]]}.{key}": value for key, value in module.state_dict().items()}
@@ -96,7 +96,7 @@ def test_keys_that_fit_no_layer_are_still_reported(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_two_old_keys_never_become_one(pipe: Pipe, strict: bool) -> None:
-    """PyTorch's Pipe counted the layers of each partition from 0: the one that was read last was loaded for both."""
+    """PyTorch's Pipe counts the layers of each partition from 0: the last key read was once loaded for both."""
     old = {"partitions.0.0.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}
     for state in [old, {"0.weight": torch.ones(2, 2), "partitions.0.0.weight": torch.zeros(2, 2)}]:
         model = nn.ModuleDict({"body": pipe(make_model(2), [1, 1])})
@@ -108,7 +108,7 @@ def test_two_old_keys_never_become_one(pipe: Pipe, strict: bool) -> None:
 
 
 def test_old_keys_whose_layers_are_in_another_order_are_refused(pipe: Pipe) -> None:
-    """Those of PyTorch's Pipe for a layer without parameters and two with, which would have been loaded crosswise."""
+    """PyTorch's Pipe writes these keys for a layer without parameters and two with; they were once loaded crosswise."""
     with pytest.raises(RuntimeError, match=r"'partitions.1.0.weight' .* earlier layer than 'partitions.0.1.weight'"):
         pipe(make_model(2), [1, 1]).load_state_dict(
             {"partitions.0.1.weight": torch.zeros(2, 2), "partitions.1.0.weight": torch.ones(2, 2)}, strict=False
@@ -123,7 +123,7 @@ OF_ANY_OBJECT = ["__len__", "__class__"]
 @pytest.mark.parametrize("name", [*OF_THE_PIPELINE, *OF_ANY_MODULE, *OF_ANY_OBJECT])
 def test_a_layer_with_the_name_of_an_attribute_works_or_is_refused_by_name(pipe: Pipe, name: str) -> None:
     module = make_model(2)
-    # Sequential itself refuses the names that it has, but not when they are written to the table directly.
+    # Sequential itself refuses names of its attributes, but not if they are written to `_modules` directly.
     module._modules[name] = module._modules.pop("1")
     x = make_input()
     try:
