@@ -286,7 +286,7 @@ def test_one_device_needs_no_ties(checkpoint: str) -> None:
 
 
 def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
-    """Benchmarks switch the dependencies off to measure their effect."""
+    """Without dependencies, no cell is tied to another micro-batch, so that their effect can be measured."""
     layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
     model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
     model._mechanisms = replace(model._mechanisms, dependency=False)
