@@ -620,7 +620,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_with_ddp(reports: Path, variant: str, mode: str, case: Callable[..., None]) -> None:
     for rank in range(WORLD):
         report = reports / _report(case, variant, mode, rank)
-        assert report.exists(), f"process {rank} did not get there"
+        assert report.exists(), f"process {rank} left no report"
         if report.read_text():
             pytest.fail(f"process {rank}: {report.read_text()}", pytrace=False)
 
