@@ -1,1 +1,1 @@
-"""A package, so that tests can share what is in `conftest` and `plain`."""
+"""The tests, as a package, so that they can import `conftest`, `plain` and other helpers."""

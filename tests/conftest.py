@@ -1,8 +1,8 @@
-"""What all tests share: the kinds of devices that a pipeline is tested on, and the conditions of exact comparison.
+"""Fixtures of all tests: the kinds of devices for a pipeline, and the conditions of exact comparison.
 
-Pipelines take two ways through the engine: where all partitions are on one device, the caller's thread runs the
-cells; where there are several, each has a worker. A test that takes `devices` or `pipe` runs once for each way.
-A new kind of device is a new line in `VARIANTS`.
+Pipelines take two ways through the engine. If all partitions are on one device, the caller's thread runs the cells;
+otherwise each device has a worker. A test that takes `devices` or `pipe` runs once for each way. A new kind of device
+is a new line in `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import nn
 from tests.rounding import rounding
 from torchgpipe import GPipe
 
-# Sums of floating point numbers depend on how many threads share the work.
+# Sums of floating point numbers depend on the number of threads that share the work.
 torch.set_num_threads(1)
 
 
-# `--hypothesis-profile=campaign`, or the variable, searches long and at random.
+# `--hypothesis-profile=campaign`, or the environment variable, searches long and at random.
 _COMMON: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
@@ -51,12 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class Devices(Protocol):
     def __call__(self, n: int) -> list[str]:
-        """Names of ``n`` devices for ``n`` partitions."""
+        """Return the names of ``n`` devices for ``n`` partitions."""
 
 
 class Pipe(Protocol):
     def __call__(self, module: nn.Sequential, balance: Iterable[int], **options: Any) -> GPipe:
-        """A pipeline of the kind that the test runs on, by default one device for each partition."""
+        """Return a pipeline of the tested kind, by default with one device per partition."""
 
 
 VARIANTS: dict[str, Callable[[int], str]] = {
@@ -67,20 +67,20 @@ VARIANTS: dict[str, Callable[[int], str]] = {
 
 @pytest.fixture(scope="session", params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> str:
-    """The name of the kind of devices."""
+    """Return the name of the kind of devices."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="session")
 def devices(variant: str) -> Devices:
-    """Devices for a pipeline: the same one for all partitions, or each its own."""
+    """Return devices for a pipeline: one device for all partitions, or one for each."""
     return lambda n: [VARIANTS[variant](j) for j in range(n)]
 
 
 @pytest.fixture(scope="session")
 def pipe(devices: Devices) -> Pipe:
-    """Wraps a module as ``GPipe`` does, on `devices`."""
+    """Return a function that wraps a module as ``GPipe`` does, on `devices`."""
 
     def wrap(module: nn.Sequential, balance: Iterable[int], **options: Any) -> GPipe:
         balance = list(balance)
@@ -92,13 +92,13 @@ def pipe(devices: Devices) -> Pipe:
 
 @pytest.fixture(params=["always", "except_last", "never"])
 def checkpoint(request: pytest.FixtureRequest) -> str:
-    """Each of the checkpoint modes."""
+    """Return each of the checkpoint modes."""
     mode: str = request.param
     return mode
 
 
 def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """Makes the machine one with ``n`` accelerators, ``'cpu:0'``, ``'cpu:1'``, ..., or with none."""
+    """Make the machine one with ``n`` accelerators, ``'cpu:0'``, ``'cpu:1'``, ..., or with none."""
     monkeypatch.setattr("torchgpipe.devices.device._accelerator", lambda: torch.device("cpu") if n else None)
     for module in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(module, "device_count", lambda: n)
@@ -118,9 +118,9 @@ def _variant(item: pytest.Item) -> object:
 
 @pytest.fixture(autouse=True, scope="module")
 def young_heap() -> None:
-    """Lets collections, and tests that count objects, pass over all that imports and the files before have left.
+    """Exclude objects that imports and earlier files have left from collections and from tests that count objects.
 
-    Going through it took a second each time in the later files of a run.
+    Without this, each collection took a second in the later files of a run.
     """
     gc.collect()
     gc.freeze()
@@ -128,5 +128,5 @@ def young_heap() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Makes every test independent of those before it."""
+    """Make every test independent of the tests before it."""
     torch.manual_seed(0)

@@ -1,30 +1,30 @@
-"""Several accelerators without hardware: a missing wait is a wrong number, and so is a missing record.
+"""Several accelerators without hardware: a missing wait gives a wrong number, and so does a missing record.
 
-The devices are ``'cpu:0'``, ``'cpu:1'``, ...; their tensors lie in the memory of the host, every operation is done
-when the call returns, and its result is hidden: `FakeAccelerator`, a dispatch mode, sees each operation and keeps
-for every stream a vector clock, which tells what of the other streams is certain to be over.
+The devices are ``'cpu:0'``, ``'cpu:1'``, ...; their tensors lie in the host's memory. Every operation is finished when
+the call returns, but its result is hidden: `FakeAccelerator`, a dispatch mode, sees each operation and keeps a vector
+clock per stream, which tells which operations of other streams are certain to be finished.
 
     computing of cpu:0     ──add──┬────────────
                                   │ wait
     leaving of cpu:0       ───────┴──copy──       copy sees what add has written
-    arriving of cpu:1      ───────────mul──       mul, which nobody let wait, sees NaN instead
+    arriving of cpu:1      ───────────mul──       mul, which has not waited, sees NaN instead
 
-The rules, which are those of CUDA:
+The rules are those of CUDA:
 
-1. An operation runs on the current stream of the device that its tensors are on: the one of the innermost
-   ``with stream.use()`` of this thread, or else the computing stream of the device. (The autograd engine takes
-   the stream of the forward. That is the same as long as forward and backward use the same streams.)
-2. What a stream reads before it has waited for the stream that wrote it is NaN (or, without a NaN, the largest
-   number of its type).
-3. A tensor that is overwritten, or freed, while another stream may still read it was overwritten too early: all
-   that was computed from that reading turns into NaN. Freed memory is used again at once, so waiting is only
-   enough if the stream that has allocated the memory waits before it is freed; ``record`` is always enough.
+1. An operation runs on the current stream of its tensors' device: the stream of the innermost
+   ``with stream.use()`` in this thread, or else the device's computing stream. (The autograd engine uses the
+   stream of the forward. The two are equal as long as forward and backward use the same streams.)
+2. A stream that reads before it has waited for the writing stream reads NaN (or, for a type without NaN, the
+   largest number).
+3. A tensor that is overwritten or freed while another stream may still read it is overwritten too early:
+   everything computed from that reading turns into NaN. Freed memory is reused at once. So waiting suffices only if
+   the stream that allocated the memory waits before the memory is freed; ``record`` always suffices.
 4. Tensors of two devices do not mix. A copy between devices reads on the current stream of the source, and both
-   current streams wait for each other before and after it, as PyTorch does it.
-5. What the host looks at afterwards was waited for by the computing streams only.
+   current streams wait for each other before and after the copy, as in PyTorch.
+5. The host sees only what the computing streams have waited for.
 
-What was made outside, and not `place`\\ d, is older than everything else and at home on every device. Tensors
-without elements are ignored, and so is what reads memory without an operation of PyTorch (``tolist``, ``numpy``).
+Tensors made outside of the mode, and not `place`\\ d, are older than all operations and belong to every device. Tensors
+without elements are ignored, and so are reads without an operation of PyTorch (``tolist``, ``numpy``).
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ aten = torch.ops.aten
 
 
 class Launch(NamedTuple):
-    """One operation: the ``tick``-th thing on ``stream``, what is certain to be over when it starts, and where its
-    result is."""
+    """An operation: the ``tick``-th event on ``stream``, the events finished at its start, and its result's memory."""
 
     stream: FakeStream
     name: str
@@ -60,16 +59,16 @@ class Launch(NamedTuple):
     target: torch.device
 
     def precedes(self, other: Launch) -> bool:
-        """Whether this is certain to be over when ``other`` starts."""
+        """Return whether this operation is certain to be finished when ``other`` starts."""
         return other is not self and other.seen.get(self.stream, 0) >= self.tick
 
     def overlaps(self, other: Launch) -> bool:
-        """Whether this and ``other`` may run at the same time."""
+        """Return whether this operation and ``other`` may run at the same time."""
         return other is not self and not self.precedes(other) and not other.precedes(self)
 
 
 class FakeStream(Stream):
-    """A queue of work. ``seen`` is its vector clock: how far each stream was when this one waited for it."""
+    """A queue of work. ``seen`` is its vector clock: the progress of each stream when this one last waited for it."""
 
     def __init__(self, accelerator: FakeAccelerator, device: torch.device, name: str) -> None:
         super().__init__(device)
@@ -100,7 +99,7 @@ class FakeStream(Stream):
 
 
 class _Current(threading.local):
-    """The current streams of a thread, by device; the last is the one of the current device."""
+    """The current streams of a thread, by device; the last one is that of the current device."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, FakeStream] = {}
@@ -136,27 +135,27 @@ class _FakeStreams(Streams):
 
 @dataclass(eq=False)
 class _Memory:
-    """What is known about a storage."""
+    """The history of a storage."""
 
     ref: StorageWeakRef
     dtype: torch.dtype
     device: torch.device
-    #: The stream whose next allocation may get this memory; None if it is never freed.
+    #: The stream whose next allocation may reuse this memory; None if the memory is never freed.
     home: FakeStream | None = None
     written: Launch | None = None
-    #: Who has read or written it, and where the result of that went.
+    #: The operations that have read or written this memory, with their results' memory.
     uses: list[tuple[Launch, _Memory | None]] = field(default_factory=list)
     recorded: set[FakeStream] = field(default_factory=set)
 
 
 class FakeAccelerator(TorchDispatchMode):
-    """The devices and their streams, as a mode to be active around forward and backward.
+    """The devices and their streams, as a mode to activate around forward and backward.
 
     Attributes:
-        streams: the vocabulary for the pipeline
+        streams: the stream vocabulary for the pipeline
         hazards: a line for each rule that was broken
         launches: all operations so far
-        current: this thread's current streams
+        current: the current streams of this thread
     """
 
     def __init__(self) -> None:
@@ -168,11 +167,11 @@ class FakeAccelerator(TorchDispatchMode):
         self._lock = threading.RLock()
         self._named: dict[tuple[torch.device, str], FakeStream] = {}
         self._memories: dict[int, _Memory] = {}
-        #: Those that may be freed too early.
+        #: Memory that may be freed too early.
         self._lent: dict[_Memory, None] = {}
 
     def stream(self, device: torch.device | str, name: str) -> FakeStream:
-        """The stream of that name; the computing stream is called ``'computing'``."""
+        """Return the stream of that name; the computing stream is called ``'computing'``."""
         device = torch.device(device)
         if device.type != "cpu" or device.index is None:
             raise ValueError(f"fake devices are called 'cpu:0', 'cpu:1', ..., but got '{device}'")
@@ -185,11 +184,11 @@ class FakeAccelerator(TorchDispatchMode):
         return self.current.streams.get(device) or self.stream(device, "computing")
 
     def place(self, tensor: Tensor, device: torch.device | str) -> None:
-        """Makes a tensor that exists already one of ``device``."""
+        """Assign an existing tensor to ``device``."""
         self._remember(tensor, torch.device(device), home=None)
 
     def alive(self) -> int:
-        """How many pieces of memory that were allocated on the devices are not freed."""
+        """Count the pieces of memory on the devices that are not freed."""
         with self._lock:
             return sum(memory.home is not None and not memory.ref.expired() for memory in self._memories.values())
 
@@ -230,7 +229,7 @@ class FakeAccelerator(TorchDispatchMode):
             if target is None:
                 return func(*args, **kwargs)
             stream, home = self.current_stream(source or target), self.current_stream(target)
-            stream.merge(home.seen)  # rule 4; elsewhere they are the same stream
+            stream.merge(home.seen)  # rule 4; within one device, both are the same stream
             launch = self._launch(stream, func, target)
             home.merge(stream.seen)
 
@@ -264,14 +263,14 @@ class FakeAccelerator(TorchDispatchMode):
     def _launch(self, stream: FakeStream, func: Any, target: torch.device) -> Launch:
         stream.seen[stream] += 1
         launch = Launch(stream, func.overloadpacket.__name__, stream.seen[stream], dict(stream.seen), target)
-        launch.seen[stream] -= 1  # is not over yet
+        launch.seen[stream] -= 1  # the operation itself is not finished yet
         self.launches.append(launch)
         return launch
 
     def _devices(
         self, func: Any, kwargs: Any, known: list[torch.device]
     ) -> tuple[torch.device | None, torch.device | None]:
-        """The device that an operation reads from, None if it reads none, and the device that has its result."""
+        """Return the device that an operation reads from, or None, and the device of its result."""
         wanted = kwargs.get("device")
         if wanted is not None and wanted.index is not None:
             return (known[0] if known and func is aten._to_copy.default else None), wanted
@@ -283,7 +282,7 @@ class FakeAccelerator(TorchDispatchMode):
         return device, device
 
     def _overwrites(self, launch: Launch, memory: _Memory) -> bool:
-        """Checks a modification in place; whether what comes out is wrong."""
+        """Check a modification in place, and return whether its result is wrong."""
         for use, after in memory.uses:
             if use is not memory.written and _pending(use, launch.stream):
                 self.hazards.append(
@@ -297,7 +296,7 @@ class FakeAccelerator(TorchDispatchMode):
         return False
 
     def _reuse_freed(self) -> None:
-        """Checks rule 3 for what was freed since the last operation."""
+        """Check rule 3 for the memory that was freed since the last operation."""
         freed = [memory for memory in self._lent if memory.ref.expired()]
         if not freed:
             return
@@ -321,7 +320,7 @@ class FakeAccelerator(TorchDispatchMode):
     ) -> _Memory:
         storage = tensor.untyped_storage()
         memory = _Memory(StorageWeakRef(storage), tensor.dtype, device, home, written)
-        # The weak reference keeps the key from being given to another storage.
+        # The weak reference keeps the key from being reused for another storage.
         self._memories[storage._cdata] = memory
         return memory
 
@@ -331,7 +330,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation modifies."""
+    """Return the arguments that an operation modifies."""
     result = []
     for k, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -340,13 +339,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _reads(func: Any) -> bool:
-    """Whether an operation looks at the elements of its arguments, and not at their shapes only."""
+    """Return whether an operation reads the elements of its arguments, and not only their shapes."""
     name: str = func.overloadpacket.__name__
     return not name.startswith("new_") and not name.endswith("_like")
 
 
 def _pending(launch: Launch | None, stream: FakeStream) -> bool:
-    """Whether ``stream`` has not waited for ``launch``."""
+    """Return whether ``stream`` has not waited for ``launch``."""
     return launch is not None and stream.seen.get(launch.stream, 0) < launch.tick
 
 
@@ -369,7 +368,7 @@ def _exchange(tree: Any, stale: dict[int, Tensor]) -> Any:
 
 
 def _spoil(memory: _Memory) -> None:
-    """Makes the contents wrong, and all that was computed from them."""
+    """Make the contents wrong, and everything computed from them."""
     seen = set()
     pending = [memory]
     with _disable_current_modes():
@@ -387,7 +386,7 @@ def _spoil(memory: _Memory) -> None:
 
 @contextmanager
 def on_fake_devices(*models: nn.Module) -> Iterator[FakeAccelerator]:
-    """Lets pipelines on ``'cpu:0'``, ``'cpu:1'``, ... run on a fake accelerator, forward and backward::
+    """Run pipelines on ``'cpu:0'``, ``'cpu:1'``, ... on a fake accelerator, forward and backward::
 
         model = GPipe(layers, balance=[1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
         with on_fake_devices(model):

@@ -1,4 +1,4 @@
-"""Layers that several tests are made of."""
+"""Layers shared by several tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Apply"]
 
 
 class Apply(nn.Module):
-    """A layer of a function."""
+    """A layer that calls a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

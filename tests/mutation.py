@@ -664,7 +664,7 @@ MUTATIONS = [
         wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
         """,
         "wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]",
-        "engine/gradients",
+        "engine/gradient_listeners",
     ),
     Mutation(
         "each gradient is added to .grad as soon as it is computed",
@@ -685,21 +685,21 @@ MUTATIONS = [
         "has_hooks",
         "has_gradient_hooks(tensor)",
         "False",
-        "autograd engine/gradients",
+        "autograd engine/gradient_listeners",
     ),
     Mutation(
         "... or to its node",
         "has_hooks",
         "len(handle.hooks_dict_ref()) > 1",
         "False",
-        "autograd engine/gradients",
+        "autograd engine/gradient_listeners",
     ),
     Mutation(
         "... or the pass names its inputs",
         "ParameterGradients._begin_pass",
         "will_run(self._leaf)",
         "True",
-        "autograd engine/gradients",
+        "autograd engine/gradient_listeners",
     ),
     Mutation(
         "... or a parameter was frozen at the call",
@@ -713,7 +713,7 @@ MUTATIONS = [
         "ParameterGradients._anything_listens",
         "self._listens_always",
         "False",
-        "engine/gradients",
+        "engine/gradient_listeners",
     ),
     Mutation(
         "gradients that a backward pass does not ask for are not computed",
@@ -741,7 +741,7 @@ MUTATIONS = [
         "Recomputation._recompute",
         "gradient_hooks(leaf).clear()",
         "pass",
-        "engine/gradients",
+        "engine/gradient_layers",
     ),
     Mutation(
         "the last micro-batch is not in the caller's graph",
@@ -762,7 +762,7 @@ MUTATIONS = [
         "_Entrance.take",
         "taken is None",
         "False",
-        "engine/gradients",
+        "engine/gradient_layers",
     ),
     # ------------------------------------------------------------------------------------------------------ skips
     Mutation(

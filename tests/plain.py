@@ -1,8 +1,8 @@
-"""The plain model, run micro-batch by micro-batch: what a pipeline is compared with.
+"""The plain model, run micro-batch by micro-batch: the reference for every pipeline.
 
-This is written without any part of the library, so that a fault there cannot hide here. Running the micro-batches
-one after the other, and not the mini-batch at once, makes equality exact: the same kernels see tensors of
-the same shapes, and gradients are summed in the same order.
+This file uses no part of the library, so that a fault of the library cannot hide here. Running the micro-batches
+one after the other, instead of the mini-batch at once, makes equality exact: the same kernels see tensors of the
+same shapes, and gradients are summed in the same order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Loss: TypeAlias = Callable[[Any], Tensor | None]
 
 @dataclass
 class Outcome:
-    """All that a training step leaves behind.
+    """The results of a training step.
 
     Attributes:
-        output: as the model returns it
-        input_grads: of each tensor of the input, in order
-        param_grads: by name
-        buffers: by name
+        output: the output, as the model returns it
+        input_grads: the gradient of each tensor of the input, in order
+        param_grads: the gradients of parameters, by name
+        buffers: the buffers, by name
     """
 
     output: Any
@@ -48,7 +48,7 @@ def run_plain(
     chunks: int,
     each: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
-    """The output of ``module``, one micro-batch after the other, each in a block of its own."""
+    """Return the output of ``module``, run on one micro-batch after the other, each inside its own context."""
     outputs = []
     for arguments in _split(inputs, chunks):
         with each():
@@ -61,18 +61,18 @@ def run_plain(
 
 
 def plain_outcome(module: nn.Sequential, *inputs: Any, chunks: int, loss: Loss | None = None) -> Outcome:
-    """What a training step of the plain ``module`` leaves behind, run micro-batch by micro-batch."""
+    """Return the outcome of a training step of the plain ``module``, run micro-batch by micro-batch."""
     return outcome(module, *inputs, loss=loss, run=partial(run_plain, module, chunks=chunks))
 
 
 def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Callable[..., Any] | None = None) -> Outcome:
-    """What a training step leaves behind, on copies of the inputs.
+    """Return the outcome of a training step, on copies of the inputs.
 
     Args:
-        model: its gradients and buffers are reported
+        model: the model whose gradients and buffers are reported
         inputs: its positional arguments
-        loss: from the output to what is differentiated, by default `loss_of`
-        run: what to call with the inputs, by default ``model``
+        loss: the function from the output to the tensor that is differentiated, by default `loss_of`
+        run: the function to call with the inputs, by default ``model``
     """
     inputs = copy.deepcopy(inputs)
     model.zero_grad(set_to_none=True)
@@ -89,11 +89,11 @@ def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Calla
 
 
 def loss_of(output: Any, used: Sequence[bool] = ()) -> Tensor | None:
-    """A sum of all numbers in ``output``, each with another weight; None if there are none.
+    """Return a weighted sum of all numbers in ``output``, each with another weight; None if there are none.
 
     Args:
         output: nested tensors
-        used: for each tensor whether it counts, by default all
+        used: whether each tensor counts, by default all
     """
     terms = []
     for k, tensor in enumerate(tensors(output)):
@@ -108,7 +108,7 @@ def loss_of(output: Any, used: Sequence[bool] = ()) -> Tensor | None:
 
 
 def assert_same(actual: Outcome, expected: Outcome) -> None:
-    """Asserts that nothing differs, not in the last bit, and no gradient is there that should not be."""
+    """Assert that nothing differs, not even in the last bit, and that no superfluous gradient is present."""
     _assert_equal(actual.output, expected.output, "output")
     for k, (a, b) in enumerate(zip(actual.input_grads, expected.input_grads, strict=True)):
         _assert_equal(a, b, f"gradient of input {k}")
@@ -121,7 +121,7 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, in order."""
+    """Yield the tensors in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, NoChunk):
@@ -153,7 +153,7 @@ def _split(inputs: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
             return {key: piece(item, parts) for key, item in value.items()}
         return next(parts) if isinstance(value, Tensor) else value
 
-    # A layer that works in place may do so on the micro-batch, not on the user's mini-batch.
+    # A layer that works in place may change the micro-batch, but not the user's mini-batch.
     return [piece(inputs, iter([part.clone() for part in parts])) for parts in zip(*pieces, strict=True)]
 
 

@@ -1,7 +1,7 @@
-"""Finds the code that pages and docstrings show, and runs it as it stands there.
+"""Find the code that pages and docstrings show, and run it unchanged.
 
-On a page the blocks follow each other, as in a session, and later ones may use what earlier ones have made. What a
-reader of a docstring has at hand (`model`, `input`, `target` and the like) is given by `at_hand`.
+The blocks of a page run in order, like a session, and later blocks may use the names of earlier ones. The names that a
+reader of a docstring has (`model`, `input`, `target` and the like) come from `at_hand`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def in_rst(text: str) -> list[Snippet]:
 
 
 def in_docstring(text: str | None) -> list[Snippet]:
-    """What stands after ``::``; the CPU takes the place of GPUs."""
+    """Return the blocks after ``::``; the CPU takes the place of GPUs."""
     return list(_found(LITERAL, inspect.cleandoc(text or "").replace("cuda:", "cpu:"), 1))
 
 
@@ -57,9 +57,9 @@ def _found(pattern: re.Pattern[str], text: str, group: int) -> Iterator[Snippet]
 
 
 def run(snippet: Snippet, source: str | Path, names: dict[str, Any]) -> None:
-    """Runs a snippet in ``names``; one with prompts has to give the output that is shown, or to raise the error."""
+    """Run a snippet in ``names``; a snippet with prompts must give the shown output or raise the shown error."""
     if not snippet.code.startswith(">>>"):
-        # Empty lines before it, so that a traceback shows the line of the page.
+        # Empty lines precede the code, so that a traceback shows the line of the page.
         exec(compile("\n" * (snippet.line - 1) + snippet.code, str(source), "exec"), names)
         return
     for example in doctest.DocTestParser().get_examples(snippet.code):
@@ -71,7 +71,7 @@ def run(snippet: Snippet, source: str | Path, names: dict[str, Any]) -> None:
 
 
 def _shown(example: doctest.Example, names: dict[str, Any]) -> str:
-    """What a session shows after an input. Python's own runner drops an error where it has a note, before 3.12."""
+    """Return the output of a session after an input. Python's own runner drops an error with a note, before 3.12."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         try:
@@ -98,7 +98,7 @@ class Pop(nn.Module):
 
 
 def at_hand(plain_model: bool) -> dict[str, Any]:
-    """What an example may take for granted, as its reader does: a model of four layers, its data, and a loss.
+    """Return the names that an example may use: a model of four layers, its data, and a loss.
 
     Args:
         plain_model: whether the model is not wrapped yet
@@ -119,7 +119,7 @@ def at_hand(plain_model: bool) -> dict[str, Any]:
 
 
 def documented(thing: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What has a docstring in a class or a function: itself, and what is public in it, by name."""
+    """Yield a class or function and its public members that have docstrings, by name."""
     yield "", thing
     if inspect.isclass(thing):
         for name, member in vars(thing).items():

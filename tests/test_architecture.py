@@ -1,7 +1,7 @@
-"""The house rules: a room imports only from lower rooms, and no file from itself by a detour; each file says why it
-exists, and shows what is public in one list.
+"""The house rules: a room imports only from lower rooms, imports have no cycle, and each file says why it exists and
+lists its public names.
 
-The rooms are the journey of a mini-batch, read upward. A new file needs a room, which is a good moment to think about
+Read upward, the rooms are the journey of a mini-batch. A new file needs a room, which is a good moment to think about
 where it belongs.
 """
 
@@ -20,7 +20,7 @@ import torchgpipe
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 
-#: The rooms, from the lowest; a room imports from those before it only.
+#: The rooms, from the lowest; a room imports only from the rooms before it.
 ROOMS = {
     "devices": "devices and streams, and every private name of PyTorch",
     "schedule": "the order of cells, as pure functions",
@@ -35,12 +35,12 @@ ROOMS = {
     "compat": "the old Pipe of PyTorch",
 }
 
-#: Public paths, with next to nothing in them: where names were before the rooms, and where predecessors have them.
+#: Public paths with hardly any code: the places of names before the rooms existed, and in predecessors.
 THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 
 
 def modules(package: str) -> dict[str, Path]:
-    """The modules of a package, by their names inside of it; packages end with ``__init__``."""
+    """Return the modules of a package by their names inside the package; packages end with ``__init__``."""
     folder = ROOT / package
     return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in sorted(folder.rglob("*.py"))}
 
@@ -55,12 +55,12 @@ def name_of(path: Path) -> str:
 
 
 def room_of(name: str) -> str:
-    """The room of a module, given its name inside torchgpipe."""
+    """Return the room of a module, given its name inside torchgpipe."""
     return name.partition(".")[0]
 
 
 def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
-    """The full names of the modules that a file imports, also inside functions, unless ``top_level_only``."""
+    """Yield the full names of the modules that a file imports, also inside functions unless ``top_level_only``."""
     package = path.relative_to(ROOT).parent.parts
     for node in _statements(ast.parse(path.read_text()), top_level_only):
         if isinstance(node, ast.Import):
@@ -92,7 +92,7 @@ def _is_module(name: str) -> bool:
 
 
 def test_the_reader_of_imports_reads() -> None:
-    """Without this, a fault in the reader would let everything pass."""
+    """A fault in the reader would make all other tests pass."""
     path = ROOT / "torchgpipe" / "gpipe.py"
     assert {"torch", "torchgpipe.model.microbatch", "torchgpipe.model.partition", "torchgpipe.engine.pipeline"} <= set(
         imports(path)
@@ -101,7 +101,7 @@ def test_the_reader_of_imports_reads() -> None:
 
 
 def ours_imported_by(name: str) -> list[str]:
-    """The modules of torchgpipe that a module imports, by their names inside of it."""
+    """Return the modules of torchgpipe that a module imports, by their names inside torchgpipe."""
     found = [imported.partition(".") for imported in imports(OURS[name])]
     return [inner for package, _, inner in found if package == "torchgpipe"]
 
@@ -114,19 +114,19 @@ def test_these_are_the_rooms() -> None:
 def test_a_room_imports_only_from_those_below(name: str) -> None:
     order = [*ROOMS]
     for inner in ours_imported_by(name):
-        assert inner, f"{name} imports from the package itself, which imports {name}"
+        assert inner, f"{name} imports from the package itself, which in turn imports {name}"
         below, here = room_of(inner), room_of(name)
-        assert below in ROOMS, f"{name} imports {inner}, a public path that others are to use"
+        assert below in ROOMS, f"{name} imports {inner}, a public path for users only"
         assert order.index(below) <= order.index(here), f"{name} imports {inner}, which is in a room above"
     assert "torchgpipe_balancing" not in {imported.partition(".")[0] for imported in imports(OURS[name])}
 
 
 def test_no_import_leads_back() -> None:
-    """Within a room, too."""
+    """Also within a room."""
     finished: set[str] = set()
 
     def follow(name: str, way: list[str]) -> None:
-        assert name not in way, f"a circle of imports: {' -> '.join([*way, name])}"
+        assert name not in way, f"a cycle of imports: {' -> '.join([*way, name])}"
         if name in OURS and name not in finished:
             for inner in ours_imported_by(name):
                 follow(inner, [*way, name])
@@ -169,9 +169,9 @@ def test_import_needs_torch_and_numpy_alone(path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_both_packages_import_from_a_bare_checkout_in_any_order() -> None:
-    """Isolated from the environment's own paths, with the checkout in front and every extra missing.
+    """The import is isolated from the environment's paths, with the checkout in front and every extra missing.
 
-    Balancing brings in the engine, whose skips it knows, but no front; the engine does not bring in balancing.
+    Balancing imports the engine, for its skips, but no front; the engine does not import balancing.
     """
     script = f"""if True:
         import sys
@@ -219,10 +219,10 @@ def test_every_module_lists_its_names(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in OURS.values() if path.name != "__init__.py"], ids=name_of)
 def test_what_others_take_from_a_module_is_in_its_list(path: Path) -> None:
-    """What is private in a module is imported by nobody else."""
+    """No other module imports a private name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchgpipe"):
             source = importlib.import_module(str(node.module))
             for alias in node.names:
                 known = alias.name in source.__all__ or _is_module(f"{node.module}.{alias.name}")
-                assert known, f"{path.name} imports {alias.name}, which {node.module}.__all__ has not"
+                assert known, f"{path.name} imports {alias.name}, which is not in {node.module}.__all__"

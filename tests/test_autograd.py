@@ -1,4 +1,4 @@
-"""To autograd a pipeline is the plain model: whatever listens, selects or differentiates again sees the same.
+"""To autograd, a pipeline is the plain model: hooks, selected gradients and second derivatives are the same.
 
 The reference is the plain model, run micro-batch by micro-batch.
 """
@@ -37,7 +37,7 @@ def batch() -> Tensor:
 
 
 class Runs(nn.Module):
-    """Counts how often it runs, by phase, and does something that needs memory."""
+    """A layer that counts its runs by phase, and whose graph needs memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def plain(layers: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def graph(*tensors: Tensor) -> set[Any]:
-    """All nodes of the autograd graph."""
+    """Return all nodes of the autograd graph."""
     nodes: set[Any] = set()
     pending = [tensor.grad_fn for tensor in tensors]
     while pending:
@@ -91,7 +91,7 @@ def equal(
 
 @pytest.fixture
 def same(checkpoint: str) -> Callable[[Tensor, Tensor], bool]:
-    """Compares gradients that join earlier ones, as each micro-batch's does if cells are checkpointed."""
+    """Return a comparison of gradients that were added to earlier ones, one micro-batch at a time if checkpointed."""
     return torch.equal if checkpoint == "never" else partial(torch.allclose, rtol=1e-12, atol=1e-12)
 
 
@@ -99,7 +99,7 @@ def same(checkpoint: str) -> Callable[[Tensor, Tensor], bool]:
 
 
 def test_a_parameter_receives_its_gradient_once(model: GPipe, layers: nn.Sequential) -> None:
-    """The whole one, not those of the micro-batches one by one."""
+    """The hook receives the whole gradient, not the gradients of the micro-batches one by one."""
     expected = plain_outcome(layers, batch(), chunks=CHUNKS).param_grads
     before: list[tuple[str, Tensor]] = []
     after: list[tuple[str, Tensor]] = []
@@ -115,7 +115,7 @@ def test_a_parameter_receives_its_gradient_once(model: GPipe, layers: nn.Sequent
 
 
 def test_a_hook_changes_the_gradient(model: GPipe, layers: nn.Sequential) -> None:
-    """Once, not once for each micro-batch."""
+    """The hook acts once, not once per micro-batch."""
     expected = plain_outcome(layers, batch(), chunks=CHUNKS).param_grads
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
@@ -124,7 +124,7 @@ def test_a_hook_changes_the_gradient(model: GPipe, layers: nn.Sequential) -> Non
 
 
 def test_an_optimizer_in_the_backward(model: GPipe, layers: nn.Sequential) -> None:
-    """The gradient of a parameter is used up as soon as it is there: nothing needs the parameter any more."""
+    """A gradient is used up as soon as it is computed: no later computation needs the parameter."""
     x = batch()
     expected = torch.autograd.grad(plain(layers, x).square().sum(), list(layers.parameters()))
     wanted = [p.detach() - 0.1 * grad for p, grad in zip(layers.parameters(), expected, strict=True)]
@@ -142,7 +142,7 @@ def test_an_optimizer_in_the_backward(model: GPipe, layers: nn.Sequential) -> No
 
 
 def test_hooks_of_nodes(model: GPipe, layers: nn.Sequential) -> None:
-    """The node that accumulates the gradient of a parameter can have hooks, too; DDP works with those."""
+    """The node that accumulates a parameter's gradient can also have hooks; DDP works with these."""
     calls = []
     handles = []
     for name, parameter in model.named_parameters():
@@ -154,7 +154,7 @@ def test_hooks_of_nodes(model: GPipe, layers: nn.Sequential) -> None:
 
 
 def test_a_hook_of_the_input(model: GPipe, layers: nn.Sequential) -> None:
-    """The gradient of the whole mini-batch, once; for a leaf and for what was computed from one."""
+    """The hook receives the gradient of the whole mini-batch once, for a leaf and for a computed input."""
 
     def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         calls: list[Tensor] = []
@@ -173,7 +173,7 @@ def test_a_hook_of_the_input(model: GPipe, layers: nn.Sequential) -> None:
 
 
 def test_full_backward_hooks_of_layers(model: GPipe, layers: nn.Sequential) -> None:
-    """They are called for every micro-batch, with the gradients that the plain model shows them."""
+    """The hooks are called for every micro-batch, with the gradients of the plain model."""
 
     def gradients(run: Callable[[Tensor], Tensor]) -> dict[str, list[Any]]:
         calls: dict[str, list[Any]] = {name: [] for name, _ in layers.named_children()}
@@ -215,7 +215,7 @@ def test_hooks_of_partitions_and_of_the_pipeline(model: GPipe) -> None:
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_gradients_of_some(devices: Devices, data: st.DataObject) -> None:
-    """`torch.autograd.grad` gives the gradients that are asked for and touches no other."""
+    """`torch.autograd.grad` returns the requested gradients and touches no other."""
     mode = data.draw(st.sampled_from(MODES))
     layers = build()
     model = GPipe(layers, BALANCE, devices=devices(3), chunks=CHUNKS, checkpoint=mode)
@@ -234,7 +234,7 @@ def test_gradients_of_some(devices: Devices, data: st.DataObject) -> None:
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_backward_into_some(devices: Devices, data: st.DataObject) -> None:
-    """`backward(inputs=...)` fills the `.grad` of those and of nothing else."""
+    """`backward(inputs=...)` fills the `.grad` of these inputs and of nothing else."""
     mode = data.draw(st.sampled_from(MODES))
     layers = build()
     model = GPipe(layers, BALANCE, devices=devices(3), chunks=CHUNKS, checkpoint=mode)
@@ -249,7 +249,7 @@ def test_backward_into_some(devices: Devices, data: st.DataObject) -> None:
 
 
 def test_gradient_of_the_output_itself(model: GPipe) -> None:
-    """The last hop of the graph alone, without any of the layers."""
+    """Only the last node of the graph is differentiated, without any of the layers."""
     output = model(batch())
     (grad,) = torch.autograd.grad(output.sum(), [output])
     assert torch.equal(grad, torch.ones_like(output))
@@ -282,7 +282,7 @@ def test_gradients_are_added_to_those_that_are_there(
 
 
 def test_gradients_keep_their_memory(model: GPipe) -> None:
-    """`.grad` is added to in place, as optimizers with flat buffers need it."""
+    """`.grad` is added to in place, as optimizers with flat buffers need."""
     x = batch()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -293,7 +293,7 @@ def test_gradients_keep_their_memory(model: GPipe) -> None:
 
 
 def test_gradients_do_not_share_memory(pipe: Pipe, checkpoint: str) -> None:
-    """Of two parameters with the same gradient each has its own, so that one may be scaled in place."""
+    """Two parameters with the same gradient have separate memory, so that one may be scaled in place."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -330,7 +330,7 @@ def test_a_second_backward_without_retain_graph_is_refused(model: GPipe) -> None
 
 
 def test_two_losses(model: GPipe, layers: nn.Sequential, same: Callable[[Tensor, Tensor], bool]) -> None:
-    """One after the other, through the same graph."""
+    """Two losses are differentiated one after the other through the same graph."""
 
     def gradients(output: Tensor) -> list[Tensor | None]:
         layers.zero_grad()
@@ -342,7 +342,7 @@ def test_two_losses(model: GPipe, layers: nn.Sequential, same: Callable[[Tensor,
 
 
 def test_gradients_of_gradients(pipe: Pipe, layers: nn.Sequential) -> None:
-    """Without checkpointing the graph is the plain one."""
+    """Without checkpointing, the graph is the plain graph."""
     model = pipe(layers, BALANCE, chunks=CHUNKS, checkpoint="never")
 
     def penalty(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -359,13 +359,13 @@ def test_gradients_of_gradients_are_refused_or_right(pipe: Pipe, layers: nn.Sequ
     x = batch()
     with pytest.raises(RuntimeError, match="checkpoint='never'"):
         torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
-    # and no harm is done
+    # the model works as before
     assert_same(outcome(model, batch()), plain_outcome(layers, batch(), chunks=CHUNKS))
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_gradients_of_gradients_of_one_of_two_outputs(pipe: Pipe, used: int) -> None:
-    """Whichever way backward takes into the cell."""
+    """Either output may lead backward into the cell."""
     model = pipe(nn.Sequential(Two()), [1], chunks=3, checkpoint="always")
     x = torch.rand(6, 2, requires_grad=True)
     with pytest.raises(RuntimeError, match="checkpoint='never'"):
@@ -385,7 +385,7 @@ def test_gradients_of_gradients_of_one_micro_batch(pipe: Pipe, layers: nn.Sequen
 
 
 class Captured(nn.Module):
-    """Uses a tensor that is not registered, on the micro-batches where ``when`` says so."""
+    """A layer that uses an unregistered tensor on the micro-batches that ``when`` selects."""
 
     def __init__(self, tensor: Tensor, when: Callable[[Tensor], bool]) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ class Captured(nn.Module):
 @pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
 @pytest.mark.parametrize("used_by", ["all micro-batches", 0, 1, 2])
 def test_captured_tensors(pipe: Pipe, checkpoint: str, used_by: Any, computed: bool) -> None:
-    """Their gradient is right, or refused with a word on what to do, but never lost."""
+    """The gradient is right, or refused with the next move, but never lost."""
     leaf = torch.full((2,), 2.0, requires_grad=True)
     captured = leaf * 3 if computed else leaf
     uses = Captured(captured, lambda x: used_by in ("all micro-batches", x[0, 0].item()))
@@ -423,7 +423,7 @@ class Returned(Captured):
 
 
 def test_a_captured_tensor_that_is_returned_as_it_is(pipe: Pipe, checkpoint: str) -> None:
-    """There is no operation whose node could tell of it."""
+    """No operation has a node that would show the tensor."""
     leaf = torch.full((1, 2), 2.0, requires_grad=True)
     model = pipe(
         nn.Sequential(nn.Linear(2, 2), Returned(leaf, bool), nn.Tanh()), [2, 1], chunks=3, checkpoint=checkpoint
@@ -443,7 +443,7 @@ class Symmetric(nn.Module):
 
 
 def test_cached_parametrizations(pipe: Pipe, checkpoint: str) -> None:
-    """The first run computes the weight and caches it, without a graph if it is a checkpoint."""
+    """The first run computes and caches the weight, without a graph if it is a checkpoint."""
     linear = nn.Linear(2, 2)
     parametrize.register_parametrization(linear, "weight", Symmetric())
     model = pipe(nn.Sequential(linear, nn.Tanh()), [1, 1], chunks=2, checkpoint=checkpoint)
@@ -461,7 +461,7 @@ def test_cached_parametrizations(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_a_tensor_that_another_partition_owns(pipe: Pipe, checkpoint: str) -> None:
-    """A layer that reads the weight of a layer elsewhere, without owning it."""
+    """A layer reads the weight of a layer in another partition, without owning it."""
     first = nn.Linear(2, 2)
     reads = Captured(first.weight[0].detach().requires_grad_(), lambda x: True)
     reads.hidden = [first.weight]
@@ -487,7 +487,7 @@ def test_a_tensor_that_another_partition_owns(pipe: Pipe, checkpoint: str) -> No
 
 
 def test_parameters_that_change_before_backward(model: GPipe, layers: nn.Sequential) -> None:
-    """The plain model refuses. A recomputation with other weights would be a wrong gradient, unseen."""
+    """The plain model refuses. A recomputation with other weights would silently give a wrong gradient."""
     loss = model(batch()).square().sum()
     with torch.no_grad():
         layers[4].weight.mul_(2)
@@ -496,10 +496,10 @@ def test_parameters_that_change_before_backward(model: GPipe, layers: nn.Sequent
 
 
 def test_parameters_that_were_frozen_for_the_forward_only(pipe: Pipe, checkpoint: str) -> None:
-    """A generator is trained through a discriminator that is frozen for its call, and freed before backward.
+    """A generator is trained through a discriminator that is frozen for its call, and unfrozen before backward.
 
-    The recomputation finds the parameters free, but the plain model gives them no gradient. They were once taken for
-    tensors that no layer has registered.
+    The recomputation finds the parameters unfrozen, but the plain model gives them no gradient. They were once taken
+    for tensors that no layer has registered.
     """
 
     def step(run: Callable[[Tensor], Tensor], layers: nn.Sequential) -> list[Tensor | None]:
@@ -518,7 +518,7 @@ def test_parameters_that_were_frozen_for_the_forward_only(pipe: Pipe, checkpoint
 
 
 def test_parameters_that_are_swapped_for_a_call(model: GPipe, layers: nn.Sequential) -> None:
-    """`functional_call` puts the model's own parameters back before backward, which is for the others."""
+    """`functional_call` restores the model's own parameters before backward, which must reach the swapped ones."""
     model.requires_grad_(False)
     swapped = {name: (2 * p.detach()).requires_grad_() for name, p in layers.named_parameters()}
 
@@ -550,7 +550,7 @@ def _prefixed(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_training_mode_that_changes_before_backward(pipe: Pipe, checkpoint: str) -> None:
-    """The gradient is that of the forward that was: its mask, though `eval` was called since."""
+    """The gradient belongs to the mask of the forward, although `eval` was called since."""
     model = pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=2, checkpoint=checkpoint)
     x = torch.ones(8, 2, requires_grad=True)
     output = model(x)
@@ -566,7 +566,7 @@ def test_training_mode_that_changes_before_backward(pipe: Pipe, checkpoint: str)
 
 
 def test_training_mode_that_changes_between_two_backward_passes(pipe: Pipe) -> None:
-    """The second one is refused, though the first found all as it was."""
+    """The second pass is refused, although the first one found the mode unchanged."""
     model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), [1, 1], chunks=2, checkpoint="always")
     loss = model(torch.rand(4, 2)).sum()
     loss.backward(retain_graph=True)
@@ -576,7 +576,7 @@ def test_training_mode_that_changes_between_two_backward_passes(pipe: Pipe) -> N
 
 
 def test_training_mode_that_was_left_and_entered_again_before_backward(model: GPipe) -> None:
-    """Nothing has changed. But the views of the partitions take over a mode when they are called, and no sooner."""
+    """The mode is the same again. But the views of the partitions take over a mode only when they are called."""
     loss = model(batch()).square().sum()
     model.eval()
     with torch.no_grad():
@@ -600,7 +600,7 @@ class Unused(nn.Module):
 
 
 def test_unused_parameters_have_no_gradient(pipe: Pipe, checkpoint: str) -> None:
-    """None, not zeros: an optimizer with weight decay would change them."""
+    """The gradient is None, not zeros: an optimizer with weight decay would change the parameters."""
     layers = nn.Sequential(Unused(), Unused(), nn.Tanh())
     model = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)
     model(torch.rand(3, 2)).sum().backward()
@@ -609,9 +609,9 @@ def test_unused_parameters_have_no_gradient(pipe: Pipe, checkpoint: str) -> None
 
 
 def test_hooks_of_unused_parameters_are_not_called(pipe: Pipe, checkpoint: str, request: pytest.FixtureRequest) -> None:
-    """There is no gradient to call them with."""
+    """There is no gradient to call the hooks with."""
     if checkpoint != "never":
-        # All parameters of a partition are inputs of its Checkpoint, so the engine visits them, with None.
+        # All parameters of a partition are inputs of its Checkpoint, so the engine visits them with None.
         request.applymarker(pytest.mark.xfail(strict=True, reason="a known limit of checkpointing"))
     layers = nn.Sequential(Unused(), Unused(), nn.Tanh())
     model = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)
@@ -624,7 +624,7 @@ def test_hooks_of_unused_parameters_are_not_called(pipe: Pipe, checkpoint: str, 
 
 
 class Two(nn.Module):
-    """Two outputs from two branches, each with its own parameter."""
+    """A layer of two outputs from two branches, each with its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -637,7 +637,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)], ids=str)
 def test_unused_outputs(pipe: Pipe, checkpoint: str, used: tuple[bool, bool]) -> None:
-    """The branch that only leads to them gets no gradient, as on the plain model."""
+    """The branch of the unused output gets no gradient, as in the plain model."""
     layers = nn.Sequential(Two(), Two(), Two())
     model = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)
 
@@ -652,7 +652,7 @@ def test_unused_outputs(pipe: Pipe, checkpoint: str, used: tuple[bool, bool]) ->
 
 
 def test_frozen_partitions_are_not_recomputed(pipe: Pipe, checkpoint: str) -> None:
-    """Nothing in front of the first parameter that is trained needs a gradient."""
+    """No layer before the first trained parameter needs a gradient."""
     runs = [Runs() for _ in range(4)]
     layers = nn.Sequential(
         nn.Linear(2, 2), runs[0], nn.Linear(2, 2), runs[1], nn.Linear(2, 2), runs[2], nn.Linear(2, 2), runs[3]
@@ -670,7 +670,7 @@ def test_frozen_partitions_are_not_recomputed(pipe: Pipe, checkpoint: str) -> No
 
 
 def test_a_frozen_model_with_an_input_that_needs_grad(pipe: Pipe, checkpoint: str) -> None:
-    """Such as the search for an adversarial example."""
+    """The search for an adversarial example does this."""
     layers = build().requires_grad_(False)
     model = pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)
     assert_same(outcome(model, batch()), plain_outcome(layers, batch(), chunks=CHUNKS))
@@ -706,7 +706,7 @@ def test_eval_keeps_gradients_and_recomputes_nothing(
 def test_no_autograd_function_without_gradients(
     model: GPipe, train: bool, off: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even one that finds nothing to do."""
+    """There is no autograd function at all, not even one without effect."""
 
     def refuse(*args: Any) -> None:
         raise AssertionError("an autograd function was applied")
@@ -725,7 +725,7 @@ def test_no_autograd_function_without_gradients(
 
 
 def test_no_node_of_ours_without_checkpointing_on_one_device(layers: nn.Sequential) -> None:
-    """With 'never' the graph is the plain one: splitting, layers and gathering."""
+    """With 'never' the graph is the plain graph: splitting, layers and gathering."""
     model = GPipe(layers, BALANCE, devices=["cpu"] * 3, chunks=CHUNKS, checkpoint="never")
     kinds = sorted(type(node).__name__ for node in graph(model(batch())))
     x = batch()
@@ -737,7 +737,7 @@ def test_no_node_of_ours_without_checkpointing_on_one_device(layers: nn.Sequenti
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**-16, float("inf")], ids=str)
 def test_scaled_losses(model: GPipe, layers: nn.Sequential, scale: float) -> None:
-    """What GradScaler does: scale the loss, look for infinities, scale the gradients back."""
+    """GradScaler does this: it scales the loss, looks for infinities, and scales the gradients back."""
 
     def loss(output: Tensor) -> Tensor:
         return output.square().sum() * scale
@@ -752,7 +752,7 @@ def test_scaled_losses(model: GPipe, layers: nn.Sequential, scale: float) -> Non
 def test_gradient_clipping_and_accumulation_in_a_training_loop(
     model: GPipe, layers: nn.Sequential, same: Callable[[Tensor, Tensor], bool]
 ) -> None:
-    """A loop as users write it, twice: parameters are equal in the end."""
+    """A loop as users write it runs twice, and the parameters are equal at the end."""
 
     def train(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         start = [parameter.detach().clone() for parameter in layers.parameters()]
@@ -774,7 +774,7 @@ def test_gradient_clipping_and_accumulation_in_a_training_loop(
 
 
 def test_a_loss_that_needs_no_gradient_of_some_micro_batches(pipe: Pipe, checkpoint: str) -> None:
-    """Zeros that flow back through a mask are gradients all the same."""
+    """Zeros that flow back through a mask are gradients as well."""
     layers = build()
     model = pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)
     mask = torch.tensor([1.0, 1, 0, 0, 1, 1], dtype=torch.float64)[:, None]

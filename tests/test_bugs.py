@@ -1,4 +1,4 @@
-"""Bugs of the past, each with its story: those of the original GPipe for PyTorch, and our own."""
+"""Bugs of the past, each with its story: bugs of the original GPipe for PyTorch, and our own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torchgpipe import GPipe
 
 
 def test_an_autograd_function_that_returns_its_input(pipe: Pipe, checkpoint: str) -> None:
-    """An autograd function of the user's may return the very tensor that it was given.
+    """A user's autograd function may return the very tensor that it was given.
 
     Such a tensor belongs to two places in the graph. In the original this could fail with "Returning Variables
-    sharing storage with other Variables that require grad is not supported in Python functions", when the tensor
-    came to a boundary between partitions.
+    sharing storage with other Variables that require grad is not supported in Python functions" when the tensor
+    reached a boundary between partitions.
     """
 
     class Identity(torch.autograd.Function):
@@ -47,9 +47,9 @@ def test_an_autograd_function_that_returns_its_input(pipe: Pipe, checkpoint: str
 
 @pytest.mark.timeout(60)
 def test_an_exception_does_not_hang(pipe: Pipe, checkpoint: str) -> None:
-    """A partition that had failed did not tell that it was done with the next micro-batch.
+    """A partition that had failed did not report that it was done with the next micro-batch.
 
-    So the partition before it waited for ever, if there were three partitions and three micro-batches at least.
+    So with at least three partitions and three micro-batches, the partition before it waited forever.
     """
 
     class Expected(Exception):
@@ -69,9 +69,9 @@ def test_an_exception_does_not_hang(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
-    """Recomputation drew other random numbers than forward, because partitions drew from one generator side by side.
+    """Recomputation drew other random numbers than forward, because partitions drew from one generator concurrently.
 
-    Then an element whose output was dropped got a gradient. Many dropouts in a row make it show.
+    Then an element whose output was dropped got a gradient. Many dropouts in a row make this visible.
     """
 
     class Dropouts(nn.Module):
@@ -105,7 +105,7 @@ def test_dropout_draws_the_same_mask_again_on_gpus(checkpoint: str) -> None:
 
 
 class Pair(nn.Module):
-    """Two tensors at a boundary; the gradient of the second one takes long."""
+    """A layer with two tensors at a boundary; the gradient of the second one takes long."""
 
     def __init__(self, slow: Tensor | None = None) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_all_tensors_of_a_tuple_are_waited_for(pipe: Pipe, checkpoint: str) -> None:
-    """Backward waited for the copy of the first tensor of a micro-batch only.
+    """Backward waited only for the copy of the first tensor of a micro-batch.
 
-    Without checkpointing, the gradients of the others could be summed before they had arrived.
+    Without checkpointing, the gradients of the other tensors could be summed before they had arrived.
     """
     module, x = nn.Sequential(Pair(), Sum()), torch.rand(8, 3, 4, 4)
     expected = gradients(module, x)
@@ -157,7 +157,7 @@ def test_all_tensors_of_a_tuple_are_waited_for_on_gpus(checkpoint: str, second: 
 
 
 def test_integers_at_a_boundary_need_no_gradient(pipe: Pipe, checkpoint: str) -> None:
-    """Recomputation made all inputs of a partition require a gradient, which integers cannot."""
+    """Recomputation made all inputs of a partition require a gradient, which integers do not support."""
 
     class WithIndices(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +177,7 @@ def test_integers_at_a_boundary_need_no_gradient(pipe: Pipe, checkpoint: str) ->
 
 
 def test_an_output_that_the_loss_does_not_use(pipe: Pipe, checkpoint: str) -> None:
-    """The first output carries the order of backward. A loss of the second one alone left it out."""
+    """The first output carries the order of backward. A loss of the second output alone bypassed it."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -206,7 +206,7 @@ def test_a_loss_of_some_micro_batches_only(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_no_parameter_and_no_input_needs_a_gradient_in_the_first_partition(pipe: Pipe, checkpoint: str) -> None:
-    """A checkpoint whose inputs need no gradient has no place in the graph to hang its recomputation on."""
+    """A checkpoint whose inputs need no gradient has no place in the graph for its recomputation."""
     model = pipe(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), [1, 1], chunks=2, checkpoint=checkpoint)
     model(torch.randn(4, 2)).sum().backward()
     assert model[1].weight.grad is not None
@@ -215,10 +215,10 @@ def test_no_parameter_and_no_input_needs_a_gradient_in_the_first_partition(pipe:
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> None:
-    """Worker threads that wait for the next mini-batch are there while the loader forks.
+    """Worker threads that wait for the next mini-batch exist while the loader forks.
 
-    Python warns about that, and a process that was forked so may deadlock. The script has a process of its own,
-    because other tests may have left threads of PyTorch in this one.
+    Python warns about this, and a process forked this way may deadlock. The script runs in its own process, because
+    other tests may have left threads of PyTorch in this one.
     """
     script = """
         import threading
@@ -246,7 +246,7 @@ def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["script", "trace"])
 def test_layers_of_torch_script(pipe: Pipe, checkpoint: str, compiled: str) -> None:
-    """Their parameters and buffers are in something that has not all that a dict has: `get` failed, and `in`."""
+    """The container of their parameters and buffers lacks parts of a dict: `get` failed, and so did `in`."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:

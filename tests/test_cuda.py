@@ -1,7 +1,7 @@
-"""On a GPU, where work is launched now and done later.
+"""On a GPU, where work is launched now and finished later.
 
-One GPU is enough: with the CPU it makes two devices, and it has streams that must wait for each other. A
-missing wait is made visible by kernels that are slow, in memory that was full of NaN before they write to it.
+One GPU is enough: with the CPU it makes two devices, and it has streams that must wait for each other. Slow kernels
+that write to memory full of NaN make a missing wait visible.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def be_slow(cycles: int = 4_000_000) -> None:
-    """Keeps the current stream busy for some milliseconds, which is long beside the launch of a kernel."""
+    """Keep the current stream busy for some milliseconds, much longer than the launch of a kernel."""
     torch.cuda._sleep(cycles)
 
 
 @pytest.fixture(autouse=True)
 def dirty_memory() -> Iterator[None]:
-    """Fills the memory that will be handed out next with NaN, and finishes what was launched."""
+    """Fill the memory that is allocated next with NaN, and finish all launched work."""
     dirt = [torch.full((size,), float("nan"), device=GPU) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 22)]
     torch.cuda.synchronize()
     del dirt
@@ -64,7 +64,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """Its output is written late, and so is the gradient of its input."""
+    """A layer whose output is written late, and whose input gradient too."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_cuda:
@@ -74,7 +74,7 @@ class Slow(nn.Module):
 
 
 def build(n: int) -> tuple[nn.Sequential, list[int]]:
-    """Layers for ``n`` partitions, and the balance."""
+    """Return layers for ``n`` partitions, and the balance."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(n):
@@ -100,7 +100,7 @@ def place(layers: nn.Sequential, balance: list[int], devices: list[str]) -> nn.S
 
 
 def run_plain(layers: nn.Sequential, balance: list[int], devices: list[str], x: Tensor) -> Tensor:
-    """The plain model, whose layers are in their places: one micro-batch and one step after the other."""
+    """Run the plain model with its layers on their devices, one micro-batch after the other."""
     outputs = []
     for value in x.chunk(CHUNKS):
         for partition, device in zip(partitions_of(layers, balance), devices, strict=True):
@@ -117,7 +117,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str = "")
 
 
 def assert_same_step(model: GPipe, layers: nn.Sequential, devices: list[str], x: Tensor) -> None:
-    """Compares a training step of ``model`` with one of a copy of the plain ``layers``."""
+    """Compare a training step of ``model`` with one of a copy of the plain ``layers``."""
     plain = python_copy.deepcopy(layers)
     plain.zero_grad()
     model.zero_grad()
@@ -144,7 +144,7 @@ def assert_same_step(model: GPipe, layers: nn.Sequential, devices: list[str], x:
 @every_mode
 @every_devices
 def test_a_training_step_is_that_of_the_plain_model(devices: list[str], mode: str, home: str) -> None:
-    """Forward and backward, with copies in both directions, wherever the input is."""
+    """Forward and backward copy in both directions, wherever the input is."""
     layers, balance = build(len(devices))
     model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_a_training_step_is_that_of_the_plain_model(devices: list[str], mode: st
 @every_mode
 @every_devices
 def test_what_the_caller_has_launched_is_waited_for(devices: list[str], mode: str) -> None:
-    """The input is still being computed when the model is called, and the gradient when backward is."""
+    """The input is still being computed when the model is called, and the gradient when backward is called."""
     layers, balance = build(len(devices))
     model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
     x = batch(GPU).detach()
@@ -184,7 +184,7 @@ def test_what_the_caller_has_launched_is_waited_for(devices: list[str], mode: st
 
 @every_mode
 def test_the_output_can_be_used_at_once(mode: str) -> None:
-    """By the caller's stream, and by the host."""
+    """The caller's stream and the host can use the output."""
     layers, balance = build(2)
     model = GPipe(layers, balance, devices=["cpu", GPU], chunks=CHUNKS, checkpoint=mode)
     output = model(batch())
@@ -211,7 +211,7 @@ def test_without_gradients(devices: list[str], off: Callable[[], Any]) -> None:
 
 
 class Mixed(nn.Module):
-    """Returns tensors of several types, some without gradients."""
+    """A layer that returns tensors of several types, some without gradients."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, None]:
         if input.is_cuda:
@@ -253,7 +253,7 @@ def stream() -> AcceleratorStream:
 
 @pytest.fixture
 def route() -> Route:
-    """The streams of two devices, on one GPU, where a copy is launched on one stream and not on two."""
+    """Return the streams of two devices on one GPU, where a copy is launched on one stream only."""
     side = stream()
     return Route(source=stream(), leaving=side, arriving=side, target=stream())
 
@@ -262,7 +262,7 @@ N = 1 << 20
 
 
 def written_late(value: float, **options: Any) -> Tensor:
-    """A tensor that is NaN until the current stream gets to writing it."""
+    """Return a tensor that is NaN until the current stream writes it."""
     tensor = torch.full((N,), float("nan"), device=GPU, **options)
     be_slow()
     return tensor.fill_(value)
@@ -298,7 +298,7 @@ def test_the_copy_of_a_gradient_waits_in_the_same_way(route: Route) -> None:
 
 
 def test_memory_is_not_used_again_before_it_was_copied(route: Route) -> None:
-    """The sender drops the tensor while its copy has not even begun."""
+    """The sender frees the tensor before its copy has begun."""
     with route.source.use():
         x = torch.ones(N, device=GPU)
         (x,) = wait([route], 0, (x,))  # type: ignore[assignment]
@@ -314,7 +314,7 @@ def test_memory_is_not_used_again_before_it_was_copied(route: Route) -> None:
 
 
 def test_memory_is_not_used_again_before_the_target_has_read_it(route: Route) -> None:
-    """The receiver drops the copy while the kernel that reads it has not even begun."""
+    """The receiver frees the copy before the kernel that reads it has begun."""
     with route.source.use():
         (x,) = wait([route], 0, (torch.ones(N, device=GPU),))
     with route.target.use():
@@ -332,7 +332,7 @@ def test_memory_is_not_used_again_before_the_target_has_read_it(route: Route) ->
 
 
 class Notes(nn.Module):
-    """Notes what is current where it runs."""
+    """A layer that notes the current stream and device of its run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Notes(nn.Module):
 @every_mode
 @every_devices
 def test_stream_and_device_are_current_in_layers(devices: list[str], mode: str) -> None:
-    """The stream of the call, also in a recomputation that comes when another stream is current."""
+    """The stream of the call is current, also in a recomputation that starts while another stream is current."""
     layers, _ = build(len(devices))
     notes = [Notes() for _ in devices]
     for j, its in enumerate(notes):
@@ -374,7 +374,7 @@ def test_stream_and_device_are_current_in_layers(devices: list[str], mode: str) 
 @every_mode
 @every_devices
 def test_a_stream_of_the_callers(devices: list[str], mode: str) -> None:
-    """All of a training step on another stream than the default one."""
+    """A whole training step runs on another stream than the default stream."""
     layers, balance = build(len(devices))
     model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
     torch.cuda.synchronize()
@@ -387,7 +387,7 @@ def test_a_stream_of_the_callers(devices: list[str], mode: str) -> None:
 @every_mode
 @every_devices
 def test_autocast(devices: list[str], mode: str, dtype: torch.dtype) -> None:
-    """Backward outside of the block. Layers on the CPU are not concerned."""
+    """Backward runs outside of the block. Layers on the CPU are not affected."""
     dtypes: list[tuple[str, bool, torch.dtype]] = []
 
     class Linear(nn.Linear):
@@ -421,7 +421,7 @@ def test_autocast(devices: list[str], mode: str, dtype: torch.dtype) -> None:
 
 
 class DrawsOnCpu(nn.Module):
-    """Draws from the generator of the CPU, wherever it is."""
+    """A layer that draws from the CPU's generator, whatever its device."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input * torch.rand(input.shape, dtype=input.dtype).to(input.device)
@@ -430,7 +430,7 @@ class DrawsOnCpu(nn.Module):
 @every_mode
 @every_devices
 def test_dropout(devices: list[str], mode: str) -> None:
-    """The masks are those of checkpoint='never' under the same seed, and backward moves no generator."""
+    """The masks are those of checkpoint='never' under the same seed, and backward advances no generator."""
 
     def step(checkpoint: str) -> list[Tensor]:
         torch.manual_seed(0)
@@ -464,9 +464,9 @@ def test_dropout(devices: list[str], mode: str) -> None:
 
 
 def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes at the peak of a step and after it, above those before it.
+    """Return the bytes at the peak of a step and after it, above those before it.
 
-    The last of several steps counts: before, libraries get workspaces for every thread.
+    The last of several steps counts, because libraries allocate workspaces for every thread in the first steps.
     """
     for _ in range(4):
         gc.collect()
@@ -498,7 +498,7 @@ def no_collection() -> Iterator[None]:
 @every_mode
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU]], ids=str)
 def test_nothing_is_left_on_the_gpu(devices: list[str], mode: str) -> None:
-    """After backward: no more than before it, with the gradients in place."""
+    """After backward, no more memory is in use than before it, once the gradients are allocated."""
     model = GPipe(deep(), [16 // len(devices)] * len(devices), devices=devices, chunks=4, checkpoint=mode)
     x = torch.rand(256, 256)
 
@@ -512,7 +512,7 @@ def test_nothing_is_left_on_the_gpu(devices: list[str], mode: str) -> None:
 
 @pytest.mark.usefixtures("no_collection")
 def test_peak_memory_against_the_plain_model() -> None:
-    """Without checkpointing it is that of the plain model; with it, a fraction."""
+    """Without checkpointing, the peak is that of the plain model; with checkpointing, a fraction of it."""
     x = torch.rand(ROWS, 256, device=GPU)
     plain = deep().to(GPU)
 
@@ -531,10 +531,10 @@ def test_peak_memory_against_the_plain_model() -> None:
 
         peaks[mode], _ = memory_of(step)
     between_layers = x.nbytes
-    # A micro-batch more or less, an eighth, is the order in which things happen to be freed.
+    # The order of freeing can add one micro-batch, an eighth.
     assert peaks["never"] <= expected + between_layers // 4
-    # Plain: eight activations and the output. Checkpointed: the inputs of three partitions (that of the first
-    # is the caller's), and the output in micro-batches and as a whole, which makes five of nine.
+    # Plain: eight activations and the output. Checkpointed: the inputs of three partitions (the first input belongs
+    # to the caller), and the output in micro-batches and as a whole, which makes five of nine.
     assert peaks["always"] <= 0.7 * expected
     assert peaks["always"] <= peaks["except_last"] <= peaks["never"]
 
@@ -545,7 +545,7 @@ def test_peak_memory_against_the_plain_model() -> None:
 @pytest.mark.parametrize("phase", ["forward", "recomputation"])
 @pytest.mark.parametrize("devices", [[GPU, "cpu"], ["cpu", GPU], [GPU, GPU]], ids=str)
 def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
-    """Its place is told, the model works on, and the memory of the GPU is free."""
+    """The note tells the place, the model works on, and the memory of the GPU is freed."""
 
     class Fails(nn.Module):
         armed = False
@@ -572,8 +572,8 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
     (note,) = caught.value.__notes__
     assert f"partition 1 (layers '3'..'6') on {devices[1]}, during {phase}" in note
     del caught
-    # The engine's thread for the GPU drops the error, and what was ready to run, when it comes to it: each pass through
-    # that thread gives it the time.
+    # The engine's GPU thread drops the error and its ready tasks when it gets to them: each pass through this thread
+    # gives it the time.
     for _ in range(1000):
         torch.ones((), device=GPU, requires_grad=True).backward()
         if torch.cuda.memory_allocated(GPU) <= before:
@@ -590,7 +590,7 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
 @every_mode
 @pytest.mark.parametrize("devices", [[GPU], ["cpu", GPU]], ids=str)
 def test_training_with_a_grad_scaler(devices: list[str], mode: str) -> None:
-    """A loop as users write it: half precision, scaled losses, clipping."""
+    """A training loop as users write it: half precision, scaled losses, clipping."""
 
     def train(run: Callable[[nn.Sequential], Callable[[Tensor], Tensor]]) -> list[float]:
         torch.manual_seed(0)
@@ -606,7 +606,7 @@ def test_training_with_a_grad_scaler(devices: list[str], mode: str) -> None:
                 loss = model(x).float().square().mean()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            for parameter in layers.parameters():  # clip_grad_norm_ wants all of them on one device
+            for parameter in layers.parameters():  # clip_grad_norm_ needs all parameters on one device
                 nn.utils.clip_grad_value_([parameter], 0.1)
             scaler.step(optimizer)
             scaler.update()

@@ -1,4 +1,4 @@
-"""What README, documentation and docstrings show runs as it stands there, and tables are those of the results."""
+"""The code in README, documentation and docstrings runs unchanged, and tables show the committed results."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.test_public import PUBLIC, named
 ROOT = Path(torchgpipe.__file__).parent.parent
 MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 RST = sorted(path for path in (ROOT / "docs").rglob("*.rst") if "_build" not in path.parts)
-RST.remove(ROOT / "docs" / "scaling.rst")  # runs in several processes: tests/distributed/test_docs.py
+RST.remove(ROOT / "docs" / "scaling.rst")  # runs in several processes, in tests/distributed/test_docs.py
 
 
 @pytest.fixture(autouse=True)
 def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples may write files, and measure longer than we need."""
+    """Change to a temporary folder, for examples that write files, and shorten measurements."""
     monkeypatch.chdir(tmp_path)
     for measure in (torchgpipe_balancing.balance_by_time, torchgpipe_balancing.profile):
         monkeypatch.setitem(measure.__kwdefaults__, "timeout", 0.0)
@@ -37,7 +37,7 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_is_code_to_run() -> None:
-    """Without this, a fault in the reader would let everything pass."""
+    """A fault in the reader would make all other tests pass."""
     assert len(snippets.in_markdown((ROOT / "README.md").read_text())) >= 2
     guide = snippets.in_rst((ROOT / "docs" / "guide.rst").read_text())
     assert len(guide) >= 20
@@ -46,7 +46,7 @@ def test_there_is_code_to_run() -> None:
 
 
 def first_example(page: Path) -> str:
-    """What a reader pastes first: the page up to where a pipeline is made, and with what follows it in the block."""
+    """Return what a reader pastes first: the page up to the first pipeline, with the rest of that block."""
     text = page.read_text()
     blocks = [snippet.code for snippet in (snippets.in_markdown if page.suffix == ".md" else snippets.in_rst)(text)]
     first = next((k for k, code in enumerate(blocks) if re.search(r"\b(GPipe|Pipe)\(", code)), -1)
@@ -61,7 +61,7 @@ FIRST = [page for page in [*MARKDOWN, *RST] if first_example(page)]
 def test_the_first_example_of_a_page_runs_on_any_machine(
     page: Path, accelerators: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the README it was an IndexError on one GPU and on two."""
+    """The README's example once raised an IndexError with one GPU and with two."""
     with_accelerators(monkeypatch, accelerators)
     snippets.run(snippets.Snippet(1, first_example(page).replace("cuda:", "cpu:")), page, {"__name__": "page"})
 
@@ -74,16 +74,16 @@ def test_the_first_examples_are_found() -> None:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
 def test_code_of_a_page_in_markdown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block by itself, on a machine with one GPU, the one on which an example may lack devices."""
+    """Each block runs by itself, on a machine with one GPU, where an example may lack devices."""
     with_accelerators(monkeypatch, 1)
     for snippet in snippets.in_markdown(page.read_text()):
         snippets.run(snippet, page, {"__name__": "page"})
 
 
 @pytest.mark.parametrize("page", RST, ids=lambda page: str(page.relative_to(ROOT / "docs")))
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads it
 def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block after the others, on a machine with one GPU."""
+    """Each block runs after the others, on a machine with one GPU."""
     with_accelerators(monkeypatch, 1)
     text = page.read_text()
     if "timeline.plot(" in text:
@@ -108,7 +108,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block by itself; it takes for granted as many GPUs as it needs."""
+    """Each block runs by itself, with as many GPUs as it needs."""
     monkeypatch.setattr("torchgpipe.model.verify.default_devices", lambda n: [torch.device("cpu")] * n)
     if any(".plot(" in snippet.code for snippet in EXAMPLES[name]):
         pytest.importorskip("matplotlib")
@@ -145,13 +145,13 @@ def test_figures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def conf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The settings of Sphinx."""
+    """Return the settings of Sphinx."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     return runpy.run_path(str(ROOT / "docs" / "conf.py"))
 
 
 def test_what_is_copied_of_a_session_is_its_input(conf: dict[str, Any]) -> None:
-    """Of the lines of an error, the copy button took all but those that are marked as output."""
+    """From an error in a session, the copy button once took all lines except those marked as output."""
     prompt = re.compile(conf["copybutton_prompt_text"])
     assert conf["copybutton_prompt_is_regexp"] and not conf["copybutton_copy_empty_lines"]
     sessions = [snippet.code for page in RST for snippet in snippets.in_rst(page.read_text()) if ">>>" in snippet.code]
@@ -163,7 +163,7 @@ def test_what_is_copied_of_a_session_is_its_input(conf: dict[str, Any]) -> None:
 
 
 def test_code_on_dark_pages_is_not_underlined(conf: dict[str, Any]) -> None:
-    """`torch` of an import looked like a link."""
+    """The `torch` of an import once looked like a link."""
     styles = pytest.importorskip("pygments.styles")
     tokens = pytest.importorskip("pygments.token")
     style = styles.get_style_by_name(conf["pygments_dark_style"])
@@ -171,7 +171,7 @@ def test_code_on_dark_pages_is_not_underlined(conf: dict[str, Any]) -> None:
 
 
 def test_letters_of_a_drawing_are_at_least_eleven_pixels_high(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a phone they were of seven."""
+    """On a phone the letters were once seven pixels high."""
     pytest.importorskip("sphinx")
     pytest.importorskip("matplotlib")  # for the tables
     monkeypatch.syspath_prepend(str(ROOT / "docs"))

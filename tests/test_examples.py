@@ -1,4 +1,4 @@
-"""The examples run, small."""
+"""The examples run, at a small size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     main = runpy.run_path(str(EXAMPLES / "rebalance.py"))["main"]
     try:
-        # A tolerance of 0 rebalances after every phase, whatever the times are.
+        # With a tolerance of 0 every phase ends in a rebalancing, whatever the times are.
         small = (
             "--sizes 8 16 --steps 2 --batch 8 --width 4 --features 8 --timeout 0 --partitions 3 --tolerance 0 --table"
         )
@@ -42,7 +42,7 @@ def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def distributed_language_model(arguments: list[str]) -> str:
-    """Runs the example in a process that has its group, and returns what it prints."""
+    """Run the example in a process that has a process group, and return its output."""
     sys.path.append(str(EXAMPLES))
     sys.argv = ["distributed_language_model.py", *arguments]
     dist.init_process_group = dist.destroy_process_group = lambda **options: None
@@ -72,7 +72,7 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
 def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputation_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo showed a pipeline beside the whole mini-batch only: a stranger saw that it is slower, and not why."""
+    """The demo once showed a pipeline beside the whole mini-batch only: a reader saw that it is slower, but not why."""
     pytest.importorskip("tqdm")
     pytest.importorskip("matplotlib")
     small = ["--dtype", "float64", "--steps", "2", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
@@ -91,7 +91,7 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
 def test_four_partitions_share_fewer_accelerators(
     count: int, shared: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make demo ARGS='--partitions 2'` ended in an IndexError where there is one GPU."""
+    """`make demo ARGS='--partitions 2'` once raised an IndexError with one GPU."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
     devices_for = runpy.run_path(str(EXAMPLES / "language_model.py"))["devices_for"]

@@ -1,4 +1,4 @@
-"""The fake accelerator itself is right: each of its rules, in the smallest scenario that shows it."""
+"""The fake accelerator is right: each of its rules, in the smallest scenario that shows it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_is_on_no_device_is_worked_on_on_the_current_one(fake: FakeAccelera
         y + ones("cpu:1")
 
 
-# Rule 2: a read that nobody has let wait
+# Rule 2: a read without a wait
 
 
 def test_read_without_wait_is_wrong(fake: FakeAccelerator, side: FakeStream) -> None:
@@ -102,7 +102,7 @@ def test_read_without_wait_is_wrong(fake: FakeAccelerator, side: FakeStream) -> 
     side.wait(fake.stream("cpu:0", "computing").mark())
     fake.stream("cpu:0", "computing").wait(side.mark())
     assert is_wrong(y)
-    assert x.tolist() == [2, 2, 2]  # which is right where it is
+    assert x.tolist() == [2, 2, 2]  # the right number on its own device
     assert fake.hazards == [
         "mul on side of cpu:0 reads what add on computing of cpu:0 has written without waiting for it"
     ]
@@ -188,7 +188,7 @@ def test_what_is_older_needs_no_wait(fake: FakeAccelerator, side: FakeStream) ->
         placed + ones("cpu:1")
 
 
-# Rule 3: memory that is used again
+# Rule 3: memory that is reused
 
 
 def test_memory_freed_without_record_is_used_again_at_once(
@@ -320,7 +320,7 @@ def test_copy_between_devices(how: str, fake: FakeAccelerator) -> None:
     else:
         y = torch.empty(3, device="cpu:1")
         y.copy_(x)
-    del x  # both devices wait for the copy, so nobody can use the memory too early
+    del x  # both devices wait for the copy, so that the memory cannot be reused too early
     assert (y + ones("cpu:1")).tolist() == [3, 3, 3] and not fake.hazards
     assert fake.launches[-3].name in ("_to_copy", "copy_")
     assert str(fake.launches[-3].stream) == "computing of cpu:0"
@@ -371,7 +371,7 @@ def test_host_sees_what_the_computing_stream_has_waited_for() -> None:
     assert not x.isnan().any() and z.isnan().all()
 
 
-# The whole
+# All rules together
 
 
 def test_backward_runs_on_the_device_of_the_gradient(fake: FakeAccelerator) -> None:

@@ -1,7 +1,7 @@
-"""A failing layer is the caller's own exception, told where; nothing hangs or leaks, and the model works on.
+"""A failing layer raises the caller's own exception, with its place; nothing hangs or leaks, and the model works on.
 
-The layers here fail on demand, in the cells and phases of a `Plan`. A micro-batch is one row, whose first
-number is the index of the micro-batch, so that a layer knows its cell.
+The layers here fail on demand, in the cells and phases of a `Plan`. A micro-batch is one row whose first number is the
+index of the micro-batch, so that a layer knows its cell.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Cell = tuple[int, int]
 
 
 class Fault(Exception):
-    """Cannot be made without arguments, as many of the users' exceptions."""
+    """An exception that cannot be constructed without arguments, like many exceptions of users."""
 
     def __init__(self, cell: Cell, phase: str) -> None:
         super().__init__(f"{cell} fails during {phase}")
@@ -44,7 +44,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Which cells are to fail and when, which have run, and what they computed."""
+    """The cells that fail and their phases, the cells that have run, and their results."""
 
     def __init__(self) -> None:
         self.faults: dict[tuple[Cell, str], BaseException | type[BaseException]] = {}
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def alive(self) -> int:
-        """How many of the intermediate results are still in memory."""
+        """Count the intermediate results that are still in memory."""
         return sum(not storage.expired() for storage in self.storages)
 
 
@@ -79,7 +79,7 @@ class _FailsAtBackward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Computes something, and fails where the plan says so."""
+    """A layer that computes, and fails where the plan says so."""
 
     def __init__(self, plan: Plan, j: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def plan() -> Plan:
 
 
 def phases_of(checkpoint: str) -> list[str]:
-    """The phases in which an error of micro-batch 0 of several can be told from others."""
+    """Return the phases in which the pipeline can locate an error of micro-batch 0."""
     return ["forward"] if checkpoint == "never" else PHASES
 
 
@@ -164,11 +164,11 @@ def test_own_exception_with_its_place(
         step(model, 3)
     assert (caught.value.cell, caught.value.phase) == (cell, phase)
 
-    # Without checkpointing there is nobody of ours around at backward.
+    # Without checkpointing, none of our code runs at backward.
     known = phase in phases_of(checkpoint)
     expected = [note(cell, 3, devices(3)[cell[1]], phase)] if known else []
     assert getattr(caught.value, "__notes__", []) == expected
-    # As users see it:
+    # The text that users see:
     text = "".join(traceback.format_exception(caught.value))
     assert all(text.rstrip().endswith(line) for line in expected)
 
@@ -196,7 +196,7 @@ def test_partition_of_one_layer(pipe: Pipe, devices: Devices, plan: Plan) -> Non
 
 
 def test_micro_batches_that_came_are_counted(pipe: Pipe, devices: Devices, plan: Plan) -> None:
-    """M is how many there are, which may be less than chunks."""
+    """M is the number of micro-batches, which may be less than chunks."""
     model = pipe(build(plan, 2), [2, 2], chunks=8)
     plan.add((1, 1), "forward")
     with pytest.raises(Fault) as caught:
@@ -230,7 +230,7 @@ class NeedsNothing(BaseException):
     ids=lambda error: type(error).__name__,
 )
 def test_any_exception_gets_out(pipe: Pipe, plan: Plan, error: BaseException, phase: str) -> None:
-    """The very same instance, whatever it is."""
+    """The caller gets the same instance, whatever exception it is."""
     model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
     plan.add((0, 1), phase, error)
     with pytest.raises(type(error)) as caught:
@@ -241,7 +241,7 @@ def test_any_exception_gets_out(pipe: Pipe, plan: Plan, error: BaseException, ph
 
 
 def test_one_instance_raised_again_and_again(pipe: Pipe, devices: Devices, plan: Plan) -> None:
-    """Its notes do not pile up, and the last place is among them."""
+    """Its notes do not accumulate, and the last place is among them."""
     error = ValueError("the only one")
     model = pipe(build(plan, 2), [2, 2], chunks=3, checkpoint="always")
     plan.add((0, 1), "forward", error)
@@ -260,7 +260,7 @@ def test_one_instance_raised_again_and_again(pipe: Pipe, devices: Devices, plan:
 
 
 def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
-    """First where it happened, then where that is."""
+    """The first note tells the place in the inner pipeline, the second the place in the outer one."""
     inner = pipe(build(plan, 2), [2, 2], chunks=1)
     outer = pipe(nn.Sequential(Line(), inner), [1, 1], chunks=2)
     plan.add((1, 1), "forward")
@@ -291,7 +291,7 @@ def test_the_first_in_schedule_order_wins(devices: Devices, data: st.DataObject)
     first = in_schedule_order(failing)[0]
     assert caught.value.cell == first
     assert caught.value.__notes__ == [note(first, m, devices(n)[first[1]], "forward")]
-    # All before it have run, and nothing of a later clock.
+    # All cells before it have run, and no cell of a later clock.
     started = [cell for cell, _ in plan.runs]
     before = in_schedule_order((i, j) for i in range(m) for j in range(n))
     before = before[: before.index(first) + 1]
@@ -302,9 +302,9 @@ def test_the_first_in_schedule_order_wins(devices: Devices, data: st.DataObject)
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
-    """Cells of one clock fail at the same time, on devices that do not have to take turns.
+    """Cells of one clock fail at the same time, on devices that need not take turns.
 
-    Both have started before one of them fails; the other fails after that one is through.
+    Both have started before one of them fails; the other fails after the first has finished.
     """
     monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: set())
     both_started = threading.Barrier(2, timeout=30)
@@ -335,7 +335,7 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
 
 
 def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    """Where two partitions are on one device, and the devices do not have to take turns."""
+    """Two partitions share one device, and the devices need not take turns."""
     monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: set())
     model = GPipe(build(plan, 3), [2, 2, 2], devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
     plan.add((2, 0), "forward")
@@ -347,7 +347,7 @@ def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(monkeypatch: pytes
 
 @given(data=st.data())
 def test_any_faults(devices: Devices, data: st.DataObject) -> None:
-    """Any cells and phases: a planned error, told where; and afterwards all is as if nothing had been."""
+    """For any cells and phases, the caller gets a planned error with its place, and the model then works as before."""
     m, n = data.draw(st.integers(1, 4), label="m"), data.draw(st.integers(1, 3), label="n")
     mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
     cells = st.tuples(st.integers(0, m - 1), st.integers(0, n - 1))
@@ -392,7 +392,7 @@ def test_the_model_works_on(pipe: Pipe, plan: Plan, checkpoint: str, phase: str)
         layers.zero_grad()
         with pytest.raises(Fault):
             step(model, 3)
-        layers.zero_grad()  # A pass that fails leaves what it has added.
+        layers.zero_grad()  # A failed pass leaves the gradients that it has added.
     plan.faults.clear()
     assert not is_checkpointing()
     assert not is_recomputing()
@@ -401,7 +401,7 @@ def test_the_model_works_on(pipe: Pipe, plan: Plan, checkpoint: str, phase: str)
 
 
 def test_backward_can_be_tried_again(pipe: Pipe, plan: Plan) -> None:
-    """With retain_graph, as on the plain model."""
+    """With retain_graph, as in the plain model."""
     layers = build(plan, 2)
     model = pipe(layers, [2, 2], chunks=3, checkpoint="always")
     expected = plain_outcome(layers, rows(3), chunks=3, loss=torch.sum)
@@ -420,7 +420,7 @@ def test_backward_can_be_tried_again(pipe: Pipe, plan: Plan) -> None:
 
 
 def test_batch_norm_counts_right_after_a_fault(pipe: Pipe, plan: Plan) -> None:
-    """The scratch statistics of a recomputation that fails are not left in the layer."""
+    """The scratch statistics of a failed recomputation do not stay in the layer."""
     layers = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5).double(), Layer(plan, 0))
     layers[0].weight.data.zero_()  # the index of the micro-batch, which the next layer reads, becomes 0
     model = pipe(layers, [2], chunks=1, checkpoint="always")
@@ -458,9 +458,9 @@ def test_hooks_of_parameters_are_still_there_after_a_fault(pipe: Pipe, plan: Pla
 
 @every_phase
 def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> None:
-    """All that was computed is gone when the caller has dropped the exception and the output.
+    """Every computed tensor is freed when the caller has dropped the exception and the output.
 
-    By reference counts alone: a cycle would live until a collection, with all its tensors.
+    Reference counts suffice: a cycle would live until a collection, with all its tensors.
     """
     model = pipe(build(plan, 3), [2, 2, 2], chunks=3, checkpoint=checkpoint)
     plan.add((1, 1), phase)
@@ -470,7 +470,7 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
         for _ in range(2):
             with suppress(Fault):
                 step(model, 3)
-        # After an error, the queue of the autograd engine keeps what was ready, until the next backward.
+        # After an error, the autograd engine's queue keeps its ready tasks until the next backward.
         torch.ones((), requires_grad=True).backward()
         assert plan.storages
         assert plan.alive == 0
@@ -479,7 +479,7 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
 
 
 def test_a_kept_exception_goes_when_it_is_dropped(pipe: Pipe, plan: Plan) -> None:
-    """Its traceback holds the frames, and those the tensors; but nothing holds the exception."""
+    """The exception's traceback holds the frames, and these hold the tensors; but nothing holds the exception."""
     model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
     plan.add((1, 1), "forward")
     gc.disable()
@@ -501,7 +501,7 @@ def test_a_kept_exception_goes_when_it_is_dropped(pipe: Pipe, plan: Plan) -> Non
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation"])
 def test_control_c(pipe: Pipe, plan: Plan, phase: str) -> None:
-    """A signal while a layer computes: the main thread is waiting for it, or is the one that computes."""
+    """A signal arrives while a layer computes: the main thread waits for this layer, or runs it."""
 
     class Interrupted(nn.Module):
         pressed = False
@@ -514,7 +514,7 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str) -> None:
 
     layers = nn.Sequential(Layer(plan, 0), Interrupted(), Layer(plan, 1))
     model = pipe(layers, [1, 1, 1], chunks=2, checkpoint="always")
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
     try:
         with pytest.raises(KeyboardInterrupt):
             step(model, 2)
@@ -525,7 +525,7 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str) -> None:
 
 
 def test_a_worker_that_cannot_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a thread fails before it comes to its first cell, the caller must not wait for its answer."""
+    """If a thread fails before its first cell, the caller must not wait for its answer."""
 
     def fail(*args: Any) -> None:
         raise ValueError("cannot be entered here")
@@ -544,13 +544,13 @@ def test_a_worker_that_cannot_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join(10)
-    assert not thread.is_alive(), "waits for ever"
+    assert not thread.is_alive(), "the caller waits forever"
     assert "cannot be entered here" in str(errors)
     model(rows(1))
 
 
 def test_wrong_structure_at_the_end_is_no_hang(pipe: Pipe, plan: Plan) -> None:
-    """Errors of ours, after a layer was through, are treated like those of layers."""
+    """Our own errors after the layers have finished are treated like errors of layers."""
 
     class Strange(nn.Module):
         def forward(self, input: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""A tensor is dropped as soon as nothing needs it: no later than on the plain model, run in the same order.
+"""A tensor is dropped as soon as nothing needs it: no later than in the plain model, run in the same order.
 
-Every layer here notes the memory of its output, and at every run looks which memory is still there. No test
-calls `gc.collect()` before it looks: a cycle would hold its tensors until a collection, and that is a leak.
+Every layer here notes the memory of its output, and at every run checks which memory is still in use. No test calls
+`gc.collect()` before it checks: a cycle would hold its tensors until a collection, which is a leak.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Label = tuple[int, int, bool]
 
 
 class Watch:
-    """Which outputs of layers there were, and which were still in memory at which moment."""
+    """The outputs of layers, and which of them were in memory at the start of each run."""
 
     def __init__(self) -> None:
         self.storages: dict[Label, StorageWeakRef] = {}
@@ -40,7 +40,7 @@ class Watch:
         return {label for label, storage in self.storages.items() if not storage.expired()}
 
     def memory(self) -> set[int]:
-        """The same, but an output that shares the memory of another one does not count."""
+        """Return the storages in memory, counting outputs that share one storage once."""
         return {storage.cdata for storage in self.storages.values() if not storage.expired()}
 
 
@@ -76,7 +76,7 @@ def build(operations: list[str]) -> tuple[nn.Sequential, Watch]:
 
 
 def run_by_the_clock(layers: nn.Sequential, balance: list[int], x: Tensor, chunks: int, stop: int) -> Tensor:
-    """The plain model in the order of the schedule; a checkpoint runs without a graph and keeps its input."""
+    """Run the plain model in the order of the schedule; a checkpoint runs without a graph and keeps its input."""
     ends = [sum(balance[:j]) for j in range(len(balance) + 1)]
     partitions = [layers[start:end] for start, end in pairwise(ends)]
     batches = list(x.chunk(chunks))
@@ -117,7 +117,7 @@ def watched(pipe: Pipe, checkpoint: str) -> tuple[GPipe, Watch]:
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_forward_drops_what_the_plain_model_drops(devices: Devices, data: st.DataObject) -> None:
-    """At the start of every layer and at the end there is nothing in memory that the plain model has not."""
+    """At the start of every layer and at the end, every tensor in memory is in memory in the plain model too."""
     operations = data.draw(st.lists(st.sampled_from(list(OPERATIONS)), min_size=1, max_size=6))
     cuts = data.draw(st.sets(st.integers(1, max(1, len(operations) - 1)), max_size=3)) - {len(operations)}
     balance = [end - start for start, end in pairwise([0, *sorted(cuts), len(operations)])]
@@ -148,14 +148,14 @@ def test_forward_drops_what_the_plain_model_drops(devices: Devices, data: st.Dat
 def test_without_gradients_a_layer_has_its_input_and_that_of_its_partition(
     watched: tuple[GPipe, Watch], off: Callable[[], Any]
 ) -> None:
-    """Of each micro-batch; as in a Sequential of Sequentials, whose call holds its arguments."""
+    """Of each micro-batch, only these are in memory, as in nested Sequentials, whose calls hold their arguments."""
     model, watch = watched
     with off():
         output = model(torch.rand(3, 2))
     for (k, i, _), alive in watch.seen.items():
         j = k // 3
         of_this_one = {label[0] for label in alive if label[1] == i}
-        # What layers 4 and 6 return shares its memory with their inputs.
+        # Layers 4 and 6 return tensors that share memory with their inputs.
         assert of_this_one - {4, 6} <= {k - 1, 3 * j - 1} | ({3} if k == 5 else {5} if k == 7 else set())
     del output
     assert watch.alive() == set()
@@ -165,7 +165,7 @@ def test_without_gradients_a_layer_has_its_input_and_that_of_its_partition(
 
 
 def test_backward_drops_the_input_of_each_cell_that_is_through(pipe: Pipe) -> None:
-    """When (i, j) is recomputed, what was kept for (i+1, j) and those after it is gone."""
+    """When (i, j) is recomputed, the tensors kept for (i+1, j) and later micro-batches are freed."""
     m = 4
     layers, watch = build(["exp", "exp", "exp"])
     model = pipe(layers, [1, 1, 1], chunks=m, checkpoint="always")
@@ -179,19 +179,19 @@ def test_backward_drops_the_input_of_each_cell_that_is_through(pipe: Pipe) -> No
 
 
 def test_after_backward_only_the_output_is_left(watched: tuple[GPipe, Watch]) -> None:
-    """While the caller keeps the output and the loss, which hold the graph."""
+    """The caller still holds the output and the loss, which hold the graph."""
     model, watch = watched
     x = torch.rand(3, 2, requires_grad=True)
     output = model(x)
     loss = output.sum()
     loss.backward()
-    assert watch.alive() == set()  # the output is a concatenation, with a memory of its own
+    assert watch.alive() == set()  # the output is a concatenation with its own memory
     assert output.grad_fn is not None
     assert x.grad is not None
 
 
 def test_after_backward_only_parameters_and_gradients_are_left(watched: tuple[GPipe, Watch]) -> None:
-    """By counting all tensors that there are in Python."""
+    """All tensors known to Python are counted."""
     model, _ = watched
 
     def step() -> None:
@@ -209,7 +209,7 @@ def test_after_backward_only_parameters_and_gradients_are_left(watched: tuple[GP
 
 
 def test_retain_graph_keeps_no_recomputation(watched: tuple[GPipe, Watch]) -> None:
-    """A second backward recomputes, too; what is kept for it is what was kept for the first."""
+    """A second backward recomputes again; what is kept for it is what was kept for the first."""
     model, watch = watched
     loss = model(torch.rand(3, 2)).sum()
     before = watch.memory()
@@ -220,7 +220,7 @@ def test_retain_graph_keeps_no_recomputation(watched: tuple[GPipe, Watch]) -> No
 
 
 def test_gradients_of_some_parameters_keep_no_recomputation(watched: tuple[GPipe, Watch], checkpoint: str) -> None:
-    """Also where the engine does not have to go through all of the graph."""
+    """Also where the engine does not visit the whole graph."""
     model, watch = watched
     loss = model(torch.rand(3, 2)).sum()
     before = watch.memory()
@@ -240,7 +240,7 @@ def generator_states() -> int:
 def test_states_of_the_generator_go_with_what_was_recomputed(
     pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]
 ) -> None:
-    """Each takes five kilobytes. Where nothing is drawn none is kept, and none after backward though the loss is."""
+    """A state has five kilobytes. Without a draw none is kept, and none after backward even if the loss is kept."""
     before = generator_states()
     layers = nn.Sequential(nn.Linear(2, 2), layer(), nn.Linear(2, 2), layer())
     model = pipe(layers, [2, 2], chunks=3, checkpoint=checkpoint)
@@ -254,7 +254,7 @@ def test_states_of_the_generator_go_with_what_was_recomputed(
 
 
 class Ignores(nn.Module):
-    """Has no use for its input."""
+    """A layer that ignores its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Ignores(nn.Module):
 
 
 def test_a_partition_whose_output_is_ignored_keeps_no_recomputation(pipe: Pipe, checkpoint: str) -> None:
-    """No gradient comes back to it, while the order of the micro-batches leads through it all the same."""
+    """No gradient returns to the partition, but the order of the micro-batches still leads through it."""
     layers, watch = build(["scale", "exp"])
     layers.append(Ignores())
     model = pipe(layers, [2, 1], chunks=3, checkpoint=checkpoint)
@@ -298,7 +298,7 @@ def test_evaluation_leaves_nothing(watched: tuple[GPipe, Watch]) -> None:
 
 
 def test_the_only_micro_batch_goes_though_the_output_stays(pipe: Pipe, checkpoint: str) -> None:
-    """It is copied into the output, as several are."""
+    """The micro-batch is copied into the output, as several micro-batches are."""
     layers, watch = build(["scale", "sin", "exp"])
     model = pipe(layers, [1, 1, 1], chunks=1, checkpoint=checkpoint)
     output = model(torch.rand(3, 2))
@@ -333,7 +333,7 @@ def test_the_model_goes_with_its_last_reference(pipe: Pipe, checkpoint: str, tra
 
 
 def test_there_are_no_cycles(watched: tuple[GPipe, Watch]) -> None:
-    """What a collection finds after a training step has nothing to do with us."""
+    """A collection after a training step finds none of our objects."""
     model, _ = watched
     model(torch.rand(3, 2)).sum().backward()
     gc.collect()
@@ -342,7 +342,7 @@ def test_there_are_no_cycles(watched: tuple[GPipe, Watch]) -> None:
         model(torch.rand(3, 2)).sum().backward()
         gc.collect()
         ours = [thing for thing in gc.garbage if issubclass(type(thing), Tensor) or _is_ours(thing)]
-        # Fake tensors are those of other tests: PyTorch lets go of them late.
+        # Fake tensors belong to other tests: PyTorch frees them late.
         ours = [thing for thing in ours if "FakeTensor" not in repr(thing)]
         assert ours == []
     finally:

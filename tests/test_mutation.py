@@ -1,4 +1,4 @@
-"""Mutations are found by names and syntax trees; `mutation.py --check` looks whether all of them are."""
+"""Mutations are found by names and syntax trees; `mutation.py --check` verifies that all are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public surface is one list. What is on it is documented, with all its arguments, and shown at work."""
+"""The public surface is one list. Every name on it is documented with all its arguments, and shown in an example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import snippets
 ROOT = Path(torchgpipe.__file__).parent.parent
 REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.rst")))
 
-#: Module by module, the names that users may rely on.
+#: The names that users may rely on, module by module.
 PUBLIC: dict[str, list[str]] = {
     "torchgpipe": ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"],
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
@@ -40,14 +40,14 @@ PUBLIC: dict[str, list[str]] = {
     ],
 }
 
-#: Modules that have names for the rest of the library, too.
+#: Modules that also have names for the rest of the library.
 SHARED = {"torchgpipe.batchnorm", "torchgpipe.timeline.span"}
 
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 
 
 def named(name: str) -> Any:
-    """What a full name stands for."""
+    """Return the object of a full name."""
     if name in PUBLIC:
         return importlib.import_module(name)
     module, _, last = name.rpartition(".")
@@ -87,12 +87,12 @@ def test_a_public_name_tells_of_its_arguments(name: str) -> None:
 
 
 def _forwards(parameters: list[inspect.Parameter]) -> bool:
-    """Whether the arguments are handed on to another function as they are."""
+    """Return whether the arguments are forwarded to another function unchanged."""
     return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def test_each_public_name_is_shown_at_work() -> None:
-    """In the code of a page or of a docstring, all of which tests/test_docs.py runs."""
+    """The example is in a page or a docstring, all of which tests/test_docs.py runs."""
     pages = [snippets.in_rst(path.read_text()) for path in (ROOT / "docs").rglob("*.rst")]
     pages += [snippets.in_docstring(inspect.getdoc(t)) for name in NAMES for _, t in snippets.documented(named(name))]
     code = "\n".join(snippet.code for page in pages for snippet in page)
@@ -102,7 +102,7 @@ def test_each_public_name_is_shown_at_work() -> None:
 
 
 def test_nobody_is_sent_to_the_index_for_what_is_not_there() -> None:
-    """``pip install 'torchgpipe[plot]'`` brings the original's last release, 0.0.7."""
+    """``pip install 'torchgpipe[plot]'`` installs the original's last release, 0.0.7."""
     pages = [*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "Makefile"]
     for folder, suffix in [("docs", "rst"), ("examples", "py"), ("torchgpipe", "py"), ("torchgpipe_balancing", "py")]:
         pages += (ROOT / folder).rglob(f"*.{suffix}")

@@ -1,4 +1,4 @@
-"""The switch `--rounding`, under which rows round differently with their number."""
+"""With the switch `--rounding`, rows of a product round differently with their number."""
 
 from __future__ import annotations
 

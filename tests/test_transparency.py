@@ -1,7 +1,7 @@
-"""Whatever the model, and however it is cut: the results are those of the plain model, to the last bit.
+"""Whatever the model and its partitions, results equal the plain model's to the last bit.
 
-The plain model runs micro-batch by micro-batch, in float64. Models are put together at random from the layers in
-`RECIPES`, each of which turns one kind of value into another:
+The plain model runs micro-batch by micro-batch, in float64. Models are drawn at random from the layers in `RECIPES`,
+each of which turns one kind of value into another:
 
     vector   a tensor of shape (batch, 4)
     image    a tensor of shape (batch, 2, 2): channels and length
@@ -9,7 +9,7 @@ The plain model runs micro-batch by micro-batch, in float64. Models are put toge
     pair     a tuple of two vectors
     mapping  a dict of a vector, a mask and None
 
-What layers may do to make life hard for a pipeline is in this list; a new trick belongs here.
+This list has everything that layers may do to make life hard for a pipeline; a new trick belongs here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class Using(nn.Module):
-    """A layer that does something with a linear map: ``function(linear, input)``."""
+    """A layer that calls ``function(linear, input)`` with a linear map."""
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Using(nn.Module):
 
 
 class Double(nn.Module):
-    """Works in place and is not idempotent: done twice on one tensor, it shows."""
+    """A layer that works in place and is not idempotent: a second run on the same tensor shows."""
 
     inplace = True
 
@@ -62,7 +62,7 @@ class Double(nn.Module):
 
 
 class Counter(nn.Module):
-    """Counts the micro-batches it has seen."""
+    """A layer that counts its micro-batches."""
 
     count: Tensor
 
@@ -105,7 +105,7 @@ def frozen(layer: nn.Module) -> nn.Module:
 
 
 def evaluated(layer: nn.Module) -> nn.Module:
-    """Marks a layer that is in evaluation whatever the model is in."""
+    """Keep a layer in eval mode, whatever the mode of the model."""
     layer.always_evaluated = True
     return layer
 
@@ -114,14 +114,14 @@ class Recipe(NamedTuple):
     """A layer that a model can contain.
 
     Attributes:
-        name: for the report of a failure
+        name: the name in the report of a failure
         takes: the kind of its input
         gives: the kind of its output
-        make: makes it
+        make: makes the layer
         traits: ``'exact'``: its arithmetic does not round, if parameters and inputs are small fractions of two;
-            ``'fresh'``: its output is a tensor that nobody else uses, not for backward either;
-            ``'in place'``: it changes its input, which has to be fresh; ``'random'``: it draws random numbers;
-            ``'sums'``: within a micro-batch already, the gradient of a parameter is a sum
+            ``'fresh'``: its output is used nowhere else, not for backward either;
+            ``'in place'``: it changes its input, which must be fresh; ``'random'``: it draws random numbers;
+            ``'sums'``: the gradient of a parameter is a sum even within a micro-batch
     """
 
     name: str
@@ -136,7 +136,7 @@ def recipe(name: str, takes: str, gives: str, make: Callable[[], nn.Module], *tr
 
 
 RECIPES = [
-    # What most models consist of.
+    # The layers of most models.
     recipe("linear", "vector", "vector", lambda: nn.Linear(4, 4), "exact", "fresh"),
     recipe("linear without bias", "vector", "vector", lambda: nn.Linear(4, 4, bias=False), "exact", "fresh"),
     recipe("frozen linear", "vector", "vector", lambda: frozen(nn.Linear(4, 4)), "exact", "fresh"),
@@ -146,30 +146,30 @@ RECIPES = [
     recipe("layer norm", "vector", "vector", lambda: nn.LayerNorm(4)),
     recipe("residual", "vector", "vector", lambda: Using(lambda linear, x: x + linear(x).tanh())),
     recipe("linear twice", "vector", "vector", lambda: Using(lambda f, x: f(f(x))), "exact", "sums"),
-    # In place.
+    # Layers that work in place.
     recipe("relu in place", "vector", "vector", lambda: nn.ReLU(inplace=True), "exact", "in place"),
     recipe("double in place", "vector", "vector", Double, "exact", "in place"),
     recipe("leaky relu in place", "image", "image", lambda: nn.LeakyReLU(0.5, inplace=True), "exact", "in place"),
-    # The same tensor under another name.
+    # Layers that return their input, a view of it, or a flipped copy.
     recipe("identity", "vector", "vector", nn.Identity, "exact"),
     recipe("view", "vector", "vector", lambda: Apply(lambda x: x.view(-1, 2, 2).view(-1, 4)), "exact"),
     recipe("transposed twice", "vector", "vector", lambda: Apply(lambda x: x.t().t()), "exact"),
     recipe("flip", "vector", "vector", lambda: Apply(lambda x: x.flip(1)), "exact", "fresh"),
-    # What stops gradients.
+    # Layers that stop gradients.
     recipe("detach", "vector", "vector", lambda: Apply(lambda x: x.detach()), "exact"),
     recipe("constant", "vector", "vector", lambda: Apply(torch.ones_like), "exact"),
     recipe("detach, then linear", "vector", "vector", lambda: Using(lambda f, x: f(x.detach())), "exact"),
     recipe("no_grad inside", "vector", "vector", lambda: Using(torch.no_grad()(lambda f, x: f(x))), "exact"),
     recipe("parameter only", "vector", "vector", lambda: Using(lambda f, x: f.bias.expand(len(x), 4)), "exact"),
     recipe("unused parameter", "vector", "vector", lambda: Using(lambda f, x: x * 0.5), "exact"),
-    # What counts.
+    # Layers that count.
     recipe("counter", "vector", "vector", Counter, "exact"),
-    # Integers.
+    # Layers of integers.
     recipe("argsort", "vector", "tokens", lambda: Apply(lambda x: x.argsort(1)[:, :3]), "exact"),
     recipe("other tokens", "tokens", "tokens", lambda: Apply(lambda x: (x + 1) % 8), "exact"),
     recipe("embedding", "tokens", "vector", Embed, "exact"),
     recipe("frozen embedding", "tokens", "vector", lambda: frozen(Embed()), "exact"),
-    # Images.
+    # Layers of images.
     recipe("to image", "vector", "image", lambda: nn.Unflatten(1, (2, 2)), "exact"),
     recipe("flatten", "image", "vector", nn.Flatten, "exact"),
     recipe("conv", "image", "image", lambda: nn.Conv1d(2, 2, 3, padding=1), "exact", "fresh"),
@@ -187,7 +187,7 @@ RECIPES = [
         "image",
         lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
     ),
-    # Several tensors.
+    # Layers of several tensors.
     recipe("keep", "vector", "pair", lambda: Using(lambda f, x: (f(x), x)), "exact"),
     recipe("same twice", "vector", "pair", lambda: Apply(lambda x: (x, x)), "exact"),
     recipe("views", "vector", "pair", lambda: Apply(lambda x: (x.view(-1, 4), x[:, :1].expand(-1, 4))), "exact"),
@@ -202,7 +202,7 @@ RECIPES = [
     recipe("inner", "mapping", "mapping", lambda: Using(lambda f, d: {**d, "x": f(d["x"])}), "exact"),
     recipe("where", "mapping", "vector", lambda: Apply(lambda d: torch.where(d["mask"], d["x"], 0)), "exact"),
     recipe("arguments", "arguments", "vector", First, "exact", "fresh"),
-    # Random numbers.
+    # Layers that draw random numbers.
     recipe("dropout", "vector", "vector", lambda: nn.Dropout(0.5), "random"),
     recipe("dropout in place", "vector", "vector", lambda: nn.Dropout(0.3, inplace=True), "random", "in place"),
     recipe("noise", "vector", "vector", lambda: Apply(lambda x: x + torch.randn_like(x)), "random"),
@@ -256,12 +256,12 @@ class Case:
         return loss_of(output, self.used)
 
     def plain(self, within: Context = nullcontext, each: Context = nullcontext) -> Outcome:
-        """What the plain model gives, if it is called in a block, and each micro-batch is run in one."""
+        """Return the plain model's outcome: the call runs inside ``within``, and each micro-batch inside ``each``."""
         module = self.set_mode(copy.deepcopy(self.module))
         return self._outcome(module, partial(run_plain, module, chunks=self.chunks, each=each), within)
 
     def piped(self, pipe: Pipe, devices: Devices, within: Context = nullcontext) -> Outcome:
-        """What the pipeline gives, if it is called in a block."""
+        """Return the pipeline's outcome, called inside ``within``."""
         model = self.pipeline(pipe, devices)
         return self._outcome(model, model, within)
 
@@ -282,7 +282,7 @@ def cases(
     dtype: torch.dtype = torch.float64,
     training: st.SearchStrategy[bool] = st.sampled_from([True, True, True, False]),  # noqa: B008
 ) -> Case:
-    """Any model, cut and run in any way.
+    """Draw any model with any way to cut and run it.
 
     Args:
         random: whether layers draw random numbers
@@ -340,7 +340,7 @@ def _recipes(draw: st.DrawFn, random: bool, exact: bool) -> list[Recipe]:
 
 
 def _share_weights(draw: st.DrawFn, layers: Sequence[nn.Module]) -> list[nn.Linear]:
-    """Lets some linear layers have one weight."""
+    """Make some linear layers share one weight."""
     linear = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.requires_grad]
     if len(linear) < 2 or not draw(st.booleans()):
         return []
@@ -351,7 +351,7 @@ def _share_weights(draw: st.DrawFn, layers: Sequence[nn.Module]) -> list[nn.Line
 
 @st.composite
 def _compositions(draw: st.DrawFn, total: int) -> list[int]:
-    """Positive numbers with this sum."""
+    """Draw positive numbers with this sum."""
     numbers = []
     while total > 0:
         numbers.append(draw(st.integers(1, total)))
@@ -360,7 +360,7 @@ def _compositions(draw: st.DrawFn, total: int) -> list[int]:
 
 
 def _nest(draw: st.DrawFn, layers: list[nn.Module], balance: list[int]) -> nn.Sequential:
-    """A Sequential in which the layers of some partitions are one layer, a Sequential of its own."""
+    """Return a Sequential in which the layers of some partitions are nested in a Sequential of their own."""
     nested: list[nn.Module] = []
     rest = iter(layers)
     for j, count in enumerate(balance):
@@ -372,7 +372,7 @@ def _nest(draw: st.DrawFn, layers: list[nn.Module], balance: list[int]) -> nn.Se
 
 
 def _make_exact(module: nn.Module) -> None:
-    """Makes parameters so small fractions of two that sums and products of several layers do not round."""
+    """Make parameters such small fractions of two that sums and products over several layers do not round."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randint(-2, 3, parameter.shape) / 2)
@@ -424,7 +424,7 @@ def test_any_model_gives_what_the_plain_model_gives(pipe: Pipe, devices: Devices
 def test_any_model_with_shared_weights_gives_what_the_plain_model_gives(
     pipe: Pipe, devices: Devices, case: Case
 ) -> None:
-    """A gradient with several parts is summed in one order or another; here none of the sums is rounded."""
+    """A gradient of several parts is summed in any order; here no sum is rounded."""
     assert_same(case.piped(pipe, devices), case.plain())
 
 
@@ -438,7 +438,7 @@ def test_without_gradients(pipe: Pipe, devices: Devices, context: Context, case:
 def test_random_layers_draw_what_they_draw_without_checkpointing(
     pipe: Pipe, devices: Devices, case: Case, seed: int
 ) -> None:
-    """Also if the caller draws between forward and backward; and backward does not move the caller's stream."""
+    """The caller may draw between forward and backward, and backward does not advance the caller's generator."""
 
     def loss(output: Any) -> Tensor | None:
         torch.rand(3)
@@ -452,8 +452,8 @@ def test_random_layers_draw_what_they_draw_without_checkpointing(
         outcomes.append(outcome(model, *case.inputs, loss=loss))
         states.append(torch.get_rng_state())
     if len(set(devices(2))) > 1:
-        # Workers number their nodes apart: with several tensors between partitions, the engine may sum the gradients of
-        # the micro-batches in another order.
+        # Workers number their nodes separately: with several tensors between partitions, the engine may sum the
+        # gradients of the micro-batches in another order.
         grads = outcomes[0].param_grads
         torch.testing.assert_close(outcomes[1].param_grads, grads, rtol=1e-12, atol=1e-12, equal_nan=True)
         outcomes[1] = replace(outcomes[1], param_grads=grads)
@@ -471,12 +471,12 @@ def test_other_precisions(pipe: Pipe, devices: Devices, dtype: torch.dtype, data
 @pytest.mark.parametrize("cache", [True, False])
 @given(case=cases(dtype=torch.float32))
 def test_autocast(pipe: Pipe, devices: Devices, cache: bool, case: Case) -> None:
-    """Backward, and with it recomputation, comes after the block.
+    """Backward, with its recomputation, comes after the block.
 
-    Micro-batches that share a casted weight sum its gradients in bfloat16, and those that cast their own in float32.
-    In the plain model they share if autocast keeps its cache. Checkpointed ones never do. (A tensor in NoChunk may
-    be shared in part: what orders micro-batches is tied to an input that needs a gradient, and autocast keeps
-    casts of leaves only.)
+    Micro-batches that share a cast weight sum its gradients in bfloat16; micro-batches that cast their own copy sum in
+    float32. In the plain model they share if autocast keeps its cache. Checkpointed micro-batches never share. (A
+    tensor in NoChunk may be shared in part: the tie between micro-batches sits on an input that needs a gradient, and
+    autocast caches only the casts of leaves.)
     """
     assume(not cache or "arguments" not in case.names)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=cache)

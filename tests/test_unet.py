@@ -1,4 +1,4 @@
-"""The U-Net example and the benchmark of its skips: the same results with portals and without, and true counts."""
+"""The U-Net example and its benchmark of skips: equal results with and without portals, and exact counts."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_unet_without_portals_equals_the_one_with_them(
     assert_same(outcome(model, images, run=lambda images: pipeline((images,))[0]), expected)
 
 
-# With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8: the skips are 4 x 2 x 8 x 8 from the first partition to the
-# last, and 4 x 4 x 4 x 4 to the second. The activations at the ends of partitions are 4 x 4 x 2 x 2 and
-# 4 x 4 x 4 x 4. A number has 4 bytes.
+# With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8, the skips are 4 x 2 x 8 x 8 from the first partition to the
+# last, and 4 x 4 x 4 x 4 to the second. The activations at the ends of partitions are 4 x 4 x 2 x 2 and 4 x 4 x 4 x 4.
+# A number has 4 bytes.
 LONG, SHORT, FIRST, SECOND = 2048, 1024, 256, 1024
 
 

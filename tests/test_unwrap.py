@@ -1,4 +1,4 @@
-"""A pipeline gives its layers back, and training goes on in another one as if nothing had happened."""
+"""A pipeline returns its layers, and training in another pipeline continues exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class End(nn.Linear):
 
 
 def layers() -> nn.Sequential:
-    """Six layers: one is frozen, and a skip goes from the first to the last but one."""
+    """Return six layers, one of them frozen, with a skip from the first to the last but one."""
     torch.manual_seed(0)
     module = nn.Sequential(
         OrderedDict(
@@ -55,7 +55,7 @@ def batches(n: int) -> list[Tensor]:
 
 
 def train(model: Callable[[Tensor], Any], optimizer: torch.optim.Optimizer, data: list[Tensor]) -> list[float]:
-    """A step on each mini-batch; the losses."""
+    """Train one step on each mini-batch, and return the losses."""
     losses = []
     for input in data:
         loss = (model(input) - 1).square().mean()
@@ -69,7 +69,7 @@ def train(model: Callable[[Tensor], Any], optimizer: torch.optim.Optimizer, data
 @pytest.mark.parametrize(
     ("balance", "chunks", "checkpoint", "amsgrad"),
     [
-        ([3, 3], 4, "except_last", True),  # as before
+        ([3, 3], 4, "except_last", True),  # the same settings as before
         ([5, 1], 4, "except_last", False),
         ([1, 1, 2, 2], 4, "except_last", True),
         ([6], 4, "except_last", False),
@@ -82,7 +82,7 @@ def train(model: Callable[[Tensor], Any], optimizer: torch.optim.Optimizer, data
 def test_training_goes_on_bit_by_bit(
     pipe: Pipe, balance: list[int], chunks: int, checkpoint: str, amsgrad: bool
 ) -> None:
-    """With Adam, whose state counts: forgotten, it would show in the second step."""
+    """Adam's state matters: if it were forgotten, the second step would show it."""
     data = batches(9)
 
     plain = layers()
@@ -97,7 +97,7 @@ def test_training_goes_on_bit_by_bit(
     model = pipe(model.unwrap(), balance, chunks=chunks, checkpoint=checkpoint)
     losses += train(model, optimizer, data[3:6])
     model = pipe(model.unwrap(), [3, 3], chunks=4)
-    optimizer.load_state_dict(optimizer.state_dict())  # changes nothing where nothing has moved
+    optimizer.load_state_dict(optimizer.state_dict())  # no effect unless parameters have moved
     losses += train(model, optimizer, data[6:])
 
     assert losses == expected
@@ -168,7 +168,7 @@ def test_modes_stay(pipe: Pipe) -> None:
 
 
 def test_an_unwrapped_pipeline_does_not_run(pipe: Pipe) -> None:
-    """Its layers may be on other devices by now, where it would look for them in vain, or worse, not notice."""
+    """Its layers may have moved to other devices, where the pipeline would not find them, or worse, not notice."""
     for module in (layers(), nn.Sequential()):
         model = pipe(module, [len(module)] if len(module) else [])
         model.unwrap()
@@ -218,7 +218,7 @@ def test_deferred_batch_norms_are_plain_again(pipe: Pipe) -> None:
     assert unwrapped[1][0].num_batches_tracked == 2
     assert set(vars(unwrapped[1][0])) == set(vars(nn.BatchNorm1d(4)))
     assert unwrapped[0] is module[0]
-    # Running it, now as a plain one, is what it does for the caller's own layer.
+    # Running the unwrapped norm updates the caller's layer, with which it shares its buffers.
     unwrapped(batches(1)[0])
     assert module[1][0].num_batches_tracked == 3
 
@@ -231,7 +231,7 @@ def test_deferred_batch_norms_go_on_under_another_number_of_chunks(pipe: Pipe) -
     model = pipe(model.unwrap(), [1, 3], chunks=4, deferred_batch_norm=True)
     losses += train(model, optimizer, data[2:])
     assert all(norm.chunks == 4 for norm in model.modules() if isinstance(norm, DeferredBatchNorm))
-    assert model[1][0].num_batches_tracked == 4  # once a mini-batch
+    assert model[1][0].num_batches_tracked == 4  # once per mini-batch
 
     plain = norms()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)

@@ -1,6 +1,6 @@
-"""What a type checker says of programs that use the library: ``make types`` reads this file, and nothing runs it.
+"""Programs that use the library, for the type checker: ``make types`` reads this file, and nothing runs it.
 
-Each line with ``type: ignore`` is a mistake that the checker has to notice: an ignore that is not needed is an error.
+Each line with ``type: ignore`` is a mistake that the checker must notice: an unneeded ignore is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions that users call, under both signatures, and where they are imported from."""
+"""The balancing functions work under both signatures and from both import paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchgpipe_balancing.measure import profile_sizes
 
 
 class Work(nn.Module):
-    """Multiplies matrices so often that its time stands out from all noise."""
+    """A layer that multiplies matrices so often that its time exceeds all noise."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def test_by_time() -> None:
 
 
 def test_by_size() -> None:
-    # 80 bytes of activations a row each, and 40,000 of parameters at the end.
+    # Each row has 80 bytes of activations, and the last layer 40,000 bytes of parameters.
     module = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 500, bias=False))
     sample = torch.rand(1000, 20)
     by_size = torchgpipe.balance.balance_by_size
@@ -69,7 +69,7 @@ class End(nn.Module):
 
 
 def test_models_with_skips() -> None:
-    # The original fails with a KeyError where a layer pops what it has not stashed.
+    # The original raises a KeyError where a layer pops a skip that another layer has stashed.
     inner, outer = Namespace(), Namespace()
     module = nn.Sequential(
         Start().isolate(outer), Work(1), Start().isolate(inner), Work(400), End().isolate(inner), End().isolate(outer)
@@ -94,7 +94,7 @@ def test_by_size_is_activations_by_chunks_and_scaled_parameters(monkeypatch: pyt
 
 
 def test_what_the_signatures_are_made_of_is_where_it_was() -> None:
-    """Programs for 0.0.5 to 0.0.7 profile by themselves, add what they know, and split."""
+    """Programs written for 0.0.5 to 0.0.7 call the profiling functions, change the costs, and split."""
     from torchgpipe.balance import blockpartition
     from torchgpipe.balance.profile import profile_sizes, profile_times
 
@@ -189,7 +189,7 @@ def test_mistakes_show_before_anything_is_measured() -> None:
 
 
 def optimizers() -> dict[str, list[torch.optim.Optimizer]]:
-    """Those of the table, by the words that it has for them."""
+    """Return the optimizers of the documented table, under the table's words."""
     p = [nn.Parameter(torch.ones(8, 8))]
     optim = torch.optim
     return {

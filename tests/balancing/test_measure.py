@@ -1,4 +1,4 @@
-"""Profiling measures the right sizes and times, and leaves the model as it is."""
+"""Profiling measures the right sizes and times, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchgpipe_balancing import Profile, measure, profile, times
 
 
 def quick(module: nn.Sequential, sample: Any, **options: Any) -> Profile:
-    """One round."""
+    """Profile in a single round."""
     return profile(module, sample, timeout=0, device="cpu", **options)
 
 
@@ -40,16 +40,16 @@ def test_sizes_of_a_layer() -> None:
 
     assert linear.parameters == (3 * 5 + 5) * 4
     assert linear.buffers == 0
-    assert linear.activations == 7 * 3 * 4  # the input; of parameters nothing is counted
+    assert linear.activations == 7 * 3 * 4  # the input; parameters are not counted
     assert linear.output == 7 * 5 * 4
     assert norm.parameters == 0
     assert norm.buffers == (5 + 5) * 4 + 8
-    assert norm.activations == (7 * 5 + 2 * 5) * 4  # the input, mean and variance; no running statistics
+    assert norm.activations == (7 * 5 + 2 * 5) * 4  # the input, mean and variance, but no running statistics
 
 
 def test_what_two_layers_keep_counts_once() -> None:
     measured = quick(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(4, 3))
-    # ReLU keeps its output, which the last layer keeps as its input.
+    # ReLU keeps its output, which is also the input that the last layer keeps.
     assert sizes(measured, "activations") == [48, 48, 0]
 
 
@@ -62,7 +62,7 @@ def test_what_passes_by_counts_once() -> None:
         return pair[0] + 1, pair[1]
 
     def joined(pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]  # keeps both; the second is known
+        return pair[0] * pair[1]  # keeps both factors; the second one is already counted
 
     sample = torch.rand(4, requires_grad=True)
     measured = quick(nn.Sequential(Apply(forked), Apply(untouched), Apply(joined)), sample)
@@ -111,7 +111,7 @@ def test_autocast_keeps_nothing_from_run_to_run() -> None:
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         quick(nn.Sequential(Watched(4, 4), Watched(4, 4)), torch.rand(8, 4))
-        assert len(gradients) == 4  # a cast without a graph, of a run without gradient, has none
+        assert len(gradients) == 4  # the cast in the run without gradients has no graph
         assert {weight() for weight in weights} == {None}
 
 
@@ -149,7 +149,7 @@ LAYERS: list[Callable[[], nn.Module]] = [
 
 
 def kept(module: nn.Sequential, input: Tensor) -> int:
-    """Return the bytes that the whole model keeps, counted in one go."""
+    """Return the bytes that the whole model keeps, counted in one run."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_activations_add_up_to_those_of_the_model(which: list[int], requires_gra
 
 
 class Clock:
-    """A clock that only layers move, so that every time is known beforehand."""
+    """A clock that only layers move, so that every time is known in advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -201,7 +201,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Slow(nn.Module):
-    """Move the clock by known times."""
+    """A layer that moves the clock by known times."""
 
     def __init__(self, clock: Clock, forward: float, backward: float) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_times(clock: Clock) -> None:
     assert (second.forward, second.recompute, second.backward) == (3, 3, 10)
     assert first.total() == 4
     assert first.total(recompute=False) == 3
-    # A round takes three forwards, of which the first is not timed, and a backward: 3 * 4 + 12.
+    # A round has three forwards, the first one untimed, and a backward: 3 * 4 + 12.
     assert measured.rounds == 5
     assert "20% of the time is recomputation" in str(measured)
 
@@ -243,7 +243,7 @@ def test_frozen_layers_are_neither_recomputed_nor_run_backward(clock: Clock) -> 
     module[2].requires_grad_(False)
     measured = quick(module, torch.rand(4))
 
-    # Layer 2 has no gradient of its own, but layer 1 before it has.
+    # Layer 2 has no gradient of its own, but the earlier layer 1 has.
     assert [row["recompute"] for row in measured.rows()] == [0, 1, 1, 1]
     assert [row["backward"] for row in measured.rows()] == [0, 2, 2, 2]
     assert [row["forward"] for row in measured.rows()] == [1, 1, 1, 1]
@@ -268,7 +268,7 @@ def test_negative_timeout(timeout: float) -> None:
         profile(nn.Sequential(), torch.rand(1), timeout=timeout)
 
 
-# -- What is left alone --
+# -- Unchanged by profiling --
 
 
 def state_of(module: nn.Module) -> list[Any]:
@@ -297,7 +297,7 @@ def test_module_and_sample_stay_untouched() -> None:
 def test_gradient_of_the_sample_stays_untouched() -> None:
     sample = torch.rand(5, 4, requires_grad=True)
     module = nn.Sequential(nn.Linear(4, 4))
-    measured = quick(module, sample * 1)  # no leaf either
+    measured = quick(module, sample * 1)  # not a leaf either
     quick(module, sample)
     assert sample.grad is None
     assert measured.sample == "(5, 4) float32"
@@ -370,7 +370,7 @@ def test_shared_parameters() -> None:
 
 
 def test_layers_that_work_in_place() -> None:
-    # Doubling shows a second run on the same tensor, and a leaf must not be changed in place at all.
+    # Doubling makes a second run on the same tensor visible, and a leaf must not be changed in place at all.
     runs: list[float] = []
 
     def doubled(x: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ def test_integers_none_and_nested_containers() -> None:
 
 
 class Attend(nn.Module):
-    """A layer of two arguments, or three."""
+    """A layer of two or three arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -415,13 +415,13 @@ def test_a_tuple_is_several_arguments_of_the_first_layer_that_takes_them() -> No
         measured = quick(nn.Sequential(layer, nn.Identity()), (x, mask))
         assert measured.sample == "(2, 3) float32, (2, 3) float32"
     assert quick(nn.Sequential(Attend(lambda x, mask, power: x * power)), (x, mask, 2)).layers[0].sizes.output == 24
-    # One that has a single argument unpacks it, as before.
+    # A layer with a single argument unpacks the tuple itself.
     quick(nn.Sequential(Unpack(), nn.Linear(3, 2)), (x, mask))
     quick(nn.Sequential(Unpack()), (x,))
 
 
 class Unpack(nn.Module):
-    """A layer of one argument, a tuple."""
+    """A layer whose single argument is a tuple."""
 
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
         assert isinstance(values, tuple)
@@ -429,7 +429,7 @@ class Unpack(nn.Module):
 
 
 def test_a_tuple_is_one_argument_of_a_later_layer_unless_the_module_hands_on_several() -> None:
-    """As in GPipe, and as in `torchgpipe.pipe.Pipe`."""
+    """As in GPipe and in `torchgpipe.pipe.Pipe`."""
     seen: list[int] = []
     pair = Apply(lambda x: (x, x.exp()))
     count = Apply(lambda *values: (seen.append(len(values)), values[0])[1])
@@ -456,7 +456,7 @@ def test_outputs_without_gradient() -> None:
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Stash a function of the input, and pass the input on."""
+    """A layer that stashes a function of the input and returns the input."""
 
     def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Join the skip with the input by a function."""
+    """A layer that joins the skip and the input by a function."""
 
     def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ class Pop(nn.Module):
 
 
 def test_skips_are_outputs_and_kept_where_backward_needs_them() -> None:
-    # 32 bytes each: exp keeps its result, and a product both factors, of which the one has come on its own way.
+    # 32 bytes each: exp keeps its result, and a product both factors, one of which is the skip.
     module = nn.Sequential(Stash(torch.exp), nn.Tanh(), Pop(torch.mul))
     measured = quick(module, torch.rand(2, 4, requires_grad=True))
     assert sizes(measured, "output") == [64, 32, 32]
@@ -500,7 +500,7 @@ def test_gradients_of_skips_are_part_of_backward(clock: Clock) -> None:
     assert [row["recompute"] for row in stashing.rows()] == [3, 0]
     assert [row["backward"] for row in stashing.rows()] == [10, 0]
 
-    # The gradient of the skip alone, as the sample needs none.
+    # The skip alone has a gradient, because the sample needs none.
     popping = nn.Sequential(
         Stash(lambda input: input.clone().requires_grad_()),
         Pop(lambda input, skip: input.detach() + slow(skip)),
@@ -532,7 +532,7 @@ def test_skips_need_gradient_as_at_their_stash(function: Callable[[Tensor], Any]
 
 
 def test_skips_are_cut_off() -> None:
-    """Backward of the layer that pops must not run into the one that stashed, whose graph is gone."""
+    """Backward of the popping layer must not reach the stashing layer, whose graph is freed."""
     gradients: list[Tensor] = []
 
     def watched(input: Tensor) -> Tensor:
@@ -542,11 +542,11 @@ def test_skips_are_cut_off() -> None:
         return output
 
     quick(nn.Sequential(Stash(watched), Pop(torch.mul)), torch.rand(4, requires_grad=True))
-    assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once a walk, from what was stashed
+    assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once per backward
 
 
 def test_a_stash_that_is_gone_hides_no_activation() -> None:
-    """A later layer may keep a tensor at the address where the stash was."""
+    """A later layer may keep a tensor at the address of a freed stash."""
     ends = Namespace(), Namespace()
     module = nn.Sequential(
         Stash(torch.exp).isolate(ends[0]),
@@ -560,7 +560,7 @@ def test_a_stash_that_is_gone_hides_no_activation() -> None:
 
 
 def test_skips_that_layers_change_in_place() -> None:
-    # A second run must not find what the first has made of the skip.
+    # A second run must not see the skip as the first run changed it.
     seen: list[float] = []
 
     def doubled(input: Tensor, skip: Tensor) -> Tensor:
@@ -583,7 +583,7 @@ def test_skips_in_several_namespaces_and_within_a_layer() -> None:
     )
     measured = quick(module, torch.rand(2, 4, requires_grad=True))
     assert sizes(measured, "output") == [64, 64, 32, 32]
-    # Inside the block nothing travels: the skip is kept for the product, and once.
+    # No skip leaves the block: the skip is kept once, for the product.
     assert sizes(measured, "activations") == [32, 32, 64, 64]
 
 
@@ -603,7 +603,7 @@ def test_pop_without_a_stash() -> None:
 
 
 def test_layer_that_keeps_what_it_computed() -> None:
-    # As weight_norm does; such a tensor cannot be deep-copied.
+    # weight_norm does this; such a tensor cannot be deep-copied.
     class Keeping(nn.Linear):
         last: Tensor
 
@@ -655,7 +655,7 @@ def test_a_failing_layer_is_named() -> None:
     ]
 
 
-# -- Where, and what is seen meanwhile --
+# -- Devices, and many rounds --
 
 
 def test_default_device() -> None:
@@ -670,7 +670,7 @@ def test_default_device() -> None:
 def test_on_a_gpu() -> None:
     module = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(), nn.ReLU(inplace=True), nn.Linear(2048, 16)).eval()
     sample = torch.rand(64, 512)
-    profile(module, sample, device="cuda", timeout=0)  # cuBLAS gets a workspace for each thread, and keeps it.
+    profile(module, sample, device="cuda", timeout=0)  # cuBLAS allocates a workspace per thread, and keeps it
     torch.cuda.manual_seed(0)
     state = torch.cuda.get_rng_state()
     held = torch.cuda.memory_allocated()

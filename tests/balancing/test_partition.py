@@ -1,4 +1,4 @@
-"""The split is the best one: compared with all splits if they are few, else with a plain recurrence."""
+"""A split is the best one: all splits are compared if they are few, and otherwise a textbook recurrence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchgpipe_balancing import partition
 Value = tuple[Fraction, Fraction]  # the largest load, and the sum of squared loads
 
 whole = st.integers(0, 5)
-# Sums that floating point cannot tell from each other, and magnitudes that hide each other.
+# Sums that floating point cannot distinguish, and magnitudes that absorb each other.
 tricky = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0, 1 + 2.0**-52, 1e17, 1e300, 1e-300, 5e-324])
 large = st.integers(0, 10**40)
 anything = st.floats(0, allow_infinity=False, allow_nan=False)
@@ -53,7 +53,7 @@ def rows(draw: st.DrawFn) -> tuple[list[float], int]:
 @given(rows())
 @example(([0.1, 0.2, 0.3, 0.3, 0.3], 2))
 @example(([0, 0, 0, 0], 2))
-# Where rounding prefers a worse split.
+# Rounding would prefer a worse split of these.
 @example(([1.0, 1.0, 0.3, 0.1, 0.1, 0.2], 4))
 @example(([1e8, 1.0, 0.2, 0.2, 1.0], 3))
 @example(([1000000001.0, 0.4, 1.0, 1000000001.0, 0.2, 1e17], 3))
@@ -103,7 +103,7 @@ def test_best_of_the_splits_within_limits(row: tuple[list[float], int], data: st
 
 
 def recurrence(costs: list[int], partitions: int, bound: int) -> int:
-    """Return the least sum of squares within the bound, by the textbook's recurrence."""
+    """Return the least sum of squares within the bound, by the textbook recurrence."""
     sums = [*accumulate(costs, initial=0)]
     least: list[float] = [0, *[math.inf] * len(costs)]
     for _ in range(partitions):
@@ -148,7 +148,7 @@ def test_many_layers(kind: str) -> None:
 
     for layers, partitions in [(50, 6), (64, 3), (40, 20)]:
         costs = [MADE[kind](made) for _ in range(layers)]
-        # Any costlier layer makes the bound loose, and many more splits are within it.
+        # A much costlier layer loosens the bound, so that many more splits are within it.
         costs[made.randrange(layers)] += max(costs) * made.choice([0, 3, 10**6])
         loads = [sum(costs[a:b]) for a, b in pairwise(cuts_of(partition(costs, partitions)))]
 
@@ -165,7 +165,7 @@ def test_2000_layers_on_64_partitions(heavy: int) -> None:
 
     assert len(loads) == 64
     assert max(loads) == bottleneck(costs, 64)
-    # The rest is as even as its layers allow: none of its partitions is far from the mean.
+    # The other partitions are as even as their layers allow: each is close to the mean.
     rest = sorted(loads)[:-1] if heavy else loads
     assert max(abs(load - sum(rest) / len(rest)) for load in rest) < 10**7
 
@@ -208,7 +208,7 @@ def test_faster_devices_get_more() -> None:
 
 
 def test_slow_device_that_could_take_no_more_than_a_light_layer() -> None:
-    # Filled as far as possible, device 0 would leave nothing but the heavy layer to the slow device 1.
+    # Filled to the limit, device 0 would leave only the heavy layer to the slow device 1.
     assert partition([1, 1, 100], speeds=[1, 0.1, 10]) == [1, 1, 1]
 
 
@@ -223,7 +223,7 @@ def test_even_split_that_only_the_middle_cannot_take() -> None:
     costs, sizes = [2, 2, 2, 1, 3, 0, 0], [0, 0, 2, 1, 1, 1, 0]
     assert partition(costs, 3) == [2, 2, 3]
     assert partition(costs, sizes=sizes, limits=[3, 3, 6]) == [2, 2, 3]
-    # [3, 1, 3] has the same largest load, and would fit, too; its squares are 46, not 44.
+    # [3, 1, 3] has the same largest load and would also fit; its sum of squares is 46, not 44.
     assert partition(costs, sizes=sizes, limits=[3, 1, 6]) == [1, 1, 5]
 
 

@@ -1,4 +1,4 @@
-"""A profile is plain data: here it is put together by hand."""
+"""A profile is plain data, which these tests build by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def made(layers: Sequence[tuple[float, int, int]]) -> Profile:
-    """Layers of so many seconds backward, and bytes of activations and parameters."""
+    """Return a profile of layers from their backward seconds, and bytes of activations and parameters."""
     return Profile(
         layers=tuple(
             LayerProfile(
@@ -89,7 +89,7 @@ def test_balance_leaves_recomputation_out() -> None:
 
 def test_balance_for_the_devices_at_hand(profile: Profile) -> None:
     assert profile.balance(speeds=[3, 1]) == [2, 1]
-    # By time, but within what the devices have.
+    # by time, within the memory of the devices
     assert profile.balance(2, limits=[14 * MIB, 2 * MIB]) == [2, 1]
     with pytest.raises(ValueError, match=r"sizes do not fit into limits: all layers together have size 16777216"):
         profile.balance(limits=[8 * MIB, 7 * MIB])
@@ -132,6 +132,6 @@ def test_plot_of_another_model(profile: Profile) -> None:
 
 
 def test_plot_without_matplotlib(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # so that importing it fails
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
     with pytest.raises(ImportError, match="pip install matplotlib"):
         profile.plot()

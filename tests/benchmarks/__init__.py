@@ -1,1 +1,1 @@
-"""Tests of the benchmarks: each runs, at sizes that mean nothing."""
+"""Tests of the benchmarks: each benchmark runs, at meaninglessly small sizes."""

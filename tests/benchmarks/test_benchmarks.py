@@ -1,4 +1,4 @@
-"""The benchmarks of whole models run from their arguments to their pictures, at sizes that mean nothing."""
+"""The benchmarks of whole models run from their arguments to their pictures, at meaninglessly small sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = ("ablation", "capacity", "speed", "transparency")
 
 
 class Here:
-    """Answers as a peer does, but in this process."""
+    """A peer in this process, which answers like one in another process."""
 
     def __init__(self, name: str, script: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -46,12 +46,15 @@ class Here:
 
 class Run(Protocol):
     def __call__(self, name: str, *arguments: str) -> dict[str, Any]:
-        """What a benchmark writes when it is started with these arguments."""
+        """Return the results that a benchmark writes when started with these arguments."""
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a benchmark in this process. Memory is not counted: that is for a process which does nothing else."""
+    """Return a function that runs a benchmark in this process.
+
+    Memory is not counted, because that needs a process of its own.
+    """
 
     def counted(forward: Any, memories: list[torch.device]) -> list[int]:
         torch.autograd.backward(forward())
@@ -117,7 +120,7 @@ def test_capacity(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         name: [(row["size"], row["fits"]) for row in result["largest"] if row["experiment"] == name]
         for name in ("naive-1", "pipeline-1", "pipeline-2")
     }
-    # Each climbs until something does not fit, and none starts below what fits in fewer partitions.
+    # Each ladder climbs until a model does not fit, and starts at least at the model that fits in fewer partitions.
     assert all(not tried[-1][1] and all(fits for _, fits in tried[:-1]) for tried in sizes.values())
     assert sizes["pipeline-1"] == sizes["naive-1"]
     assert sizes["pipeline-2"][0] == sizes["pipeline-1"][-2]

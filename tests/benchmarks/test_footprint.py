@@ -1,4 +1,4 @@
-"""What a training step takes is counted, in a process that does nothing else."""
+"""The memory of a training step is counted in a process that does nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
         parameters = list(MAKERS["gpt"](*request["args"]).parameters())
     count = sum(parameter.numel() for parameter in parameters)
     assert always["parameters"] == count
-    # Each is kept three times: itself, its gradient, and RMSprop's mean; which counts its steps, in a number.
+    # Memory holds each parameter, its gradient and RMSprop's mean, and one number per parameter: RMSprop's step count.
     assert always["kept"] == never["kept"] == [3 * 4 * count + 4 * len(parameters)]
     for answer in (always, never):
         assert answer["peak"] == [answer["kept"][0] + answer["activations"][0]]

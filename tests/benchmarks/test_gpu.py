@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` gives every slice its chance, and `benchmarks.cuda_tests` every test. Here nothing needs a GPU."""
+"""`benchmarks.gpu` runs every slice, and `benchmarks.cuda_tests` every test. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ time.sleep(1000)
 def test_a_slice_that_fails_or_hangs_keeps_no_other_from_running(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is killed with its children, tried again the next time, and what has passed is not."""
+    """A hanging slice is killed with its children. Slices run again the next time unless they have passed."""
     scripts = {"hangs": HANGS, "fails": "raise SystemExit('no luck')", "silent": "", "passes": WRITES}
     slices = [gpu.Slice(name, "none", "", "", 5.0, lambda result: result["told"], peers=False) for name in scripts]
     slices[0] = slices[0]._replace(limit=1.0)
@@ -49,7 +49,7 @@ def test_a_slice_that_fails_or_hangs_keeps_no_other_from_running(
         "needs": "failed, for it needs no_such_package",
     }
     with (tmp_path / "hangs.json.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Its child had it as well.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The slice's child inherited this lock.
     told = capsys.readouterr().out
     assert "no luck" in told
     assert "a figure" in told
@@ -67,7 +67,7 @@ def test_a_slice_that_fails_or_hangs_keeps_no_other_from_running(
 
 def test_a_test_that_ends_its_process_costs_only_itself(tmp_path: Path) -> None:
     path, notes = tmp_path / "test_some.py", tmp_path / "tests.jsonl"
-    # An earlier run was cut off. Outside of pytest's root, ids are without a file.
+    # The notes of an earlier run that was cut off. Outside of pytest's root, test ids have no file.
     notes.write_text(json.dumps({"test": "::test_first", "outcome": "started"}) + "\n")
     path.write_text(
         "import os, pytest, warnings\n"

@@ -1,6 +1,6 @@
-"""The models of the benchmarks are those of the papers, and a pipeline trains them like any other.
+"""The models of the benchmarks are those of the papers, and a pipeline trains them like any other model.
 
-Numbers of parameters are counted on the meta device, where nothing is computed or stored.
+Parameters are counted on the meta device, where nothing is computed or stored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TINY: dict[str, Callable[[], Made]] = {
 
 @pytest.fixture(params=TINY.values(), ids=TINY.keys())
 def tiny(request: pytest.FixtureRequest) -> Made:
-    """A small model of each kind, with an input."""
+    """Return a small model of each kind, with an input."""
     made: Made = request.param()
     return made
 
@@ -88,7 +88,7 @@ def test_unet_has_the_parameters_of_the_original(convs: int, channels: int, mill
 
 
 def test_gpt_has_the_parameters_of_gpt2_and_a_head() -> None:
-    """GPT-2 small is known to have 124,439,808, with the head's being those of the embedding."""
+    """GPT-2 small has 124,439,808 parameters if the head shares the embedding's."""
     assert parameters(gpt, 50257, 12, 12, 768, 1024) == 124_439_808 + 50257 * 768
 
 
@@ -131,10 +131,10 @@ def test_gpt_sees_no_later_token() -> None:
 
 
 def test_a_pipeline_trains_models_like_plain_ones(tiny: Made, pipe: Pipe, checkpoint: str) -> None:
-    """Batch norms are in training: their statistics are compared as well.
+    """Batch norms are in training mode, so their statistics are compared as well.
 
-    Not to the last bit: where three layers take a tensor, its gradient is a sum of three, in an order that depends on
-    where partitions end.
+    Results are not equal to the last bit: where three layers take a tensor, its gradient is a sum of three terms, in an
+    order that depends on the ends of partitions.
     """
     module, input = tiny
     copied = copy.deepcopy(module)
@@ -160,7 +160,7 @@ def test_sizes_that_do_not_fit_are_told(make: Callable[[], nn.Sequential], says:
 
 @pytest.mark.skipif(not (INSTALLED / "torchgpipe").is_dir(), reason="torchgpipe 0.0.7 is not in .peers/")
 def test_models_run_under_the_original_as_well() -> None:
-    """In a process of its own, which finds the original first."""
+    """The models run in a process of their own that finds the original first."""
     script = """if True:
         import copy, torch, torchgpipe
         from benchmarks.models import amoebanetd, gpt, resnet, unet

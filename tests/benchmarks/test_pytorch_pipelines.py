@@ -1,4 +1,4 @@
-"""PyTorch's own pipelines take part in the speed benchmark, where they can."""
+"""PyTorch's own pipelines take part in the speed benchmark wherever they can train the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speed benchmark trains the same model in every way that it compares, and knows what is possible."""
+"""The speed benchmark trains one model in every compared way, and computes the ideal speed-up."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def request(model: str, devices: list[str], balance: list[int] | None) -> Reques
 
 def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
     assert ideal_speed_up(1, 8, "never") == 1
-    assert ideal_speed_up(4, 1, "never") == 1  # one micro-batch: one device after the other
+    assert ideal_speed_up(4, 1, "never") == 1  # one micro-batch: one device works after the other
     assert ideal_speed_up(4, 5, "never") == 4 * 5 / 8
-    assert ideal_speed_up(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two
-    assert ideal_speed_up(1, 8, "always", forward=1 / 2) == 2 / 3  # ... as long as one
+    assert ideal_speed_up(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two forwards
+    assert ideal_speed_up(1, 8, "always", forward=1 / 2) == 2 / 3  # a backward as long as one forward
     assert ideal_speed_up(1, 1, "except_last") == 1
     assert ideal_speed_up(2, 10**6, "never") == pytest.approx(2)
 
@@ -39,7 +39,7 @@ def test_neighbours_share_a_device_where_there_are_too_few() -> None:
 
 
 def test_the_ablation_numbers_the_cpu() -> None:
-    """Each partition has a worker, and a device to copy to."""
+    """Each partition has its own worker, and a device to copy to."""
     assert places(["cpu"], 2) == ["cpu:0", "cpu:1"]
     assert places(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
@@ -140,7 +140,7 @@ def test_targets_are_held_against_the_limit_the_original_and_equal_memory() -> N
         [
             row("checkpoint_sequential", "-", checkpoint_sequential=answer(1.5, 100, 1)),
             row("pipeline-1", "always", ours=answer(1.6, 80, 1.1)),
-            row("pipeline-1", "never", ours=answer(1.0, 200, 0.9)),  # faster, but takes more
+            row("pipeline-1", "never", ours=answer(1.0, 200, 0.9)),  # faster, but takes more memory
         ]
     )
     found = [(one["aim"], one["where"], round(one["reached"]["median"], 3), one["met"]) for one in reached]

@@ -1,4 +1,4 @@
-"""Figures on pages are those of the committed results: `tests/test_docs.py` holds the tables to the last digit."""
+"""Figures on pages come from committed results. `tests/test_docs.py` compares the tables to the last digit."""
 
 from __future__ import annotations
 

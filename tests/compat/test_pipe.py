@@ -1,7 +1,7 @@
-"""The front for code that was written for PyTorch's removed Pipe.
+"""`torchgpipe.pipe.Pipe` runs code that was written for PyTorch's removed Pipe.
 
-Parameters can be on one kind of CPU only. So it is `WithDevice` that places layers here, on ``'cpu'`` all, or on
-``'cpu:0'``, ``'cpu:1'`` and so on.
+Parameters can only be on one kind of CPU device. So these tests place layers with `WithDevice`, either all on
+``'cpu'`` or on ``'cpu:0'``, ``'cpu:1'`` and so on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODES = ["always", "except_last", "never"]
 
 
 class Fork(nn.Module):
-    """One tensor in, two out."""
+    """A layer from one tensor to two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
-    """Two tensors in, one out."""
+    """A layer from two tensors to one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class Join(nn.Module):
 
 
 def placed(layers: Sequence[nn.Module], devices: Sequence[str | None]) -> nn.Sequential:
-    """The layers, each on its device, or without a word about it."""
+    """Return the layers, each wrapped for its device unless the device is None."""
     return nn.Sequential(
         *[layer if device is None else WithDevice(layer, device) for layer, device in zip(layers, devices, strict=True)]
     )
 
 
 def value_of(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-    """What is in the reference that a pipeline returns."""
+    """Return the value in the reference that a pipeline returns."""
     return model(*inputs, **keywords).local_value()
 
 
@@ -75,7 +75,7 @@ def pipe_outcome(model: Pipe, *inputs: Any) -> Outcome:
 
 
 def plain_outcome(layers: Sequence[nn.Module], *inputs: Any, chunks: int) -> Outcome:
-    """That of the plain model, run micro-batch by micro-batch; a tuple is several arguments, in a nested layer too."""
+    """Return the outcome of the plain model; a tuple is several arguments, also inside a nested Sequential."""
     model = PipeSequential(*[PipeSequential(*layer) if type(layer) is nn.Sequential else layer for layer in layers])
     return outcome(model, *inputs, run=partial(run_plain, nn.Sequential(model), chunks=chunks))
 
@@ -105,14 +105,14 @@ def test_a_pipeline_waits_for_its_streams(mode: str) -> None:
 
 
 class Kind(NamedTuple):
-    """A kind of layer, and how many arguments it takes and returns."""
+    """A kind of layer, with the number of its arguments and of its results."""
 
     make: Callable[[], nn.Module]
     takes: int
     returns: int
 
 
-#: A tensor and a number, in place of a count of tensors.
+#: The kind of a tensor together with a number, in place of a count of tensors.
 NUMBERED = -1
 
 KINDS = [
@@ -132,7 +132,7 @@ KINDS = [
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[nn.Module], int]:
-    """Some layers, and how many arguments the first takes."""
+    """Draw layers, and the number of arguments of the first layer."""
     first = width = draw(st.integers(1, 2))
     result = []
     for _ in range(draw(st.integers(1, 6))):
@@ -219,7 +219,7 @@ def test_skips_go_through_the_pipeline(devices: Devices, checkpoint: str) -> Non
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_no_tensor_is_let_go_with_the_last_thing_that_needs_it(devices: Devices, mode: str) -> None:
-    """A micro-batch holds it in its structure, and a checkpointed one holds that until its graph is gone."""
+    """A micro-batch holds the object in its structure. A checkpoint holds the structure until its graph is freed."""
 
     class Settings:
         scale = 2.0
@@ -227,7 +227,7 @@ def test_what_is_no_tensor_is_let_go_with_the_last_thing_that_needs_it(devices: 
     model = Pipe(placed([Apply(lambda x, s: (x * s.scale, s)), Apply(lambda x, s: x + s.scale)], devices(2)), 2, mode)
     settings = Settings()
     alive = weakref.ref(settings)
-    gc.disable()  # A cycle would be seen.
+    gc.disable()  # without collections, a cycle would stay visible
     try:
         with torch.no_grad():
             kept = value_of(model, torch.rand(4, 3), settings)
@@ -253,7 +253,7 @@ def test_a_timeline_is_recorded(devices: Devices) -> None:
     assert cells == {(i, j) for i in range(2) for j in range(len(model.devices))}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # raised by the compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["workers"], indirect=True)
 def test_partitions_are_compiled_each_by_itself(devices: Devices) -> None:
@@ -276,14 +276,14 @@ def on(device: str) -> nn.Module:
     [
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [2], ["cpu"]),
         (nn.Sequential(on("cpu:0"), on("cpu:0"), on("cpu:1"), on("cpu:0")), [2, 1, 1], ["cpu:0", "cpu:1", "cpu:0"]),
-        # A layer without parameters follows the one before it.
+        # A layer without parameters follows the layer before it.
         (nn.Sequential(on("cpu:1"), nn.ReLU(), nn.Linear(3, 3), nn.ReLU()), [2, 2], ["cpu:1", "cpu"]),
         (nn.Sequential(on("cpu:1"), WithDevice(nn.ReLU(), "cpu:0"), nn.Tanh()), [1, 2], ["cpu:1", "cpu:0"]),
-        # At the start there is none.
+        # At the start, there is no layer before it.
         (nn.Sequential(nn.ReLU(), nn.Tanh(), on("cpu:1")), [3], ["cpu:1"]),
         (nn.Sequential(nn.ReLU(), nn.Tanh()), [2], ["cpu"]),
         (nn.Sequential(), [], []),
-        # Buffers tell, if there are no parameters.
+        # Without parameters, buffers determine the device.
         (nn.Sequential(on("cpu:1"), nn.BatchNorm1d(3, affine=False)), [1, 1], ["cpu:1", "cpu"]),
     ],
 )
@@ -320,7 +320,7 @@ def test_a_layer_on_two_devices_is_told_with_its_devices() -> None:
     with pytest.raises(ValueError, match=r"all parameters on a single device, please use \.to\(\)") as caught:
         Pipe(module)
     assert "layer 'a' (Scattered) is on cpu, meta; layer 'c' (Scattered) is on cpu, meta" in str(caught.value)
-    Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # says where all of it is to be
+    Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # one device for the whole layer
 
 
 def test_a_layer_on_the_meta_device_has_to_be_placed() -> None:
@@ -414,7 +414,7 @@ def test_a_list_is_one_argument_wherever_the_layers_are(devices: Devices) -> Non
 
 
 def test_layers_of_a_nested_sequential_are_layers_of_the_pipeline(checkpoint: str) -> None:
-    """Those that were nested to bring them to a device together, as PyTorch's tutorial and `partition_model` do."""
+    """Users nest layers to move them to a device together, as PyTorch's tutorial and `partition_model` do."""
     plain = [nn.Sequential(nn.Linear(3, 3), Fork()), nn.Sequential(), nn.Sequential(Join(), nn.Sequential(nn.Tanh()))]
     module = copy.deepcopy(plain)
     model = Pipe(placed(module, [None, None, "cpu:1"]), 2, checkpoint)
@@ -478,7 +478,7 @@ def test_tensors_inside_of_an_argument_are_not_split_and_have_gradients(devices:
 def test_no_chunk_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
     plain = [Apply(lambda x, table: (x * table[:2].sum(), table)), Apply(lambda x, table: x + table[0])]
     model = Pipe(placed(plain, devices(2)), 2, checkpoint)
-    # Whole numbers, because the gradients of a table are summed in another order if a cell is checkpointed.
+    # Integers, because a checkpointed cell sums the gradients of a table in another order.
     x, table = torch.randint(9, (4, 3)).float(), torch.randint(9, (4, 3)).float().requires_grad_()
     assert_same(pipe_outcome(model, x, NoChunk(table)), plain_outcome(plain, x, NoChunk(table), chunks=2))
 
@@ -678,9 +678,9 @@ def test_parameters_have_the_names_that_they_have_in_the_module() -> None:
 
 
 def test_a_state_dict_of_the_removed_pipe_can_be_loaded() -> None:
-    """It counted the layers of each partition from 0, and those in a Sequential one by one.
+    """PyTorch's Pipe counted the layers of each partition from 0, and the layers inside a Sequential one by one.
 
-    The cut, and the layers without parameters, may have been anywhere: here as on two GPUs, and as on the CPU, where
+    The boundaries, and the layers without parameters, may be anywhere: here as on two GPUs, and as on the CPU, where
     every layer was a partition.
     """
     nested = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -700,7 +700,7 @@ def test_a_state_dict_of_the_removed_pipe_can_be_loaded() -> None:
 
 
 def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
-    """Its keys look the same, but have the names of the layers after the number of the partition."""
+    """The keys look alike, but the number of the partition is followed by the layer's name."""
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 3))
     state = module.state_dict()
     old = {f"partitions.{0 if name.startswith('0') else 1}.{name}": torch.ones_like(x) for name, x in state.items()}
@@ -712,7 +712,7 @@ def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("theirs", [["0.0"], ["0.0", "1.0", "1.1"], ["0.1", "1.0", "1.1"]])
 def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], strict: bool) -> None:
-    """Of three layers, two were loaded as if they had been named, and the keys were said to match."""
+    """With three layers, two were once loaded as if the keys were names, and all keys were reported to match."""
     model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     before = copy.deepcopy(model.state_dict())
     tensors = nn.Linear(3, 3).state_dict()
@@ -724,7 +724,7 @@ def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], 
 
 
 def test_layers_are_taken_by_their_order_where_names_would_exchange_them() -> None:
-    """A layer without parameters has gone since, and the names that are left are those of both layers, exchanged."""
+    """The model has lost a layer without parameters, and each old name now fits the other layer."""
     model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)))
     model.load_state_dict({"partitions.0.1.weight": torch.zeros(1, 1), "partitions.1.0.weight": torch.ones(1, 1)})
     assert [layer.weight.item() for layer in model] == [0, 1]

@@ -1,0 +1,1 @@
+"""Tests of `torchgpipe.distributed`: each runs several processes on this machine."""

@@ -1,7 +1,7 @@
-"""Start processes that work together, on this machine only, and leave none of them running.
+"""Start processes that work together on this machine only, and leave none running.
 
-The processes are forked from a server that has imported everything. So starting them is cheap, and each test has its
-own.
+The processes are forked from a server that has imported everything. So starting them is cheap, and each test starts
+its own.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 __all__ = ["Crash", "launch"]
 
-# The same server as that of `torch.multiprocessing`.
+# the server of `torch.multiprocessing`
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.distributed.launch"])
 
-#: Seconds after which a process counts as hanging, and is killed.
+#: The seconds after which a process counts as hanging and is killed.
 _LIMIT = 60.0
 
 
 class Crash(AssertionError):
-    """A process has ended with an exception."""
+    """A process ended with an exception."""
 
 
 def launch(
@@ -40,14 +40,14 @@ def launch(
 
     Args:
         timeout: the timeout of the group, in seconds
-        victim: the rank of a process that is meant to fail or hang; it may end in any way, and is killed when all
+        victim: the rank of a process that fails or hangs on purpose; it may end in any way, and is killed when all
             others have ended
 
     Returns:
-        the results of all processes by rank; None for one that was killed
+        the results of all processes by rank; None for a process that was killed
 
     Raises:
-        Crash: a process has raised an exception, or hangs.
+        Crash: a process raised an exception, or hangs.
     """
     with TemporaryDirectory() as folder:
         pipes = [_SERVER.Pipe(duplex=False) for _ in range(n)]

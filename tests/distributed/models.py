@@ -1,4 +1,4 @@
-"""Models for the tests of several processes, and a step of the plain model to compare with."""
+"""Models for the tests of several processes, and a step of the plain model as the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = 5
 
 
 def mlp(layers: int = 6) -> nn.Sequential:
-    """Linear layers and activations."""
+    """Return linear layers and activations."""
     torch.manual_seed(0)
     model = nn.Sequential()
     for k in range(layers):
@@ -34,7 +34,7 @@ def data(size: int) -> tuple[Tensor, Tensor]:
 
 
 class Several(nn.Module):
-    """Return a dict of tensors and None, with an integer tensor and one that needs no gradient."""
+    """A layer that returns a dict of tensors and None, with an integer tensor and a tensor that needs no gradient."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"x": x, "ids": x.argmax(-1), "nothing": None, "constant": x.detach() * 2}
@@ -48,7 +48,7 @@ class Joined(nn.Module):
 
 
 class Channels(nn.Module):
-    """Normalise values of shape (batch, time, channels)."""
+    """A norm of values of shape (batch, time, channels)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class Counter(nn.Module):
 
 
 def everything(dropout: float = 0.0) -> nn.Sequential:
-    """Return a model from tokens (batch, time) to scores (batch, time, 5), with layers of all kinds that can be hard.
+    """Return a model from tokens (batch, time) to scores (batch, time, 5), with layers of all difficult kinds.
 
-    The balance [3, 3, 2, 4] puts something hard on each boundary.
+    The balance [3, 3, 2, 4] puts a difficult value on each boundary.
     """
     torch.manual_seed(0)
     stash_a, pop_a = pair()
@@ -96,7 +96,7 @@ def everything(dropout: float = 0.0) -> nn.Sequential:
 
 
 def tokens(size: int, time: int = 6) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets for `everything`. Some targets are -100, and do not count in the loss."""
+    """Return tokens and targets for `everything`. Targets of -100 do not count in the loss."""
     draw = torch.Generator().manual_seed(size)
     input = torch.randint(7, (size, time), generator=draw)
     target = torch.randint(CLASSES, (size, time), generator=draw)
@@ -121,7 +121,7 @@ def plain_step(
     loss_fn: Callable[[Any, Any], Tensor] = F.mse_loss,
     weight: Callable[[Any], Any] = len,
 ) -> Tensor:
-    """Return the mean loss, and add up its gradients, one micro-batch after the other."""
+    """Return the mean loss and accumulate its gradients, one micro-batch after the other."""
     losses = torch.zeros((), dtype=torch.float64)
     total = sum(float(weight(y)) for y in target.chunk(chunks))
     for x, y in zip(input.chunk(chunks), target.chunk(chunks)):

@@ -1,4 +1,4 @@
-"""Run the code of documentation and docstrings about several processes, in several processes."""
+"""The code that documentation and docstrings show for several processes runs in several processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def run(found: list[snippets.Snippet], source: str, folder: str, **names: Any) -> None:
-    """Run code that initialises its process group, in a process that has one already."""
+    """Run code that initialises its process group, in a process that already has one."""
     os.chdir(folder)
     dist.init_process_group = lambda **options: None
     for snippet in found:

@@ -1,6 +1,6 @@
-"""A process fails, dies or hangs: all others raise, and name themselves and the process that they have waited for.
+"""If a process fails, dies or hangs, all others raise, naming themselves and the process that they were waiting for.
 
-`launch` fails if they take longer than its limit. No test asserts a time.
+`launch` fails if the processes exceed its limit. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 class Faulty(nn.Module):
-    """Harm one process, after its layer has seen ``after`` micro-batches."""
+    """A layer that harms one process after ``after`` micro-batches."""
 
     def __init__(self, kind: str, victim: int, after: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def harm(kind: str) -> None:
 
 
 def learn_until_harm(kind: str, victim: int, after: int) -> str:
-    """Return the error of this process in a pipeline of four, in which a layer of ``victim`` does harm."""
+    """Return the error of this process in a pipeline of four, in which a layer of ``victim`` harms its process."""
     plain = mlp()
     plain.insert([1, 3, 4, 6][victim], Faulty(kind, victim, after))
     return error_of(DistributedGPipe(plain, [2, 2, 2, 1], chunks=4, loss_fn=F.mse_loss, checkpoint="never"))
@@ -100,7 +100,7 @@ def learn_and_leave(victim: int) -> str:
     if dist.get_rank() == victim:
         assert "ArithmeticError\nout of luck\nmicro-batch 2 of 4, partition 2 (layers '4'..'5')" in said
         assert said.endswith("rank 2, stage 2 of 4 at step 2")
-        os._exit(1)  # As a program ends that does not catch the error.
+        os._exit(1)  # A program that does not catch the error ends like this.
     return said
 
 

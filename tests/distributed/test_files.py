@@ -1,4 +1,4 @@
-"""A checkpoint fits any number of processes, stays valid when processes die, and runs no code."""
+"""A checkpoint fits any number of processes, stays valid when processes die, and runs no code when loaded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def wrapped(balance: list[int], dropout: float = 0.0, **options: Any) -> Distrib
     model = everything(dropout)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + 0.1 * (len(balance) - 2))  # Unlike the values that are loaded.
+            parameter.mul_(1 + 0.1 * (len(balance) - 2))  # differs from the values that are loaded
     return DistributedGPipe(model, balance, chunks=4, loss_fn=cross_entropy, weight=weigh, **options)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer with two groups, the first of which is empty in most processes."""
+    """Return an optimizer with two groups, the first one empty in most processes."""
     decaying = [parameter for name, parameter in model.named_parameters() if name == "0.weight"]
     others = [parameter for name, parameter in model.named_parameters() if name != "0.weight"]
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others}]
@@ -56,13 +56,13 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(folder: str, balance: list[int]) -> list[float]:
-    """Save after two steps, in the background of the next two, and return the losses of these."""
+    """Save after two steps, in the background of the next two, and return the losses of the latter."""
     model = wrapped(balance, 0.5)
     optimizer = adam(model)
     checkpoints = Checkpoints(folder, model, optimizer)
     assert checkpoints.load() is None
     learn(model, optimizer, range(2))
-    # With the same stages, random numbers go on where they were.
+    # With the same stages, random numbers continue from the checkpoint.
     checkpoints.save(2, {"step": 2, "shape": (1, None)}, asynchronous=True)
     losses = learn(model, optimizer, range(2, 4))
     checkpoints.wait()
@@ -109,7 +109,7 @@ def test_another_number_of_processes_another_balance_or_no_pipeline_goes_on_from
     for again in launch(3, load, folder, [3, 3, 6]):
         assert again == pytest.approx(losses, rel=1e-12)
 
-    # The batch norm of the plain model sees the whole mini-batch at once, so there is one micro-batch.
+    # The plain model's batch norm sees the whole mini-batch at once, so there is one micro-batch.
     plain = learn_alone(folder, everything())
     piped = learn_alone(folder, GPipe(everything(), [6, 6], chunks=1))
     assert piped == pytest.approx(plain, rel=1e-12)
@@ -129,7 +129,7 @@ def test_a_single_process_saves_for_another(tmp_path: Path) -> None:
     assert checkpoints.steps() == [2, 3]
     state, drawn = values(model), torch.rand(3)
 
-    assert Checkpoints(tmp_path, layers).load() is None  # None is the state that was saved.
+    assert Checkpoints(tmp_path, layers).load() is None  # None is the saved state
     torch.testing.assert_close(layers.state_dict(), state, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), drawn)
     checkpoints.load(2)
@@ -159,7 +159,7 @@ def test_keep_is_a_positive_integer(tmp_path: Path, keep: Any) -> None:
 
 @pytest.mark.parametrize("step", ["3", 1.5, -1])
 def test_a_step_is_an_integer(tmp_path: Path, step: Any) -> None:
-    """A bug: '3' was saved as step 30000000, and 1.5 under a name that no step has."""
+    """A bug: '3' was saved as step 30000000, and 1.5 under a name that belongs to no step."""
     checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
     for method in (checkpoints.save, checkpoints.load):
         with pytest.raises(ValueError, match=f"step must be an integer, 0 or more, but got {step!r}"):
@@ -170,7 +170,7 @@ def test_a_step_is_an_integer(tmp_path: Path, step: Any) -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    """A bug: it was an error at the first save, which printed all values of the parameter."""
+    """A bug: the error came at the first save and printed all values of the parameter."""
     model = nn.Linear(3, 2)
     message = r"the optimizer has a parameter of shape \(4,\) that the model does not have; make"
     others = torch.optim.SGD([*model.parameters(), torch.zeros(4)])
@@ -207,7 +207,7 @@ def test_nothing_that_is_loaded_runs_code(tmp_path: Path) -> None:
 
 
 class Deadly(Checkpoints):
-    """Kills the last process in the middle of the second checkpoint."""
+    """Checkpoints whose last process is killed in the middle of the second save."""
 
     def _write_file(self, path: Path, content: io.BytesIO) -> None:
         super()._write_file(path, content)
@@ -260,7 +260,7 @@ def test_what_cannot_be_written_or_read_is_an_error(tmp_path: Path, monkeypatch:
 
 
 class Full(Checkpoints):
-    """Has no space left in the last process."""
+    """Checkpoints whose last process has no space left."""
 
     def _write_file(self, path: Path, content: io.BytesIO) -> None:
         if dist.get_rank() == 1:
@@ -353,7 +353,7 @@ def save_replicas(folder: str) -> None:
     for _ in range(2):
         Checkpoints(folder, model, optimizer).load()
         for name, value in values(model).items():
-            # Each replica has its own running statistics. Those of the first replica are saved.
+            # Each replica has its own running statistics. Only those of the first replica are saved.
             if replica == 0 or name in dict(model.named_parameters()):
                 assert torch.equal(value, before[name]), name
 

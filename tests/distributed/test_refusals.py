@@ -1,4 +1,4 @@
-"""Wrong arguments and inputs raise in every process before anything is sent, and the next step works."""
+"""Wrong arguments and inputs raise in every process before any message is sent, and the next step works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two pipelines of two stages learn as one process learns from both of their mini-batches."""
+"""Two pipelines of two stages train like one process on both of their mini-batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def mean_over_all(model: nn.Module, parts: list[tuple[Tensor, Tensor]], loss_fn: Any, weight: Any) -> Tensor:
-    """Run a step in one process, with the micro-batches of all parts."""
+    """Run a step in one process on the micro-batches of all parts."""
     inputs = [x for input, _ in parts for x in input.chunk(4)]
     targets = [y for _, target in parts for y in target.chunk(4)]
     total = sum(float(weight(y)) for y in targets)
@@ -66,7 +66,7 @@ def joined() -> None:
             expected = mean_over_all(plain, parts, loss_fn, weight)
             loss = model.step(*parts[replica])
             torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-            assert_gradients(model, plain, exact=False)  # The gradients of all steps so far.
+            assert_gradients(model, plain, exact=False)  # the gradients of all steps so far
             for name, buffer in model.named_buffers():
                 torch.testing.assert_close(buffer, dict(plain.named_buffers())[name], rtol=1e-12, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""After a fault torchrun restarts a run, which then has the losses of a run without interruption."""
+"""A run that torchrun restarts after a fault has the losses of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def smaller(size: int) -> list[str]:
 
 
 def test_a_mini_batch_too_small_for_the_schedule_says_what_runs_it() -> None:
-    """A bug: another schedule, which needs more memory, ran it silently."""
+    """A bug: another schedule, which needs more memory, ran silently instead."""
     for (said,) in launch(2, smaller, 1):
         for part in [__file__, "1 micro-batches", "chunks=4", "'1F1B'", "'GPipe'", "drop_last=True"]:
             assert part in said

@@ -1,7 +1,7 @@
-"""What a checkpoint leaves in the autograd graph, and when its layers run again.
+"""How many autograd nodes a checkpoint adds, and when its layers run again.
 
-Other files test the results. Here it is the number and the order of things: a node too many is host time, and
-a recomputation too early is memory.
+Other files test the results. This file tests number and order: an extra node costs host time, and an early
+recomputation costs memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Cell = tuple[int, int]
 
 
 def nodes(*tensors: Tensor) -> list[Any]:
-    """All nodes of the autograd graph."""
+    """Return all nodes of the autograd graph."""
     found: dict[Any, None] = {}
     pending: list[Any] = [tensor.grad_fn for tensor in tensors]
     while pending:
@@ -37,7 +37,7 @@ def kinds(output: Tensor) -> Counter[str]:
 
 
 class Record:
-    """What the layers of a model did, in order: (phase, cell)."""
+    """The events of a model's layers, in order: (phase, cell)."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Cell]] = []
@@ -47,12 +47,12 @@ class Record:
         return [cell for its_phase, cell in self.events if its_phase == phase]
 
     def alive(self) -> set[Cell]:
-        """The cells whose recomputed tensors are in memory."""
+        """Return the cells whose recomputed tensors are in memory."""
         return {cell for cell, storage in self.recomputed.items() if not storage.expired()}
 
 
 class _Backward(torch.autograd.Function):
-    """Does nothing, and notes when it is differentiated."""
+    """The identity, noting when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, record: Record, cell: Cell) -> Tensor:
@@ -66,7 +66,7 @@ class _Backward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Notes its runs. A micro-batch is a row, whose first number is its index."""
+    """A layer that notes its runs. A micro-batch is a row whose first number is its index."""
 
     def __init__(self, record: Record, j: int, *, trains: bool = True) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Layer(nn.Module):
         self.record.events.append((phase, cell))
         if is_recomputing():
             self.alive_at_recomputation.append(self.record.alive())
-        result = (input[:, 1:] * self.weight).exp()  # is kept for backward
+        result = (input[:, 1:] * self.weight).exp()  # exp keeps its output for backward
         if is_recomputing():
             self.record.recomputed[cell] = StorageWeakRef(result.untyped_storage())
         result = _Backward.apply(result, self.record, cell)  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ def stop(checkpoint: str, m: int) -> int:
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_nodes_of_each_checkpointed_cell(pipe: Pipe, checkpoint: str, m: int, n: int, needs_grad: bool) -> None:
-    """One `Checkpoint`, and where there are several devices one `Recompute`; none in other cells."""
+    """A checkpointed cell has one `Checkpoint`, and with several devices one `Recompute`; other cells have neither."""
     layers, _ = build(n)
     model = pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)
     counts = kinds(model(rows(m, needs_grad)))
@@ -128,11 +128,11 @@ def test_none_in_evaluation(pipe: Pipe, checkpoint: str) -> None:
     model = pipe(layers, [1, 1], chunks=3, checkpoint=checkpoint).eval()
     counts = kinds(model(rows(3)))
     assert counts["CheckpointBackward"] == counts["RecomputeBackward"] == 0
-    assert counts["_BackwardBackward"] == 6, "though there is a graph"
+    assert counts["_BackwardBackward"] == 6, "the graph is there all the same"
 
 
 def test_none_where_nothing_needs_a_gradient(pipe: Pipe, checkpoint: str) -> None:
-    """The first partition is frozen, the second trains, and the third passes gradients through."""
+    """The first partition is frozen, the second is trained, and the third passes gradients through."""
     record = Record()
     layers = nn.Sequential(*[Layer(record, j, trains=j == 1) for j in range(3)])
     output = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)(rows(3))
@@ -142,7 +142,7 @@ def test_none_where_nothing_needs_a_gradient(pipe: Pipe, checkpoint: str) -> Non
 
 
 def test_one_device_has_no_ties(checkpoint: str) -> None:
-    """One thread creates all nodes, and the engine takes them in the reverse order without being told."""
+    """One thread creates all nodes, and the engine visits these in the reverse order of creation."""
     layers, _ = build(3)
     counts = kinds(GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint)(rows(4)))
     ours = {"CopyBackward", "WaitBackward", "ForkBackward", "JoinBackward"}
@@ -150,7 +150,7 @@ def test_one_device_has_no_ties(checkpoint: str) -> None:
 
 
 def test_no_copies_where_nothing_moves(pipe: Pipe, checkpoint: str) -> None:
-    """All of the CPU's devices share its memory."""
+    """All CPU devices share the same memory."""
     layers, _ = build(3)
     counts = kinds(pipe(layers, [1, 1, 1], chunks=4, checkpoint=checkpoint)(rows(4)))
     assert {"CopyBackward", "WaitBackward"}.isdisjoint(counts)
@@ -178,7 +178,7 @@ def test_each_cell_runs_once_and_is_recomputed_once(pipe: Pipe, checkpoint: str,
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "input needs grad"])
 def test_backward_takes_the_micro_batches_in_reverse(pipe: Pipe, checkpoint: str, needs_grad: bool) -> None:
-    """On each partition, and so does recomputation."""
+    """The micro-batches of each partition are recomputed and differentiated in reverse order."""
     m, n = 4, 3
     layers, record = build(n)
     pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)(rows(m, needs_grad)).sum().backward()
@@ -189,7 +189,7 @@ def test_backward_takes_the_micro_batches_in_reverse(pipe: Pipe, checkpoint: str
 
 
 def test_a_cell_is_differentiated_before_the_next_of_its_partition_is_recomputed(pipe: Pipe) -> None:
-    """So that only one of them is in memory."""
+    """Only one recomputed cell of a partition is in memory at a time."""
     m, n = 4, 3
     layers, record = build(n)
     pipe(layers, [1] * n, chunks=m, checkpoint="always")(rows(m)).sum().backward()
@@ -199,7 +199,7 @@ def test_a_cell_is_differentiated_before_the_next_of_its_partition_is_recomputed
 
 
 def test_at_most_one_recomputed_micro_batch_is_in_memory(pipe: Pipe, variant: str, checkpoint: str) -> None:
-    """Of a device. All the partitions of one device have one between them."""
+    """A device has at most one recomputed micro-batch in memory, however many of its partitions there are."""
     m, n = 5, 3
     layers, record = build(n)
     pipe(layers, [1] * n, chunks=m, checkpoint=checkpoint)(rows(m)).sum().backward()
@@ -212,7 +212,7 @@ def test_at_most_one_recomputed_micro_batch_is_in_memory(pipe: Pipe, variant: st
 
 
 def test_recomputation_comes_before_the_gradient_with_several_devices() -> None:
-    """All devices can recompute their last micro-batch at once, with the first gradient still on its way."""
+    """All devices can recompute their last micro-batch at once, before the first gradient arrives."""
     m, n = 2, 3
     layers, record = build(n)
     devices = [f"cpu:{j}" for j in range(n)]
@@ -223,7 +223,7 @@ def test_recomputation_comes_before_the_gradient_with_several_devices() -> None:
 
 
 def test_recomputation_comes_just_before_its_backward_with_one_device() -> None:
-    """There, nothing is gained by recomputing ahead, and memory would be lost."""
+    """With one device, recomputing ahead would gain no time and cost memory."""
     m, n = 3, 2
     layers, record = build(n)
     GPipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="always")(rows(m)).sum().backward()
@@ -233,7 +233,7 @@ def test_recomputation_comes_just_before_its_backward_with_one_device() -> None:
 
 
 def test_repeated_devices(checkpoint: str) -> None:
-    """Two devices in turn: each of them keeps its order."""
+    """With two devices in turn, each device keeps its order."""
     m, n = 3, 4
     layers, record = build(n)
     devices = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
@@ -254,7 +254,7 @@ def test_a_second_backward_recomputes_again(pipe: Pipe, checkpoint: str) -> None
 
 
 def test_partitions_without_a_wanted_gradient_are_not_recomputed(pipe: Pipe) -> None:
-    """`torch.autograd.grad` for the last partition's parameter needs nothing of those before it."""
+    """`torch.autograd.grad` for the last partition's parameter does not recompute earlier partitions."""
     layers, record = build(3)
     loss = pipe(layers, [1, 1, 1], chunks=3, checkpoint="always")(rows(3)).sum()
     torch.autograd.grad(loss, [layers[2].weight])
@@ -262,7 +262,7 @@ def test_partitions_without_a_wanted_gradient_are_not_recomputed(pipe: Pipe) -> 
 
 
 class Ignored(nn.Module):
-    """Whose second output nobody needs."""
+    """A layer whose second output is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Doubles(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
 def test_a_changed_input_is_refused(pipe: Pipe, first: bool) -> None:
-    """The input of a cell is what its recomputation starts from."""
+    """A recomputation starts from the cell's input."""
     layers = nn.Sequential(nn.Linear(2, 2), *([Doubles()] if first else [nn.Identity(), Doubles()]))
     model = pipe(layers, [1, len(layers) - 1], chunks=2, checkpoint="always")
     with pytest.raises(RuntimeError, match=r"partition 1 .*checkpoint='never'"):
@@ -298,9 +298,9 @@ def test_a_changed_input_is_refused(pipe: Pipe, first: bool) -> None:
 
 
 def test_layers_that_update_their_buffers(pipe: Pipe, checkpoint: str) -> None:
-    """A spectral norm, in training, improves its estimate at every run, and computes with it.
+    """A spectral norm in training improves its estimate at every run, and computes with the estimate.
 
-    Its second run would start from another estimate and improve it once more. That is right, or refused.
+    The second run would start from another estimate and improve it once more. The gradient is right, or refused.
     """
 
     def step(mode: str) -> list[Tensor]:
@@ -320,7 +320,7 @@ def test_layers_that_update_their_buffers(pipe: Pipe, checkpoint: str) -> None:
 
 
 class Replaces(nn.Module):
-    """Puts other tensors in the place of its buffer, two in a row, and does not ask in which run."""
+    """A layer that replaces its buffer by a new tensor twice in a run, recomputations included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class Replaces(nn.Module):
 
 
 class Counts(nn.BatchNorm1d):
-    """A batch norm with a buffer of its own."""
+    """A batch norm with an additional buffer."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -347,10 +347,10 @@ class Counts(nn.BatchNorm1d):
 
 @pytest.mark.parametrize("layer", [Replaces, Counts])
 def test_a_buffer_that_changes_twice_is_seen(pipe: Pipe, layer: type[nn.Module]) -> None:
-    """Two changes went by unseen, and counted twice.
+    """Two changes once went unnoticed, and counted twice.
 
-    A buffer was known by its id, which the second of two new ones takes over as soon as the old one is gone. And of
-    batch norms all buffers were thought to be statistics, which a recomputation has copies of.
+    A buffer was known by its id, which the second of two new buffers takes over as soon as the first one is freed. And
+    all buffers of a batch norm were taken for statistics, of which a recomputation has copies.
     """
     model = pipe(nn.Sequential(layer(), nn.Tanh()), [1, 1], chunks=2, checkpoint="always")
     with pytest.raises(RuntimeError, match=r"buffer 'seen' of a .* not is_recomputing\(\)"):
@@ -358,7 +358,7 @@ def test_a_buffer_that_changes_twice_is_seen(pipe: Pipe, layer: type[nn.Module])
 
 
 def test_buffers_and_parameters_that_count_no_changes(pipe: Pipe, checkpoint: str) -> None:
-    """A table that was computed in inference mode has no version, and asking it for one is an error."""
+    """A buffer made in inference mode has no version counter; reading its version raises an error."""
 
     class Add(nn.Module):
         def __init__(self) -> None:

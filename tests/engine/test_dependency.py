@@ -1,8 +1,8 @@
-"""Fork, Join and phonies: order in backward, read off the autograd graph.
+"""Fork, Join and phonies: the order of backward, read from the autograd graph.
 
-With a worker for each device, nothing but the graph makes the engine finish micro-batch i+1 on a partition
-before it starts micro-batch i. A node is differentiated after all those that lead to it. So it is the graph
-that is tested: cell (i+1, j) leads to cell (i, j).
+With a worker per device, only the graph makes the engine finish micro-batch i+1 on a partition before it starts
+micro-batch i. The engine visits a node after all nodes that lead to it. So these tests examine the graph: cell
+(i+1, j) leads to cell (i, j).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _EmptyIsOnMeta(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(
-    ("index", "context"),  # devices that no other test has used
+    ("index", "context"),  # devices that no other test uses
     [
         pytest.param(110, torch.inference_mode, id="inference mode"),
         pytest.param(111, lambda: torch.device("meta"), id="default device"),
@@ -55,7 +55,7 @@ class _EmptyIsOnMeta(TorchFunctionMode):
     ],
 )
 def test_the_first_phony_of_a_device_is_like_any_other(index: int, context: Any) -> None:
-    """It is kept for the life of the process, and must keep nothing of what was set when it was made."""
+    """A phony is kept for the life of the process, so it must not keep the settings of the call that made it."""
     device = torch.device("cpu", index)
     with context():
         get_phony(device)
@@ -73,7 +73,7 @@ def test_the_first_phony_of_a_device_is_like_any_other(index: int, context: Any)
 
 
 class Log(torch.autograd.Function):
-    """Does nothing, and notes when it is differentiated."""
+    """The identity, noting when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, log: list[Any], name: Any, input: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def test_fork_and_join_change_no_number() -> None:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
 def test_join_is_differentiated_before_fork(tied: bool) -> None:
-    """The engine prefers the node that was made last; a tie is stronger."""
+    """The engine prefers the node that was made last; a tie overrides this."""
     log: list[Any] = []
     a = torch.rand(1, requires_grad=True)
     b = torch.rand(1, requires_grad=True)
@@ -109,7 +109,7 @@ def test_join_is_differentiated_before_fork(tied: bool) -> None:
     x = Log.apply(log, "after the fork", a)  # made last
     (x + y).sum().backward()
     assert log == ["after the fork", "after the join"]
-    # What lies before the fork has to wait for the join.
+    # The node before the fork waits for the join.
     log.clear()
     a = Log.apply(log, "before the fork", torch.rand(1, requires_grad=True))
     a, phony = fork(a)
@@ -121,7 +121,7 @@ def test_join_is_differentiated_before_fork(tied: bool) -> None:
 
 
 def test_fork_without_a_gradient_of_its_own() -> None:
-    """The phony alone reaches it."""
+    """A gradient reaches the fork through the phony alone."""
     x, y = torch.rand(3, requires_grad=True), torch.rand(2, requires_grad=True)
     _, phony = fork(x)
     join(y, phony).sum().backward()
@@ -143,7 +143,7 @@ def test_several_phonies() -> None:
 
 
 class Marks(nn.Module):
-    """A layer whose nodes tell their cell (i, j). A micro-batch is a row that begins with i."""
+    """A layer whose nodes name their cell (i, j). A micro-batch is a row that begins with i."""
 
     def __init__(self, j: int, outputs: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def successors(node: Any) -> Iterator[Any]:
 
 
 def reachable(roots: Any) -> set[Any]:
-    """The nodes that are differentiated after ``roots``, and these themselves."""
+    """Return ``roots`` and the nodes that are differentiated after them."""
     found: set[Any] = set()
     pending = list(roots)
     while pending:
@@ -187,9 +187,9 @@ def reachable(roots: Any) -> set[Any]:
 
 
 def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
-    """The nodes of each cell.
+    """Return the nodes of each cell.
 
-    Those of a cell whose graph is the caller's carry a mark; a cell that is a graph of its own has one node.
+    The nodes of a cell in the caller's graph carry a mark. A cell with a graph of its own has one node.
     """
     found: dict[tuple[int, int], set[Any]] = {(i, j): set() for i in range(m) for j in range(n)}
     for node in reachable([root]):
@@ -221,8 +221,8 @@ def test_every_cell_comes_after_the_next_micro_batch(
             continue
         before = members[i + 1, j]
         if not its_nodes <= reachable(before):
-            # Without a gradient of its input, the cell has no node to end a lane in but the join on its
-            # output; that one is differentiated just before it.
+            # A cell without an input gradient cannot end a lane at its input. The join on its output ends the
+            # lane; that join is differentiated just before the cell.
             assert checkpoint != "always"
             assert j == 0
             assert not needs_grad
@@ -231,7 +231,7 @@ def test_every_cell_comes_after_the_next_micro_batch(
 
 
 def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> None:
-    """The next micro-batches have to be through with its partition, while its own gradient may come later."""
+    """A recomputation waits for the next micro-batches to finish on its partition, but not for its own gradient."""
     m, n = 3, 3
     layers = nn.Sequential(*[Marks(j, 1) for j in range(n)])
     devices = [f"cpu:{j}" for j in range(n)]
@@ -253,7 +253,7 @@ def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> N
 @pytest.mark.parametrize("swaps", [0, 1])
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_outputs_beside_the_first_keep_the_order(swaps: int, requires_grad: bool) -> None:
-    """Where only one output waited, the micro-batches of the other came in the order 2, 0, 1."""
+    """When only one output waited, the micro-batches of the other output came in the order 2, 0, 1."""
     log: list[Any] = []
 
     class Detached(nn.Linear):
@@ -278,7 +278,7 @@ def test_outputs_beside_the_first_keep_the_order(swaps: int, requires_grad: bool
 
 
 def test_one_device_needs_no_ties(checkpoint: str) -> None:
-    """The engine takes nodes of one thread in reverse order of creation; see `test_checkpoint.py`."""
+    """The engine visits the nodes of one thread in reverse order of creation; see `test_checkpoint.py`."""
     layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
     model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint)
     output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
@@ -286,13 +286,13 @@ def test_one_device_needs_no_ties(checkpoint: str) -> None:
 
 
 def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
-    """To measure what they are for."""
+    """Without dependencies, no cell is tied to another micro-batch, so that their effect can be measured."""
     layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
     model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
     model._mechanisms = replace(model._mechanisms, dependency=False)
     output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
     checkpoints = {node for node in reachable([output.grad_fn]) if type(node).__name__ == "CheckpointBackward"}
-    # Each leads to at most the one before it in its own micro-batch.
+    # Each cell leads at most to the cell before it in its own micro-batch.
     assert all(len(checkpoints & reachable([node])) <= 2 for node in checkpoints)
     output.sum().backward()
     assert layers[0].weight.grad is not None

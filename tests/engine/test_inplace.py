@@ -1,7 +1,7 @@
 """Layers that work in place.
 
-ReLU is idempotent: applied to its own output, as in a recomputation that starts from what the first run has
-changed, it changes nothing. So most layers here double their input.
+ReLU is idempotent: a recomputation that starts from a changed input gives the same output. So most layers here
+double their input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHECKPOINTED = ["always", "except_last"]
 
 
 class Double(nn.Module):
-    """Works in place and says so, as the layers of PyTorch do."""
+    """A layer that doubles in place and declares it, as the layers of PyTorch do."""
 
     def __init__(self, inplace: bool = True) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Double(nn.Module):
 
 
 class SecretlyDouble(nn.Module):
-    """Works in place and does not say so."""
+    """A layer that doubles in place without declaring it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -49,7 +49,7 @@ def make_input(batch: int = 5, requires_grad: bool = True) -> Tensor:
     return torch.randn(batch, 2, dtype=torch.float64, requires_grad=requires_grad)
 
 
-# What works
+# Supported
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_layer_may_change_in_place_what_a_layer_of_its_partition_has_made(pipe
 
 
 def test_without_checkpointing_a_layer_may_change_what_another_partition_has_made(pipe: Pipe) -> None:
-    """As in the plain model, between partitions on one device."""
+    """As in the plain model, a layer may change the output of another partition on the same device."""
     module, x = nn.Sequential(make_linear(), SecretlyDouble(), make_linear(), SecretlyDouble()), make_input()
     model = pipe(copy.deepcopy(module), [1, 1, 1, 1], chunks=2, checkpoint="never")
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
@@ -143,7 +143,7 @@ def test_in_evaluation_too(pipe: Pipe, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_user_may_change_the_output_in_place(pipe: Pipe, checkpoint: str, chunks: int) -> None:
-    """With one chunk the output is what the last cell returned, not a concatenation."""
+    """With one chunk, the output is the tensor of the last cell, not a concatenation."""
     module, x = nn.Sequential(make_linear(), make_linear()), make_input()
     model = pipe(copy.deepcopy(module), [1, 1], chunks=chunks, checkpoint=checkpoint)
     expected = plain_outcome(module, x, chunks=chunks, loss=lambda output: output.mul_(2).sum())
@@ -151,9 +151,9 @@ def test_the_user_may_change_the_output_in_place(pipe: Pipe, checkpoint: str, ch
 
 
 def test_layers_that_do_not_work_in_place_get_no_copy(pipe: Pipe) -> None:
-    """Copies cost time; they are made where a layer says that it needs one.
+    """A copy costs time, so only a layer that declares ``inplace`` gets one.
 
-    PyTorch itself copies a tensor on the CPU to 'cpu:0', as if these were two places.
+    PyTorch itself copies a tensor from 'cpu' to 'cpu:0', as if these were two devices.
     """
 
     class Where(nn.Module):
@@ -174,7 +174,7 @@ def test_layers_that_do_not_work_in_place_get_no_copy(pipe: Pipe) -> None:
     assert where.pointers == [x.data_ptr(), x[2:].data_ptr()]
 
 
-# What is refused
+# Refused
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTED)
@@ -223,7 +223,7 @@ def test_the_model_works_on_after_the_error(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTED)
 def test_the_users_change_of_the_input_before_backward_is_an_error(pipe: Pipe, checkpoint: str) -> None:
-    """Recomputation would start from it. PyTorch says so for any saved tensor."""
+    """A recomputation would start from the changed input. PyTorch raises the same error for any saved tensor."""
     model, x = pipe(nn.Sequential(make_linear()), [1], chunks=2, checkpoint=checkpoint), make_input(requires_grad=False)
     output = model(x)
     x.mul_(2)

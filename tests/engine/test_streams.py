@@ -1,7 +1,7 @@
-"""The pipeline on several devices with streams: every wait and every record is where it has to be.
+"""The pipeline on several devices with streams: every wait and every record is in its place.
 
-`fake_accelerator` makes a missing one a wrong number, here compared with the plain model. What is in excess
-makes no number wrong, but takes away the overlap: the last tests look at what may run at the same time.
+Under `fake_accelerator`, a missing wait gives a wrong number in the comparison with the plain model. A superfluous
+wait gives right numbers but removes overlap: the last tests examine which launches may run at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 def pipeline(module: nn.Sequential, balance: list[int], *, devices: list[int] | None = None, **options: Any) -> GPipe:
-    """On fake devices of these numbers, by default each partition on its own."""
+    """Return a pipeline on fake devices of these numbers, by default one device per partition."""
     indices = range(len(balance)) if devices is None else devices
     options.setdefault("chunks", 4)
     return GPipe(copy.deepcopy(module), balance, devices=[f"cpu:{index}" for index in indices], **options)
@@ -54,14 +54,14 @@ def linears(n: int, width: int = 3) -> nn.Sequential:
 
 
 class Nest(nn.Module):
-    """From a tensor to containers."""
+    """Turn a tensor into nested containers."""
 
     def forward(self, x: Tensor) -> Any:
         return {"twice": [x * 2, None], "count": torch.arange(len(x), device=x.device), "x": (x,)}
 
 
 class Shift(nn.Module):
-    """From containers to containers: integers, None, and one tensor that goes on unchanged."""
+    """Turn containers into other containers, with integers, None, and one tensor that is passed on unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Pop(nn.Module):
 
 
 class Flatten(nn.Module):
-    """From containers to a tensor."""
+    """Turn containers into a tensor."""
 
     def forward(self, value: Any) -> Tensor:
         (x,) = value["x"]
@@ -96,7 +96,7 @@ class Flatten(nn.Module):
         return torch.relu(twice + x * value["count"][:, None])
 
 
-# Forward and backward equal those of the plain model
+# Forward and backward equal those of the plain model.
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
@@ -211,13 +211,13 @@ def test_random_layers(mode: str) -> None:
 def test_autocast(mode: str) -> None:
     module, x = linears(3), torch.randn(8, 3, requires_grad=True)
     model = pipeline(module, [1, 1, 1], checkpoint=mode)
-    # With the cache, gradients of all micro-batches would be summed in the lower precision, on the plain model.
+    # With the cache, the plain model would sum the gradients of all micro-batches in the lower precision.
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         assert_like_plain(model, module, x)
 
 
 def test_training(mode: str) -> None:
-    """Gradients of checkpointed micro-batches join those that are there one by one, in another order of sums."""
+    """The gradients of checkpointed micro-batches are added to ``.grad`` one by one, in another order of summation."""
     width, tolerance = 3, 0.0 if mode == "never" else 1e-6
 
     def train(model: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -226,7 +226,7 @@ def test_training(mode: str) -> None:
         for step in range(4):
             loss = nn.functional.mse_loss(run(x * step), y)
             loss.backward()
-            if step % 2:  # gradients of two steps are accumulated
+            if step % 2:  # accumulate the gradients of two steps
                 optimizer.step()
                 optimizer.zero_grad()
         return [parameter.detach().clone() for parameter in model.parameters()]
@@ -251,7 +251,7 @@ def test_second_backward() -> None:
 
 
 def test_without_dependency(mode: str) -> None:
-    # Micro-batches then go backward in another order, but streams must be right in any order.
+    # Micro-batches then go backward in another order, but stream waits must be right in any order.
     module, x = linears(3), torch.randn(8, 3, requires_grad=True)
     model = pipeline(module, [1, 1, 1], checkpoint=mode)
     model._mechanisms = Mechanisms(dependency=False)
@@ -346,7 +346,7 @@ def test_streams_and_devices_are_current_in_the_layers(
 
 
 class Trace(torch.autograd.Function):
-    """Does nothing, and notes which cells are differentiated. A micro-batch is a row that begins with its number."""
+    """The identity, noting which cells are differentiated. A micro-batch is a row that begins with its number."""
 
     order: ClassVar[list[tuple[int, int]]] = []
 
@@ -386,7 +386,7 @@ def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str, in
 
 
 def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> None:
-    """See test_dependency for all others."""
+    """`test_dependency` holds the ties of all other cells."""
     model = traced("never")
     with on_fake_devices(model):
         leads_to = graph(model(torch.arange(4.0).reshape(4, 1)))
@@ -395,13 +395,13 @@ def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> 
         (cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i, 0)]
         (next_cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i + 1, 0)]
         ((node,),) = [lanes for joined, *lanes in joins if joined is next_cell]
-        while not hasattr(node, "cell"):  # a Wait, and a Join, from the side that it does not tie
+        while not hasattr(node, "cell"):  # a Wait, or a Join seen from the side that it does not tie
             node = leads_to[node][0]
         assert node is cell
 
 
 def graph(output: Tensor) -> dict[Any, list[Any]]:
-    """The nodes behind a tensor, with those that each of them leads to."""
+    """Return the nodes behind a tensor, each with its successors."""
     pending: list[Any] = [output.grad_fn]
     leads_to: dict[Any, list[Any]] = {}
     while pending:
@@ -462,7 +462,7 @@ def test_failure_in_recomputation(j: int) -> None:
     assert_like_plain(model, module, x)
 
 
-# Lifetimes (see also test_leaks, which looks at single layers)
+# Lifetimes (`test_leaks` examines single layers)
 
 
 def test_after_backward_only_gradients_are_left_on_the_devices(mode: str) -> None:
@@ -508,7 +508,7 @@ def test_checkpointing_keeps_what_crosses_the_boundaries() -> None:
     model, x = pipeline(linears(n), [1] * n, chunks=m, checkpoint="always"), torch.randn(m, 3)
     with on_fake_devices(model) as fake:
         output = model(x)
-        # The inputs of the first partition are parts of the caller's mini-batch.
+        # The inputs of the first partition are views of the caller's mini-batch.
         assert fake.alive() == (n - 1) * m + storages([output])
 
 
@@ -516,11 +516,11 @@ def storages(tensors: Iterable[Tensor | None]) -> int:
     return len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None})
 
 
-# What may run at the same time
+# Overlap
 
 
 def launches(fake: FakeAccelerator, name: str, device: str, *, beside: bool = False) -> list[Launch]:
-    """The operations on a device, on the computing stream or beside it."""
+    """Return the operations on a device, on the computing stream or beside it."""
     return [
         launch
         for launch in fake.launches
@@ -529,7 +529,7 @@ def launches(fake: FakeAccelerator, name: str, device: str, *, beside: bool = Fa
 
 
 def launches_of_forward(m: int) -> tuple[list[Launch], list[Launch], list[Launch]]:
-    """Of each micro-batch: the cell on the first device, the copy and the cell on the second."""
+    """Return, per micro-batch, the cell on the first device, the copy, and the cell on the second device."""
     model = pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], chunks=m)
     with on_fake_devices(model) as fake, torch.no_grad():
         model(torch.randn(m, 3))
@@ -555,7 +555,7 @@ def test_neighbouring_cells_of_a_clock_overlap() -> None:
 
 
 def test_neighbouring_cells_overlap_at_backward() -> None:
-    """One device may be two micro-batches ahead, for the host, before the other begins to wait for the first."""
+    """On the host, one device may be two micro-batches ahead before the other one begins to wait for the first."""
     first, second = torch.device("cpu:0"), torch.device("cpu:1")
     with FakeAccelerator() as fake:
         source, target = fake.current_stream(first), fake.current_stream(second)
@@ -569,7 +569,7 @@ def test_neighbouring_cells_overlap_at_backward() -> None:
             assert moved is not None
             copies.append(moved.grad_fn)
         grads = []
-        for i in (1, 0):  # backward of the second device, as the engine calls it
+        for i in (1, 0):  # backward of the second device, in the order of the engine
             grads.append(Copy.backward(copies[i], torch.ones(3, device=second) * 3)[2])
         grad = Wait.backward(waits[1], grads[0])[2]
         grad * 4

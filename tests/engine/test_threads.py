@@ -1,7 +1,7 @@
-"""Pipelines beside each other, inside each other, and called from several threads.
+"""Pipelines side by side, inside each other, and called from several threads.
 
-Threads meet at barriers, whose timeouts only end a test that would hang. Where two threads must not disturb
-each other, Python is made to switch between them as often as it can.
+Threads meet at barriers, whose timeouts only end a test that would otherwise hang. Where two threads must not disturb
+each other, Python switches between them as often as it can.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def batch(seed: int = 0) -> Tensor:
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """Runs functions at the same time, and switches between their threads as often as Python can."""
+    """Run functions at the same time, switching between their threads as often as Python can."""
     start = threading.Barrier(len(functions), timeout=TIMEOUT)
 
     def run(function: Callable[[], Any]) -> Any:
@@ -60,7 +60,7 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def test_no_thread_is_left(pipe: Pipe, checkpoint: str) -> None:
-    """Neither between the calls nor after the model is gone; a data loader that forks would mind."""
+    """No thread is left between calls or after the model is freed; a thread would break a data loader that forks."""
     before = {*threading.enumerate()}
     model = pipe(build(), [2, 2, 1], chunks=3, checkpoint=checkpoint)
     assert before.issuperset(threading.enumerate())
@@ -95,7 +95,7 @@ class Where(nn.Module):
     ids=str,
 )
 def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -> None:
-    """And the caller's own thread where there is one device only."""
+    """With a single device, the caller's own thread is the worker."""
     layers = [Where() for _ in devices]
     GPipe(nn.Sequential(*layers), [1, 1, 1], devices=devices, chunks=4)(torch.rand(4, 2))
     of_devices: dict[str, set[threading.Thread]] = {}
@@ -112,7 +112,7 @@ def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -
 
 
 def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for slower devices: partition 0 goes on to micro-batch 2 while 1 is still at micro-batch 0."""
+    """Partition 0 goes on to micro-batch 2 while partition 1, a slower device, is still at micro-batch 0."""
     monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: set())
     ahead = threading.Event()
 
@@ -133,10 +133,10 @@ def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell of an accelerator, for which 'cpu:1' stands here, runs beside one of the CPU that draws, and both ways.
+    """A cell of an accelerator, for which 'cpu:1' stands here, runs beside a CPU cell that draws, in both passes.
 
-    Partition 1 could then be taken for the one who draws. Its recomputation must not touch the generator, from which
-    partition 0 draws again, perhaps at that moment.
+    Partition 1 could then be mistaken for the partition that draws. Its recomputation must not touch the generator,
+    from which partition 0 may be drawing at that moment.
     """
     monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: {torch.device("cpu:0")})
     meet = threading.Barrier(2, timeout=TIMEOUT)
@@ -171,7 +171,7 @@ def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.Monk
 
 
 def test_workers_of_the_cpu_share_its_cores() -> None:
-    """Each may use its share for the length of the call; threads that start later have all, as before."""
+    """Each worker uses its share of the cores during the call; threads that start later have all cores."""
     seen: list[int] = []
 
     class Notes(nn.Module):
@@ -202,7 +202,7 @@ def test_workers_of_the_cpu_share_its_cores() -> None:
 
 
 def test_two_pipelines_in_turn(pipe: Pipe, checkpoint: str) -> None:
-    """Their forwards and backwards interleaved, in one thread."""
+    """Two pipelines run forward and backward interleaved, in one thread."""
     layers = [build(0), build(1)]
     models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
     inputs = [batch(0), batch(1)]
@@ -217,7 +217,7 @@ def test_two_pipelines_in_turn(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_one_pipeline_after_another(pipe: Pipe, checkpoint: str) -> None:
-    """The output of one is the input of the other: one backward goes through both."""
+    """The output of one pipeline is the input of the other: one backward goes through both."""
     layers = [build(0), build(1)]
     models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
     x = batch()
@@ -242,7 +242,7 @@ def test_two_pipelines_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_forward_in_two_threads(pipe: Pipe, off: Callable[[], Any]) -> None:
-    """As a server does."""
+    """A server calls one model from several threads."""
     layers = build()
     model = pipe(layers, [2, 2, 1], chunks=3).eval()
     expected = [run_plain(layers, batch(k), chunks=3) for k in range(2)]
@@ -256,7 +256,7 @@ def test_forward_in_two_threads(pipe: Pipe, off: Callable[[], Any]) -> None:
 
 
 def test_forward_and_backward_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """Each thread asks for gradients of its own; those in `.grad` would be added up."""
+    """Each thread asks for its own gradients; gradients in `.grad` would be added up."""
     layers = build()
     model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
 
@@ -274,7 +274,7 @@ def test_forward_and_backward_in_two_threads(pipe: Pipe, checkpoint: str) -> Non
 
 
 def test_backward_into_grad_from_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """All gradients are added up, in any order."""
+    """The gradients of both threads are added up, in any order."""
     layers = build()
     model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
     repeats = 8
@@ -290,7 +290,7 @@ def test_backward_into_grad_from_two_threads(pipe: Pipe, checkpoint: str) -> Non
 
 
 def test_hooks_of_parameters_with_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """They are called once for each backward, also while the other thread is in the middle of another one."""
+    """The hooks are called once per backward, even while the other thread is in the middle of a backward."""
     layers = build()
     model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
     repeats = 8
@@ -307,7 +307,7 @@ def test_hooks_of_parameters_with_two_threads(pipe: Pipe, checkpoint: str) -> No
 
 
 def test_forward_here_and_backward_there(pipe: Pipe, checkpoint: str) -> None:
-    """The thread that called the model may be gone."""
+    """The thread that called the model may have ended."""
     layers = build()
     model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
     x = batch()
@@ -319,15 +319,15 @@ def test_forward_here_and_backward_there(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_batch_norm_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """Every micro-batch is counted once, also while another thread is in a recomputation that must not count.
+    """Every micro-batch is counted once, even while another thread recomputes, which must not count.
 
-    With momentum=None the running mean is the mean of all means, so wrong counts show in it, too.
+    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean.
     """
     norms = [nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=None)]
     layers = nn.Sequential(nn.Identity(), norms[0], nn.Linear(2, 2), norms[1])
     model = pipe(layers, [2, 2], chunks=3, checkpoint=checkpoint)
     repeats = 20
-    x = torch.rand(6, 2)  # drawn here, for what a thread draws could be what the other one's layers have drawn
+    x = torch.rand(6, 2)  # drawn here, because a thread could draw the numbers meant for the other thread's layers
 
     def train() -> None:
         for _ in range(repeats):
@@ -339,7 +339,7 @@ def test_batch_norm_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_batch_norm_that_two_pipelines_share(devices: Devices) -> None:
-    """Two models on the same layers, each with another partition to which the norm belongs."""
+    """Two models share their layers, and the norm belongs to a different partition in each."""
     norm = nn.BatchNorm1d(2)
     other = nn.BatchNorm1d(2)
     first = GPipe(nn.Sequential(other, norm), [2], devices=devices(1), chunks=3, checkpoint="always")
@@ -356,7 +356,7 @@ def test_batch_norm_that_two_pipelines_share(devices: Devices) -> None:
 
 
 def test_random_layers_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """They share the generator of the CPU: the gradient is right for the mask that was, or it is an error."""
+    """Both threads draw from the CPU's generator: the gradient is right for the drawn mask, or an error is raised."""
     model = pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=3, checkpoint=checkpoint)
 
     def train() -> list[str]:
@@ -386,7 +386,7 @@ def test_random_layers_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
 def nested(
     outer_devices: list[str], inner_devices: list[str], outer: str, inner: str, *, norm: bool = False
 ) -> tuple[nn.Sequential, GPipe]:
-    """Plain layers, and pipelines around the same ones: the second of three is a pipeline itself."""
+    """Return plain layers, and a pipeline around the same layers whose second layer is itself a pipeline."""
     torch.manual_seed(0)
     first = nn.BatchNorm1d(4) if norm else nn.Tanh()
     block = nn.Sequential(first, nn.Linear(4, 4), nn.Tanh()).double()
@@ -398,7 +398,7 @@ def nested(
 
 def _assert_close_grads(actual: Outcome, expected: Outcome) -> None:
     # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
-    # which order to add up the gradients of the outer micro-batches.
+    # which order to sum the gradients of the outer micro-batches.
     for name, grad in expected.param_grads.items():
         torch.testing.assert_close(actual.param_grads[name], grad, rtol=1e-12, atol=1e-12)
 
@@ -406,7 +406,7 @@ def _assert_close_grads(actual: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize("inner", MODES)
 @pytest.mark.parametrize("outer", MODES)
 def test_a_pipeline_in_a_pipeline(devices: Devices, outer: str, inner: str) -> None:
-    """Also when a recomputation contains a first run."""
+    """With checkpointing, a recomputation of the outer pipeline contains first runs of the inner one."""
     layers, model = nested(devices(2), devices(2), outer, inner)
     x = batch()
     actual = outcome(model, x)
@@ -423,7 +423,7 @@ def test_a_pipeline_in_a_pipeline(devices: Devices, outer: str, inner: str) -> N
 def test_batch_norm_in_a_pipeline_in_a_pipeline(
     checkpoint: str, outer_devices: list[str], inner_devices: list[str]
 ) -> None:
-    """The same norm belongs to a partition of both. It is counted once, and nobody waits for himself."""
+    """The norm belongs to a partition of both pipelines. It is counted once, and no thread waits for itself."""
     layers, model = nested(outer_devices, inner_devices, checkpoint, checkpoint, norm=True)
     x = batch()
     actual = outcome(model, x)
@@ -459,7 +459,7 @@ def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
 
 
 def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
-    """A layer is recomputed if anything around it is; the innermost run without a graph is a checkpoint."""
+    """A layer is recomputing if any enclosing cell is; the innermost run without a graph is a checkpoint."""
     seen: list[tuple[bool, bool]] = []
 
     class Notes(nn.Module):
@@ -473,7 +473,7 @@ def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
     assert seen == [(True, False)]
     seen.clear()
     output.sum().backward()
-    # The outer recomputation runs the inner pipeline with its own two runs.
+    # The outer recomputation runs the inner pipeline, with the inner pipeline's own two runs.
     assert seen == [(True, True), (False, True)]
 
 
@@ -491,7 +491,7 @@ class Numbers(Dataset[Tensor]):
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 @pytest.mark.slow
 def test_a_data_loader_that_forks(pipe: Pipe, checkpoint: str) -> None:
-    """Its processes are made between two calls, when no thread of ours is there, and no warning about one."""
+    """The loader forks between two calls, when no worker thread exists, so Python does not warn about one."""
     layers = build()
     model = pipe(layers, [2, 2, 1], chunks=2, checkpoint=checkpoint)
     model(batch()).sum().backward()

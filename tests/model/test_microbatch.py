@@ -1,4 +1,4 @@
-"""Taking nested values apart, splitting them into micro-batches, and putting them together again."""
+"""Nested values are taken apart, split into micro-batches, and put together again."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_other_leaves_are_named_with_their_source_path_and_type(leaf: Any) -> No
     [
         (6, 3, [2, 2, 2]),
         (5, 2, [3, 2]),
-        (5, 4, [2, 2, 1]),  # as torch.chunk: no more than needed
+        (5, 4, [2, 2, 1]),  # as torch.chunk: no more micro-batches than needed
         (2, 4, [1, 1]),
         (1, 1, [1]),
         (0, 1, [0]),
@@ -163,7 +163,7 @@ def test_gather_concatenates_leaf_by_leaf() -> None:
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_what_is_gathered_has_memory_of_its_own_however_many_there_are(m: int) -> None:
-    """One micro-batch came out as it was: as the caller's input, say, or transposed, which cannot be viewed."""
+    """A single micro-batch was once returned as it was: the caller's own input, or a tensor that cannot be viewed."""
     x, images = torch.rand(3, 2), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     for piece in (x, x.T, images):
         output = gather([Batch.of(piece, "piece")] * m)

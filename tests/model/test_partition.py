@@ -1,4 +1,4 @@
-"""Splitting the layers of a pipeline into views on them."""
+"""The layers of a pipeline are split into partitions, which are views on these layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Putting partitions on their devices."""
+"""Partitions are moved to their devices, with parameters that keep their identity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_partition_is_moved_to_its_device() -> None:
 
 
 def test_a_partition_that_is_in_its_place_is_not_copied() -> None:
-    """PyTorch copies what is on the CPU to 'cpu:1'."""
+    """PyTorch itself copies a CPU tensor to 'cpu:1'."""
     module = make_model(2)
     pointers = [parameter.data_ptr() for parameter in module.parameters()]
     place(split(layers_of(module), [1, 1]), CPUS[:2])

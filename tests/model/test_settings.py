@@ -1,4 +1,4 @@
-"""What a pipeline is told is checked in the same way, whoever is told."""
+"""`GPipe`, `Pipe` and deferred batch norms check their settings in the same way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLD = {
 @pytest.mark.parametrize("who", TOLD)
 @pytest.mark.parametrize(("chunks", "error"), [(0, ValueError), (-1, ValueError), (2.9, TypeError), ("4", TypeError)])
 def test_chunks_must_be_a_positive_integer_whoever_is_told(who: str, chunks: Any, error: type[Exception]) -> None:
-    """2.9 became 2, without a word."""
+    """2.9 once became 2 silently."""
     with pytest.raises(error, match="number of chunks must be positive integer, but got") as caught:
         TOLD[who](chunks)
     assert repr(chunks) in str(caught.value)

@@ -1,4 +1,4 @@
-"""A shallow copy under another class shares all state with its original."""
+"""A shallow copy under another class shares all state with the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifying a Sequential and its balance."""
+"""Only a Sequential with a balance that fits it passes verification."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Deferred batch norms normalise micro-batches and track whole mini-batches.
 
-What they normalise is compared, to the last bit, with plain batch norms run micro-batch by micro-batch; what they
-track with plain batch norms run on the whole mini-batch.
+Their outputs equal, to the last bit, those of plain batch norms run micro-batch by micro-batch; their statistics
+equal those of plain batch norms run on the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODES = ["always", "except_last", "never"]
 convert = DeferredBatchNorm.convert_deferred_batch_norm
 revert = DeferredBatchNorm.revert_deferred_batch_norm
 
-#: The class, and the shape of a sample.
+#: A class of batch norms, and the shape of a sample.
 KINDS: dict[str, tuple[type[Any], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (3,)),
     "1d, with length": (nn.BatchNorm1d, (3, 4)),
@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[type[Any], tuple[int, ...]]] = {
 
 
 class Affine(nn.Module):
-    """Has a weight and treats each sample by itself, whatever its shape is."""
+    """A layer with a weight that treats each sample by itself, whatever the shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Named(nn.BatchNorm1d):
 
 
 class Scaled(nn.BatchNorm1d):
-    """A user's subclass with something before and after."""
+    """A user's subclass with operations before and after the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + 1) * 3
 
 
 class Twice(nn.Module):
-    """Runs one norm twice for each input."""
+    """A layer that runs one norm twice on each input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Twice(nn.Module):
 
 
 class Fails(nn.Module):
-    """Raises at the run with a number, if there is one."""
+    """A layer that raises at the run with a given number, if any."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Fails(nn.Module):
 
 
 def data(*shape: int, seed: int = 0) -> Tensor:
-    """Far from zero, and every channel and sample differently."""
+    """Return numbers far from zero, distributed differently in every channel and sample."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, dtype=torch.float64, generator=generator)
     for dim in (0, 1):
@@ -116,7 +116,7 @@ def assert_same_statistics(actual: nn.Module, expected: nn.Module, **tolerance: 
 
 
 def track_whole(module: nn.Sequential, x: Tensor, chunks: int) -> None:
-    """Lets each norm track the whole of what comes to it when those before it normalise micro-batches."""
+    """Let each norm track the whole mini-batch, as it arrives after earlier norms have normalised micro-batches."""
     with torch.no_grad():
         for layer in module:
             parts = [copy.deepcopy(layer)(part) for part in x.chunk(chunks)]
@@ -176,7 +176,7 @@ def test_gradients_with_one_chunk(pipe: Pipe, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("batch", [0, 1])
 def test_no_value_and_a_single_one(pipe: Pipe, checkpoint: str, batch: int) -> None:
-    """As PyTorch has it: nothing to track counts as a batch, and one value a channel cannot be normalised."""
+    """As in PyTorch, an empty mini-batch is counted, and a single value per channel cannot be normalised."""
     module = nn.Sequential(nn.BatchNorm1d(3).double())
     whole = copy.deepcopy(module)
     model = pipe(module, [1], chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
@@ -202,7 +202,7 @@ def test_no_values_in_some_micro_batches() -> None:
 
 
 def test_a_layer_that_runs_twice(pipe: Pipe, checkpoint: str) -> None:
-    """Each of its runs is an update, as it is on the whole mini-batch."""
+    """Each run of the layer is an update, as on the whole mini-batch."""
     module = nn.Sequential(nn.Identity(), Twice()).double()
     whole, x = copy.deepcopy(module), data(8, 3)
     model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
@@ -304,7 +304,7 @@ def test_a_call_whose_outputs_cannot_be_gathered_leaves_nothing(pipe: Pipe) -> N
 
 
 def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
-    """With an average over all mini-batches it does not matter in which order they are counted."""
+    """With an average over all mini-batches, the order in which they are counted does not matter."""
     module = nn.Sequential(nn.BatchNorm1d(3, momentum=None), Affine(), nn.Identity()).double()
     whole = copy.deepcopy(module)
     model = pipe(module, [1, 1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
@@ -317,20 +317,20 @@ def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
-    """The mini-batch is that of the outer one."""
+    """The mini-batch is that of the outer pipeline."""
     inner = nn.Sequential(Affine(), nn.BatchNorm1d(3), Twice())
     whole = copy.deepcopy(nn.Sequential(*inner)).double()
     nested = pipe(inner, [1, 2], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
     model = pipe(nn.Sequential(nn.Identity(), nested), [1, 1], chunks=3, checkpoint=checkpoint).double()
     x = data(12, 3)
     outcome(model, x)
-    # The second norm of the inner one sees six micro-batches, normalised by the first.
+    # The second norm of the inner pipeline sees six micro-batches, normalised by the first norm.
     track_whole(whole, x, 6)
     assert_same_statistics(model, whole)
 
 
 def test_on_a_fake_accelerator(checkpoint: str) -> None:
-    """The update waits for the streams that the moments come from."""
+    """The update waits for the streams that compute the moments."""
     module = nn.Sequential(nn.BatchNorm1d(3), Affine(), nn.BatchNorm1d(3)).double()
     whole, x = copy.deepcopy(module), data(8, 3)
     model = GPipe(module, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=3, checkpoint=checkpoint,
@@ -343,7 +343,7 @@ def test_on_a_fake_accelerator(checkpoint: str) -> None:
     assert_same_statistics(model, whole)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by the compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # raised by the compiler
 @pytest.mark.slow
 def test_compiled(pipe: Pipe) -> None:
     module = nn.Sequential(Affine(), nn.BatchNorm1d(3)).double()
@@ -394,7 +394,7 @@ def test_mini_batch() -> None:
 
 
 def test_calls_of_a_pipeline_in_a_mini_batch(pipe: Pipe, checkpoint: str) -> None:
-    """Gradients accumulated over several calls: one mini-batch to the statistics as to the optimizer."""
+    """Gradients are accumulated over several calls: one mini-batch for the statistics and for the optimizer."""
     module = nn.Sequential(nn.BatchNorm1d(3), Twice()).double()
     whole, x = copy.deepcopy(module), data(24, 3)
     model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
@@ -472,7 +472,7 @@ def test_far_from_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layer", ["half layer", "float layer"])
 def test_low_precision_is_accumulated_in_float32(dtype: torch.dtype, layer: str) -> None:
-    """A mean of 30 in bfloat16 may be wrong by 0.06, so a variance of 0.01 cannot come from rounded means."""
+    """A mean of 30 in bfloat16 may be wrong by 0.06, so rounded means cannot give a variance of 0.01."""
     x = torch.randn(64, 3, 8, generator=torch.Generator().manual_seed(1)) * 0.1 + 30
     x = (x + torch.linspace(-1, 1, 64)[:, None, None]).to(dtype)
     norm: Any = nn.BatchNorm1d(3, momentum=1.0).to(dtype if layer == "half layer" else torch.float32)
@@ -554,7 +554,7 @@ def test_the_callers_module_is_not_changed(pipe: Pipe, checkpoint: str) -> None:
     assert list(own) == list(tensors) and all(own[name] is tensor for name, tensor in tensors.items())
     assert model[0][0] is module[0][0]  # type: ignore[index]
 
-    # What is trained and tracked, and how it is cast, is seen in both.
+    # Training, tracking and casting change the caller's module as well.
     model.double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(data(6, 3)).square().sum().backward()
@@ -607,7 +607,10 @@ def test_a_compiled_module_is_not_called_in_place_of_the_converted_one() -> None
 
 
 def test_a_norm_in_what_torch_compile_has_returned_is_refused() -> None:
-    """It called the old norm, whose statistics were those of micro-batches, and the new one's stayed as they were."""
+    """The compiled module once called the old norm.
+
+    The old norm tracked micro-batches, and the statistics of the new norm stayed as they were.
+    """
     module = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager"))
     with pytest.raises(ValueError, match=r"torch\.compile.*in place and afterwards"):
         GPipe(module, [2], chunks=2, deferred_batch_norm=True)
@@ -630,7 +633,7 @@ def test_a_subclass_without_a_forward_of_its_own(pipe: Pipe, checkpoint: str) ->
 
 
 def test_a_forward_of_its_own_is_refused() -> None:
-    """What it does around the normalisation, or instead of it, would be lost."""
+    """Operations of such a forward, around the normalisation or instead of it, would be lost."""
     patched = nn.BatchNorm1d(3)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     for norm in (Scaled(3), patched):
@@ -664,7 +667,7 @@ def _pickled(value: Any) -> Any:
     [lambda: convert(nn.BatchNorm1d(3), 2), lambda: convert(Named(3), 2), lambda: DeferredBatchNorm(3, chunks=2)],
 )
 def test_copies(make: Callable[[], nn.Module], duplicate: Callable[[Any], Any]) -> None:
-    """In the middle of a mini-batch, too."""
+    """Also in the middle of a mini-batch."""
     norm, x = make().double(), data(6, 3)
     norm(x[:3])
     other = duplicate(norm)
@@ -708,7 +711,7 @@ def test_state_dicts_of_the_original_load(pipe: Pipe, prefix: str) -> None:
     model.load_state_dict(given)
     for name, tensor in state.items():
         assert torch.equal(model.state_dict()[name.removeprefix("partitions.1.")], tensor)
-    assert given.keys() == {*state, *extra}  # which is the caller's
+    assert given.keys() == {*state, *extra}  # the caller's dict
     with pytest.raises(RuntimeError, match="another"):
         model.load_state_dict({**given, prefix + "1.another": torch.ones(3)})
 
@@ -722,9 +725,9 @@ def test_a_subclass_may_have_a_buffer_of_such_a_name() -> None:
 
 
 def test_nothing_is_kept_after_a_call(pipe: Pipe, checkpoint: str) -> None:
-    """The graph has the context of the call for recomputations, but not the moments that were seen in it.
+    """The graph holds the call's context for recomputations, but not the moments of the call.
 
-    What a micro-batch that is not checkpointed saves for backward are its own.
+    A micro-batch that is not checkpointed saves its own moments for backward.
     """
     module = nn.Sequential(Affine(), nn.BatchNorm1d(37), nn.Identity()).double()
     model = pipe(module, [1, 1, 1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)

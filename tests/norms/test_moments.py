@@ -1,4 +1,4 @@
-"""Moments of parts, merged, are those of the whole."""
+"""The merged moments of parts equal the moments of the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchgpipe.norms.moments import Moments, merge
 
 
 def moments(samples: Tensor) -> Moments:
-    """Of samples (n, channels)."""
+    """Return the moments of samples of shape (n, channels)."""
     if len(samples) == 0:
         return Moments(0, torch.zeros_like(samples.sum(0)), torch.zeros_like(samples.sum(0)))
     var, mean = torch.var_mean(samples, 0)

@@ -1,4 +1,4 @@
-"""Frozen layers and small adapters beside them: what is frozen in front runs once and gets no gradient."""
+"""Frozen layers with small adapters: leading frozen layers run once and get no gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from adapters import Adapted, Block, adapt, main
 
 @pytest.fixture
 def module() -> nn.Sequential:
-    """Four frozen blocks, the last two of them with adapters that already do something."""
+    """Return four frozen blocks, the last two with adapters that are no longer zero."""
     module = nn.Sequential(*[Block(8) for _ in range(4)]).requires_grad_(False)
     adapt(module[2], rank=2)
     adapt(module[3], rank=2)
@@ -79,7 +79,7 @@ def test_frozen_layers_in_front_run_once_and_are_not_differentiated(
 
 
 def test_layers_are_frozen_and_thawed_between_steps(pipe: Pipe, checkpoint: str, x: Tensor) -> None:
-    """Gradual unfreezing: the pipeline asks at each call."""
+    """Gradual unfreezing works because the pipeline reads `requires_grad` at each call."""
     module = nn.Sequential(*[Block(8) for _ in range(3)]).double()
     model = pipe(copy.deepcopy(module), [1, 1, 1], chunks=2, checkpoint=checkpoint)
     for thawed in [[2], [1, 2], [0, 1, 2], [0]]:
@@ -92,7 +92,7 @@ def test_layers_are_frozen_and_thawed_between_steps(pipe: Pipe, checkpoint: str,
 def test_adapters_are_saved_alone_and_put_beside_the_same_model(pipe: Pipe, module: nn.Sequential, x: Tensor) -> None:
     model = pipe(copy.deepcopy(module), [2, 2], chunks=2)
     adapters = {name: tensor for name, tensor in model.state_dict().items() if model.get_parameter(name).requires_grad}
-    assert len(adapters) == 2 * 4 * 2  # of two blocks, beside four layers each
+    assert len(adapters) == 2 * 4 * 2  # two blocks, with adapters at four layers each
     for layer in module.modules():
         if isinstance(layer, Adapted):
             nn.init.zeros_(layer.up.weight)

@@ -1,7 +1,7 @@
 """DistributedDataParallel around a pipeline: two processes on the CPU, over gloo.
 
-The processes are started once. Each runs all of `CASES`, on its half of the data, and leaves a report for
-each. The tests read the reports.
+The processes are started once. Each runs all of `CASES` on its half of the data and leaves a report per case, which
+the tests read.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def wrap_in_pipe(layers: nn.Sequential, devices: list[str], checkpoint: str) -> 
 
 
 class Trial:
-    """A pipeline in DDP, and beside it the plain model in one process, on the data of both.
+    """A pipeline in DDP, and the plain model in one process on the data of both.
 
     Args:
-        devices: of the pipeline
-        checkpoint: of the pipeline
+        devices: the devices of the pipeline
+        checkpoint: the checkpoint mode of the pipeline
         prepare: changes the layers before they are wrapped
         wrap: makes the pipeline
-        options: of DDP
+        options: the options of DDP
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class Trial:
         self.reduced: list[int] = []
         self.model.register_comm_hook(None, self._reduce)
 
-    # Without annotations, which DDP inspects and cannot read as strings.
+    # no annotations: DDP inspects them and cannot read strings
     def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
         self.reduced.append(bucket.index())
         return allreduce_hook(dist.group.WORLD, bucket)
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        """A backward on this process's half, and one of the plain model on all of it."""
+        """Run backward on this process's half, and on the plain model with all of the data."""
         mine = slice(dist.get_rank(), None, WORLD)
         output = self.model(x[mine])
         loss_of(output if isinstance(output, Tensor) else output.local_value(), y[mine]).backward()
         loss_of(self.plain(x), y).backward()
 
     def check(self) -> None:
-        """The gradients are those of the plain model, and each bucket was reduced once since the last check."""
+        """Assert the gradients of the plain model, and one reduction of each bucket since the last check."""
         assert self.reduced and sorted(self.reduced) == list(range(len(self.reduced))), self.reduced
         self.reduced.clear()
         for name, expected in gradients(self.plain).items():
@@ -129,7 +129,7 @@ class Trial:
         self.plain.zero_grad()
 
 
-# ---------------------------------------------------------------------------- what each of the processes does
+# --------------------------------------------------------------------------------------- the cases, run by each process
 
 
 def gradients_are_those_of_the_joined_batch(devices: list[str], checkpoint: str) -> None:
@@ -141,7 +141,7 @@ def gradients_are_those_of_the_joined_batch(devices: list[str], checkpoint: str)
 
 
 def each_bucket_is_reduced_once(devices: list[str], checkpoint: str) -> None:
-    """With the default bucket, which holds all, and with small ones, laid out anew in the second step."""
+    """The default bucket holds everything; small buckets are laid out anew in the second step."""
     for options in ({}, {"bucket_cap_mb": 1e-5}):
         trial = Trial(devices, checkpoint, **options)
         counts = []
@@ -154,7 +154,7 @@ def each_bucket_is_reduced_once(devices: list[str], checkpoint: str) -> None:
 
 
 def fewer_micro_batches_come(devices: list[str], checkpoint: str) -> None:
-    """The last batch of an epoch: some micro-batches, and one."""
+    """The last mini-batches of an epoch are smaller: some micro-batches, and one."""
     trial = Trial(devices, checkpoint)
     for step, size in enumerate([12, 4, 2, 12]):
         trial.step(*data(size, step))
@@ -164,7 +164,7 @@ def fewer_micro_batches_come(devices: list[str], checkpoint: str) -> None:
 
 
 def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
-    """The first partition, which is not recomputed; one in the middle; and single parameters."""
+    """Frozen: the first partition, which is not recomputed; one in the middle; and single parameters."""
     for frozen in ([0], [2], [0, 2], [4]):
         trial = Trial(
             devices,
@@ -183,7 +183,7 @@ def parts_are_frozen(devices: list[str], checkpoint: str) -> None:
 
 
 def gradients_are_accumulated(devices: list[str], checkpoint: str) -> None:
-    """`no_sync` for all but the last of several backwards: one reduction, and the sum of the gradients."""
+    """`no_sync` around all backwards but the last: one reduction, and the sum of the gradients."""
     trial = Trial(devices, checkpoint)
     for _ in range(2):
         for step, size in enumerate([12, 4, 2]):
@@ -195,14 +195,14 @@ def gradients_are_accumulated(devices: list[str], checkpoint: str) -> None:
 
 
 def other_settings(devices: list[str], checkpoint: str, **how: Any) -> None:
-    """Fewer micro-batches, and accumulation, are no other graph to a DDP that was promised always the same."""
+    """For a DDP that was promised a static graph, fewer micro-batches and accumulation are the same graph."""
     for options in (
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
         {"find_unused_parameters": True},
     ):
         with warnings.catch_warnings():
-            # DDP advises against looking for unused parameters where there are none.
+            # DDP warns if it looks for unused parameters and finds none.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             trial = Trial(devices, checkpoint, **how, **options)
             for step, size in enumerate([12, 4, 2, 12]):
@@ -216,7 +216,7 @@ def other_settings(devices: list[str], checkpoint: str, **how: Any) -> None:
 
 
 def steps_are_skipped_in_all_processes(devices: list[str], checkpoint: str) -> None:
-    """What overflows in one of them overflows in the average. In float16 under a scaler, with clipping."""
+    """An overflow in one process is an overflow in the average. In float16 with a scaler and clipping."""
     trial = Trial(devices, checkpoint, nn.Module.float)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (trial.layers, trial.plain)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
@@ -224,7 +224,7 @@ def steps_are_skipped_in_all_processes(devices: list[str], checkpoint: str) -> N
     for step in range(4):
         x, y = (tensor.float() for tensor in data(12, step))
         if step == 1:
-            x[1] = torch.inf  # is in the share of process 1
+            x[1] = torch.inf  # in the share of process 1
         mine = slice(dist.get_rank(), None, WORLD)
         for net, part, scaler, optimizer in zip((trial.model, trial.plain), (mine, slice(None)), scalers, optimizers):
             with torch.autocast("cpu", torch.float16):
@@ -244,7 +244,10 @@ def steps_are_skipped_in_all_processes(devices: list[str], checkpoint: str) -> N
 
 
 def the_output_is_in_a_reference(devices: list[str], checkpoint: str) -> None:
-    """As `Pipe` returns it. DDP looks for tensors in the output, to find unused parameters and for a static graph."""
+    """`Pipe` returns a reference.
+
+    DDP looks for tensors in the output, to find unused parameters and for a static graph.
+    """
     trial = Trial(devices, checkpoint, wrap=wrap_in_pipe)
     for step in range(2):
         trial.step(*data(12, step))
@@ -270,7 +273,7 @@ def an_optimizer_keeps_both_processes_equal(devices: list[str], checkpoint: str)
 
 
 class Branch(nn.Module):
-    """Uses one of two layers, as the first number of its input tells, and never the third."""
+    """A layer that uses one of two layers, chosen by the first number of its input, and never the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +285,7 @@ class Branch(nn.Module):
 
 
 def some_parameters_are_not_used(devices: list[str], checkpoint: str) -> None:
-    """In one of the processes, or in both: then their gradient is None, as it is without a pipeline."""
+    """Parameters unused in one process or in both have the gradient None, as without a pipeline."""
 
     def branch(layers: nn.Sequential) -> None:
         torch.manual_seed(1)
@@ -304,9 +307,10 @@ def some_parameters_are_not_used(devices: list[str], checkpoint: str) -> None:
 
 
 def unused_parameters_with_the_default_settings(devices: list[str], checkpoint: str) -> None:
-    """DDP refuses them in the next forward, unless a checkpointed cell counts them as used: then they get zeros.
+    """DDP refuses unused parameters at the next forward, unless a checkpointed cell marks them as used.
 
-    Autograd tells the hooks of a parameter that an input of `Checkpoint` has no gradient, as if that were one.
+    Autograd reports the missing gradient of a `Checkpoint` input to the parameter's hooks as if it were a gradient.
+    Then these parameters get zeros.
     """
 
     def branch(layers: nn.Sequential) -> None:
@@ -336,7 +340,7 @@ def unused_parameters_with_the_default_settings(devices: list[str], checkpoint: 
 
 
 def layers_in_ddp(devices: list[str], checkpoint: str) -> None:
-    """One thread keeps their messages in order, and several are refused, because nothing does."""
+    """A single thread keeps the order of the layers' messages. Several threads do not, so they are refused."""
     layers, plain = build(), build()
     layers[2] = DistributedDataParallel(layers[2])
     if len(set(devices)) > 1:
@@ -359,9 +363,9 @@ def layers_in_ddp(devices: list[str], checkpoint: str) -> None:
 
 
 class Norms(Trial):
-    """A pipeline with deferred batch norms in DDP, and beside it the plain model, which is shown all of the data.
+    """A pipeline with deferred batch norms in DDP, and the plain model, which sees all of the data.
 
-    There every layer runs on the whole, once, to update its statistics; what it passes on is normalised by
+    In the plain model each layer runs once on the whole data, to update its statistics; its output is normalised by
     micro-batches, as in the pipelines.
     """
 
@@ -390,7 +394,7 @@ class Norms(Trial):
 
 @contextmanager
 def counted_exchanges() -> Iterator[list[int]]:
-    """How many numbers this process sends in each exchange of statistics."""
+    """Count the numbers that this process sends in each exchange of statistics."""
     sent: list[int] = []
     original = data_parallel.all_gather
 
@@ -404,13 +408,13 @@ def counted_exchanges() -> Iterator[list[int]]:
 
 
 def halves(size: int, step: int = 0) -> list[Tensor]:
-    """What each process gets: a little more or less than half, of another distribution."""
+    """Return the data of each process: a little more or less than half, of another distribution."""
     x, _ = data(size, step)
     return [x[: size // 2 + 1], x[size // 2 + 1 :] + 1]
 
 
 def statistics_are_those_of_the_joined_batch(devices: list[str], checkpoint: str) -> None:
-    """Some batches are small, so that the processes have different numbers of micro-batches."""
+    """Some mini-batches are small, so that the processes have different numbers of micro-batches."""
     trial = Norms(devices, checkpoint)
     with counted_exchanges() as sent:
         for step, size in enumerate([20, 18, 10, 20]):
@@ -424,7 +428,7 @@ def statistics_are_those_of_the_joined_batch(devices: list[str], checkpoint: str
 
 
 def statistics_without_gradients(devices: list[str], checkpoint: str) -> None:
-    """In `no_sync` and under `no_grad` forward does the same."""
+    """Forward does the same in `no_sync` and under `no_grad`."""
     trial = Norms(devices, checkpoint)
     for step, context in enumerate([trial.model.no_sync, torch.no_grad, nullcontext]):
         of_all = halves(20, step)
@@ -437,7 +441,7 @@ def statistics_without_gradients(devices: list[str], checkpoint: str) -> None:
 
 
 def statistics_of_accumulated_batches(devices: list[str], checkpoint: str) -> None:
-    """One update, and one exchange, for all mini-batches in a block."""
+    """All mini-batches in a block share one update and one exchange."""
     trial = Norms(devices, checkpoint)
     batches = [halves(20, step) for step in range(2)]
     with counted_exchanges() as sent, mini_batch(2):
@@ -450,7 +454,7 @@ def statistics_of_accumulated_batches(devices: list[str], checkpoint: str) -> No
 
 
 def statistics_of_one_process_alone(devices: list[str], checkpoint: str) -> None:
-    """Evaluation, and the pipeline called without DDP, exchange nothing: one process may do it by itself."""
+    """Evaluation, and the pipeline called without DDP, exchange nothing, so that one process can run alone."""
     trial = Norms(devices, checkpoint)
     if dist.get_rank() == 0:
         with counted_exchanges() as sent:
@@ -464,7 +468,7 @@ def statistics_of_one_process_alone(devices: list[str], checkpoint: str) -> None
 
 
 class Sometimes(nn.Module):
-    """Run a norm twice where the input is all above 0, and otherwise not at all."""
+    """A layer that runs a norm twice if the whole input is positive, and otherwise not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,7 +479,7 @@ class Sometimes(nn.Module):
 
 
 def statistics_of_layers_that_do_not_run_everywhere(devices: list[str], checkpoint: str) -> None:
-    """A process whose layer has not run has the statistics of those whose has. No process waits for another."""
+    """A process whose layer has not run takes over the statistics of the others. No process waits for another."""
     layers = nn.Sequential(nn.Identity(), Sometimes(), nn.Identity(), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
     first, second = nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).double()
     normalise = copy.deepcopy(first)
@@ -551,10 +555,10 @@ CASES: list[Callable[[list[str], str], None]] = [
 
 
 def run_all(rank: int, folder: str) -> None:
-    """The life of a process."""
+    """Run all cases in one process and write a report of each."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Nothing leaves the machine.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no message leaves the machine
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
     for case in CASES:
         for variant, checkpoint in PAIRS:
@@ -564,7 +568,7 @@ def run_all(rank: int, folder: str) -> None:
             except BaseException:
                 report = traceback.format_exc()
             Path(folder, _report(case, variant, checkpoint, rank)).write_text(report)
-            # Where one of the processes fails, the other would wait for it in vain.
+            # If one process failed, the other would wait for it in vain.
             failed = torch.tensor([float(bool(report))])
             dist.all_reduce(failed)
             if failed.item():
@@ -590,17 +594,17 @@ def _report(case: Callable[..., None], variant: str, checkpoint: str, rank: int)
     return f"{case.__name__}-{variant}-{checkpoint}-{rank}"
 
 
-# -------------------------------------------------------------------------------------------------- the tests
+# ------------------------------------------------------------------------------------------------------------ the tests
 
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder where the processes have left their reports."""
+    """Return the folder with the reports of the processes."""
     folder = tmp_path_factory.mktemp("ddp")
-    # Forked from the server of `launch`, they need not import PyTorch.
+    # Processes forked from the server of `launch` need not import PyTorch.
     context = mp.start_processes(run_all, (str(folder),), nprocs=WORLD, join=False, start_method="forkserver")
     try:
-        for _ in range(60):  # If one waits for the other for ever, its report is missing below.
+        for _ in range(60):  # if one process waits for the other forever, its report is missing below
             if context.join(timeout=10):
                 break
     finally:
@@ -616,7 +620,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_with_ddp(reports: Path, variant: str, mode: str, case: Callable[..., None]) -> None:
     for rank in range(WORLD):
         report = reports / _report(case, variant, mode, rank)
-        assert report.exists(), f"process {rank} did not get there"
+        assert report.exists(), f"process {rank} left no report"
         if report.read_text():
             pytest.fail(f"process {rank}: {report.read_text()}", pytrace=False)
 

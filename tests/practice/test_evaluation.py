@@ -1,4 +1,4 @@
-"""Evaluation before any training, and text that is generated: a pipeline that runs forward alone, at any length."""
+"""Evaluation before training, and text generation: a pipeline that only runs forward, at any length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OFF = [torch.inference_mode, torch.no_grad, nullcontext]
 
 @pytest.fixture
 def module() -> nn.Sequential:
-    """Writes text; drops at random while it trains."""
+    """Return a model that generates text and has dropout."""
     layers = [Embedding(8), Block(8), nn.Dropout(), Block(8), nn.Linear(8, 128)]
     return nn.Sequential(*layers).double()
 
@@ -50,8 +50,8 @@ def test_evaluation_before_any_training(pipe: Pipe, off: Callable[[], Any], modu
 def test_training_and_evaluation_in_turns(
     pipe: Pipe, checkpoint: str, off: Callable[[], Any], module: nn.Sequential
 ) -> None:
-    """What evaluation leaves behind, an inference tensor above all, is nothing that training stumbles over."""
-    module[2] = nn.BatchNorm1d(5).double()  # over time, with buffers
+    """Training does not fail on tensors that evaluation leaves behind, above all inference tensors."""
+    module[2] = nn.BatchNorm1d(5).double()  # normalises over time, with buffers
     model = pipe(copy.deepcopy(module), [2, 2, 1], chunks=2, checkpoint=checkpoint)
     for _ in range(2):
         for each in [module, model]:
@@ -65,7 +65,7 @@ def test_training_and_evaluation_in_turns(
 
 
 def test_text_is_the_one_that_the_plain_model_writes(pipe: Pipe, module: nn.Sequential) -> None:
-    """One character at a time, from a prompt that is a mini-batch of one: every length comes once."""
+    """One character is generated at a time, from a prompt of batch size 1: every length occurs once."""
     model = pipe(copy.deepcopy(module), [2, 2, 1], chunks=4)
     written = ["".join(generate(each, "The ", 60, seed=0)) for each in [model, module]]
     assert len(written[0]) == 60
@@ -73,7 +73,7 @@ def test_text_is_the_one_that_the_plain_model_writes(pipe: Pipe, module: nn.Sequ
 
 
 def test_several_texts_at_once_until_each_ends(pipe: Pipe, module: nn.Sequential) -> None:
-    """Those that have ended leave the mini-batch, so it becomes smaller than the number of micro-batches."""
+    """Finished texts leave the mini-batch, which becomes smaller than the number of micro-batches."""
 
     def write(model: nn.Module) -> list[list[int]]:
         done, texts = [], torch.arange(6)[:, None] + 65

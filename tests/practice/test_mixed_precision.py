@@ -1,6 +1,6 @@
-"""Mixed precision and gradient accumulation: the loop of the documentation, once with a pipeline and once without.
+"""Mixed precision and gradient accumulation: the documented training loop, with a pipeline and without.
 
-Both are equal to the last bit, steps that are skipped because a gradient overflows included.
+Both are equal to the last bit, including steps that are skipped because a gradient overflows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class History:
-    """What happens in each step, and the parameters at the end."""
+    """The events of each step, and the parameters at the end."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -38,14 +38,14 @@ class History:
 def train(
     layers: nn.Sequential, run: Callable[[Tensor], Tensor], autocast: Context, scale: float = 0.0, accumulate: int = 1
 ) -> History:
-    """A loop as users write it.
+    """Run a training loop as users write it.
 
     Args:
-        layers: are trained
-        run: the model
-        autocast: around the model and the loss
-        scale: of the loss at first; 0 for no scaling
-        accumulate: how many mini-batches there are in a step
+        layers: the layers to train
+        run: the model to call
+        autocast: the context around the model and the loss
+        scale: the first scale of the loss; 0 for no scaling
+        accumulate: the number of mini-batches in a step
     """
     history = History()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.01)
@@ -81,12 +81,12 @@ def test_training_is_that_of_the_plain_model(
     plain = make_layers()
     layers = copy.deepcopy(plain)
     model = pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)
-    # A checkpointed micro-batch casts its own weights, and one that is not shares those of autocast's cache.
+    # A checkpointed micro-batch casts its own weights; the others share those in autocast's cache.
     within, each = (autocast, nullcontext) if checkpoint == "never" else (nullcontext, autocast)
     expected = train(plain, partial(run_plain, plain, chunks=CHUNKS, each=each), within, scale, accumulate)
     actual = train(layers, model, autocast, scale, accumulate)
 
-    # Gradients of checkpointed micro-batches join those that are there one by one, in another order of sums.
+    # The gradients of checkpointed micro-batches are added to ``.grad`` one by one, in another order of summation.
     tolerance = 0.0 if checkpoint == "never" or accumulate == 1 else 1e-5
     assert actual.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
     assert actual.norms == pytest.approx(expected.norms, rel=tolerance, abs=0, nan_ok=True)

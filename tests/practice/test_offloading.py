@@ -1,4 +1,4 @@
-"""Activations that wait for backward in the memory of the host: `save_on_cpu` around the call."""
+"""`save_on_cpu` around the call keeps activations in the host's memory until backward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_backward_within_the_block(pipe: Pipe, module: nn.Sequential, checkpoint
 
 
 def test_all_that_is_saved_goes_through_the_hooks(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
-    """At forward, the inputs of what is checkpointed; at recomputation, all that the plain model saves as well."""
+    """Forward saves the inputs of checkpointed cells; recomputation saves the same tensors as the plain model."""
     packed, unpacked = [], []
     now = "forward"
 

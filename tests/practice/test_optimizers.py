@@ -1,4 +1,4 @@
-"""Optimizers, their schedules and clipping: they take a pipeline's parameters for those of the plain model."""
+"""Optimizers, schedulers and clipping treat a pipeline's parameters like those of the plain model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(
     make_schedule: Callable[[Optimizer], Any] = lambda optimizer: None,
     clip: Callable[[Iterable[Tensor]], Any] = lambda parameters: None,
 ) -> tuple[list[Any], list[Tensor]]:
-    """What clipping returns and the learning rates, in each step, and the parameters at the end."""
+    """Return the norms of clipping and the learning rates in each step, and the parameters at the end."""
     decayed = [parameter for name, parameter in model.named_parameters() if name.endswith("weight")]
     others = [parameter for name, parameter in model.named_parameters() if not name.endswith("weight")]
     optimizer = make_optimizer([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}])
@@ -66,7 +66,7 @@ def assert_trains_like_the_plain_model(pipe: Pipe, *recipe: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"])
 def test_optimizers_of_every_kind_of_loop(pipe: Pipe, kind: Callable[..., Optimizer], options: dict[str, bool]) -> None:
-    """One parameter after the other, all of a device at once, and in one kernel; in groups with their own options."""
+    """Update one parameter at a time, all parameters of a device at once, or in one kernel; with groups and options."""
     clip = partial(clip_grad_norm_, max_norm=0.1, foreach=options.get("foreach"))
     assert_trains_like_the_plain_model(pipe, partial(kind, lr=0.01, **options), lambda optimizer: None, clip)
 
@@ -86,7 +86,7 @@ def test_other_optimizers(pipe: Pipe, kind: Callable[..., Optimizer]) -> None:
 )
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clipping(pipe: Pipe, clip: Callable[..., Any], foreach: bool) -> None:
-    """The norm is one number, over the parameters of all devices."""
+    """The norm is one number over the parameters of all devices."""
     assert_trains_like_the_plain_model(
         pipe, partial(torch.optim.SGD, lr=0.5), lambda optimizer: None, partial(clip, foreach=foreach)
     )
@@ -114,7 +114,7 @@ def test_schedules(pipe: Pipe, make: Callable[[Optimizer], Any]) -> None:
     "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, lr=0.01)], ids=["AdamW", "SGD"]
 )
 def test_a_step_right_after_backward_waits_for_every_device(checkpoint: str, kind: Callable[..., Optimizer]) -> None:
-    """On accelerators that hide what was not waited for. They know no operation on several devices at once."""
+    """The fake accelerators hide whatever is not waited for, and support no operation on several devices at once."""
     plain, layers = make_layers(), make_layers()
     model = GPipe(layers, BALANCE, devices=["cpu:0", "cpu:1", "cpu:2"], chunks=CHUNKS, checkpoint=checkpoint)
     expected_losses = train_without_clipping(plain, partial(run_plain, plain, chunks=CHUNKS), kind)
@@ -141,7 +141,7 @@ def train_without_clipping(model: nn.Module, run: Run, kind: Callable[..., Optim
 @pytest.mark.parametrize("scale", [0.0, 2.0**10])
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
 def test_a_gpu_and_the_cpu_in_one_optimizer(options: dict[str, bool], scale: float) -> None:
-    """The norm is one number over the parameters of both, each is unscaled and updated where it is."""
+    """The norm is one number over the parameters of both devices; each parameter is unscaled and updated in place."""
     plain, layers = make_layers().double(), make_layers().double()
     model = GPipe(layers, [3, 3], devices=["cuda:0", "cpu"], chunks=CHUNKS)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, **options) for net in (plain, model)]

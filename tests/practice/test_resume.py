@@ -1,4 +1,4 @@
-"""Saving and resuming: into the plain model and back, into another balance, and after a run was killed anywhere."""
+"""Saving and resuming: into the plain model and back, with another balance, and after a run was killed anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 
 
 def make_layers() -> nn.Sequential:
-    """With running statistics; and with random numbers, of one layer, so that they have the same order everywhere."""
+    """Return layers with running statistics and with one random layer, whose draws have one order for every balance."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Linear(8, 3)
@@ -39,7 +39,7 @@ def make_layers() -> nn.Sequential:
 
 
 class Training:
-    """A run of `make_layers`, through a pipeline with this balance, or plain where it is None."""
+    """A run of `make_layers` through a pipeline with this balance, or plain if the balance is None."""
 
     def __init__(self, pipe: Pipe, balance: list[int] | None) -> None:
         layers = make_layers()
@@ -99,7 +99,7 @@ def test_training_goes_on_under_another_balance(pipe: Pipe, before: list[int] | 
 
 
 def test_a_state_on_other_devices_comes_to_those_of_the_pipeline(pipe: Pipe) -> None:
-    """As `map_location` and more or fewer devices have it: here it was saved on one CPU, and is loaded to several."""
+    """The state is saved on one CPU and loaded to several, as with `map_location` and another number of devices."""
     first = Training(pipe, [6])
     first.train(slice(1))
     second = Training(pipe, [2, 2, 2])
@@ -130,7 +130,7 @@ def test_safetensors(pipe: Pipe, tmp_path: Path) -> None:
 
 
 def test_safetensors_of_tied_weights(pipe: Pipe, tmp_path: Path) -> None:
-    """What shares memory is written once, by the functions that take a model."""
+    """Functions that take a model write shared memory once."""
     safetensors = pytest.importorskip("safetensors.torch")
 
     def tied() -> nn.Sequential:
@@ -147,14 +147,14 @@ def test_safetensors_of_tied_weights(pipe: Pipe, tmp_path: Path) -> None:
     assert second.get_parameter("2.weight") is second.get_parameter("0.weight")
 
 
-# ------------------------------------------------------------------------------------------- the example, killed
+# -------------------------------------------------------------------------------------------------- the example, killed
 
 STEPS = 4
 SMALL = ["--steps", str(STEPS), "--every", "2", "--batch", "3", "--context", "8", "--chunks", "2"]
 
 
 class Killed(BaseException):
-    """Nothing in the example catches this."""
+    """An exception that the example does not catch."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def uninterrupted(example: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 def test_a_run_that_is_killed_anywhere_has_the_losses_of_one_that_is_not(
     example: ModuleType, uninterrupted: list[float], tmp_path: Path
 ) -> None:
-    """In each step and at each point of each save; the next run has another balance."""
+    """The run is killed in each step at each point of each save; the next run has another balance."""
     places = [(example.Run, "step"), (torch, "save"), (os, "fsync"), (os, "replace")]
     most = STEPS + 3 * STEPS // 2
     for moment in range(most + 1):

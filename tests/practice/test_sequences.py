@@ -1,4 +1,4 @@
-"""Sequences: lengths and masks that come along, tensors that every layer needs, and time as the first dimension."""
+"""Sequences: lengths and masks as inputs, tensors that every layer needs, and time as the first dimension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from torchgpipe import NoChunk
 
 
 def assert_same_up_to_sums(actual: Outcome, expected: Outcome) -> None:
-    """An LSTM has a gradient of its weights for every step in time; a checkpointed cell sums up its own first."""
+    """Assert equality up to the order of summation.
+
+    An LSTM's weights have a gradient per time step, which a checkpointed cell sums first.
+    """
     torch.testing.assert_close(actual.param_grads, expected.param_grads)
     actual.param_grads = expected.param_grads
     assert_same(actual, expected)
@@ -40,7 +43,7 @@ class Recurrent(nn.Module):
 
 
 class Last(nn.Module):
-    """The vector at the end of each sequence."""
+    """A layer that returns the vector at the end of each sequence."""
 
     def forward(self, value: dict[str, Tensor]) -> Tensor:
         x, lengths = value["x"], value["lengths"]
@@ -65,7 +68,7 @@ def test_lengths_come_along(pipe: Pipe, checkpoint: str) -> None:
 
 
 class Attention(nn.Module):
-    """Attends to what is not padding."""
+    """Attention that skips padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +81,14 @@ class Attention(nn.Module):
 
 
 class Drop(nn.Module):
-    """Leaves the masks behind: what belongs to no sequence cannot be gathered."""
+    """A layer that drops the masks: a tensor without a batch dimension cannot be gathered."""
 
     def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return value[0]
 
 
 def masks(batch: int, time: int) -> tuple[Tensor, Tensor]:
-    """Of padding (batch, time), and of the future (time, time): true where attention must not look."""
+    """Return the masks of padding (batch, time) and of the future (time, time), true where attention must not look."""
     lengths = torch.randint(1, time + 1, (batch, 1))
     return torch.arange(time) >= lengths, torch.ones(time, time, dtype=torch.bool).triu(1)
 
@@ -112,7 +115,7 @@ def test_a_mask_of_positions_without_no_chunk_is_refused(pipe: Pipe) -> None:
 
 
 class Modulated(nn.Module):
-    """Scales and shifts by tensors of the input that are its own."""
+    """A layer that scales and shifts by its own tensors of the input."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -150,14 +153,14 @@ def test_a_scale_and_a_bias_for_each_layer(pipe: Pipe, checkpoint: str, whole: b
 
 
 class Transpose(nn.Module):
-    """(batch, time, ...) to (time, batch, ...) and back."""
+    """A transposition of (batch, time, ...) to (time, batch, ...), or back."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1)
 
 
 class Recurrence(nn.Module):
-    """An LSTM over (time, batch, width), as nn.LSTM is without batch_first."""
+    """An LSTM over (time, batch, width), as nn.LSTM without batch_first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ def test_layers_that_want_time_first_stand_between_two_that_transpose(pipe: Pipe
 
 
 def test_lengths_tell_that_time_is_first(pipe: Pipe) -> None:
-    """Alone, such a tensor would be cut in time: nobody but the caller can know."""
+    """Such a tensor alone would be split in time: the pipeline cannot know which dimension is the batch."""
     model = pipe(nn.Sequential(Recurrent(), Last()), [1, 1], chunks=2)
     with pytest.raises(ValueError, match=r"\['x'\] is \(7, 5, 4\).*\['lengths'\] is \(5,\)"):
         model({"x": torch.randn(7, 5, 4), "lengths": torch.tensor([7, 2, 3, 1, 5])})

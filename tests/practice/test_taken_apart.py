@@ -1,6 +1,6 @@
-"""Models that are not sequential, taken apart into layers: logits, gradients and weights are those of the original.
+"""Models taken apart into layers have the logits, gradients and weights of the original.
 
-The libraries that the models come from may be missing. What the recipes rest on is tested without them.
+The models' libraries may be missing. The mechanisms behind the recipes are tested without them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from taken_apart import as_in_layers, as_in_model, gpt2_layers, main, names_in, 
 
 
 def step(model: Any, *inputs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Logits and gradients."""
+    """Return logits and gradients."""
     model.zero_grad()
     output = model(*inputs)
     output = getattr(output, "logits", output)
@@ -55,7 +55,7 @@ class Residual(nn.Module):
 
 
 class LikeResNet(nn.Module):
-    """Built as that of torchvision: with stages, and without a module that flattens."""
+    """A model built like torchvision's ResNet: with stages, and without a module that flattens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def small_resnet(library: str) -> nn.Module:
 
 @pytest.mark.parametrize("library", ["a model like it", "torchvision"])
 def test_resnet(pipe: Pipe, library: str) -> None:
-    """Batch norm sees a micro-batch at a time, so the original does as well."""
+    """The original runs on micro-batches too, because batch norm normalises each."""
     model = small_resnet(library)
     layers = resnet_layers(copy.deepcopy(model))
     names = names_in(resnet_layers(model), model)
@@ -92,7 +92,7 @@ def test_resnet(pipe: Pipe, library: str) -> None:
     expected.buffers = {names[name]: buffer for name, buffer in expected.buffers.items()}
     assert_same(actual, expected)
 
-    torch.testing.assert_close(gpipe.eval()(x), model.eval()(x))  # of the whole mini-batch
+    torch.testing.assert_close(gpipe.eval()(x), model.eval()(x))  # the whole mini-batch
 
 
 # GPT-2
@@ -123,7 +123,7 @@ def test_gpt2(pipe: Pipe, checkpoint: str, gpt2: Any, padded: bool) -> None:
 
 
 def with_mask(model: nn.Module) -> nn.Module:
-    """The model with the mask as its second input, and with the names of its own parameters."""
+    """Return the model with the mask as its second input, under the names of its own parameters."""
     masked = copy.copy(model)
     forward = model.forward
     vars(masked)["forward"] = lambda tokens, mask=None: forward(tokens, attention_mask=mask)
@@ -163,7 +163,7 @@ def test_weights_go_from_the_original_to_the_pipeline_and_back(pipe: Pipe) -> No
     torch.testing.assert_close(gpipe.eval()(x), model.eval()(x))
 
 
-# One table for the first and the last layer
+# One table shared by the first and the last layer
 
 
 @skippable(stash=["table"])
@@ -210,7 +210,7 @@ def test_a_table_that_goes_through_a_portal(pipe: Pipe, checkpoint: str) -> None
 
 
 def test_a_table_of_two_layers_on_one_device(checkpoint: str) -> None:
-    """The last partition comes back to the device of the first one."""
+    """The last partition returns to the device of the first partition."""
     tied = Tied().double()
     module = nn.Sequential(OrderedDict(tied.named_children()))
     x = torch.randint(11, (6, 3))

@@ -1,4 +1,4 @@
-"""What the tests of a training loop share: a model, mini-batches of two sizes, and the plain model beside it."""
+"""A model, mini-batches of two sizes, and the plain reference, shared by the tests of training loops."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BALANCE = [2, 1, 3]
 
 
 def make_layers() -> nn.Sequential:
-    """Takes (batch, 4), scores 3 classes."""
+    """Return layers from (batch, 4) to scores of 3 classes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3))
 
 
 def batches(steps: int, accumulate: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each step some mini-batches, the last of them smaller."""
+    """Return mini-batches for each step, the last one smaller."""
     draw = torch.Generator().manual_seed(1)
     sizes = [9] * (accumulate - 1) + [7]
     return [

@@ -1,4 +1,4 @@
-"""The schedule, cell by cell: each list below is to be read as the picture of its pipeline."""
+"""The schedule, cell by cell: each list below is laid out like the picture of its pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two smallest layers with a skip, for tests that look at its way and not at what is computed."""
+"""The smallest layers with a skip, for tests of a skip's way rather than of its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Pop", "Stash", "pair"]
 
 @skippable(stash=["skip"])
 class Stash(Skippable, nn.Module):
-    """Stashes ``function(x)`` and goes on with another tensor."""
+    """A layer that stashes ``function(x)`` and returns another tensor."""
 
     def __init__(self, function: Callable[[Tensor], Any] = lambda x: x * 2) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Stash(Skippable, nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(Skippable, nn.Module):
-    """Goes on with ``function(x, skip)``."""
+    """A layer that returns ``function(x, skip)``."""
 
     def __init__(self, function: Callable[[Tensor, Any], Tensor] = lambda x, skip: x + skip.tanh()) -> None:
         super().__init__()
@@ -39,6 +39,6 @@ class Pop(Skippable, nn.Module):
 
 
 def pair(*options: Any) -> tuple[Any, Any]:
-    """A `Stash` and its `Pop`."""
+    """Return a `Stash` and its `Pop`."""
     ns = Namespace()
     return Stash(*options[:1]).isolate(ns), Pop(*options[1:]).isolate(ns)

@@ -1,3 +1,5 @@
+"""The layout of skips: which skips leave and arrive in each partition."""
+
 from __future__ import annotations
 
 import pytest

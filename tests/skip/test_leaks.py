@@ -33,13 +33,13 @@ def no_collection() -> Iterator[None]:
 
 
 class Scene:
-    """A model with a skip from its first layer to its third, and what of the skips there is in the fourth.
+    """A model with a skip from layer 0 to layer 2, and a record in layer 3 of which skips are in memory.
 
     Attributes:
         first: the skips of the first runs, by micro-batch
-        again: those of recomputations
-        after_pop: which skips were there right after one was popped: pairs of whether recomputed, and for each of
-            ``first`` and ``again``, the micro-batches
+        again: the skips of recomputations, in order
+        after_pop: after each pop, a triple: whether the run is a recomputation, and the indices in ``first`` and in
+            ``again`` that are still in memory
     """
 
     def __init__(self, stashed: Callable[[Tensor], Tensor] = lambda x: x + 1) -> None:
@@ -86,13 +86,13 @@ def test_a_plain_model_drops_a_skip_when_it_is_popped(context: Context) -> None:
 @pytest.mark.parametrize("balance", [[1, 1, 3], [1, 4], [5]], ids=str)
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_so_does_a_pipeline_that_does_not_recompute(pipe: Pipe, balance: list[int], context: Context) -> None:
-    """Not only when its partition is through. The graph of a sum needs neither."""
+    """The skip is freed at its pop, not when its partition is finished. The graph of a sum needs no operand."""
     scene = Scene()
     model = pipe(scene.layers(), balance, chunks=M, checkpoint="never")
     with context():
         output = model(mini_batch())
     for i, (again, first, _) in enumerate(scene.after_pop):
-        assert not again and set(first) <= set(range(i + 1, M))  # on their way
+        assert not again and set(first) <= set(range(i + 1, M))  # still in flight
     assert len(scene.after_pop) == M and scene.all_gone()
     del output
 
@@ -115,7 +115,7 @@ def test_a_partition_that_works_on_copies_of_its_input_keeps_no_original(pipe: P
 
 
 def test_a_checkpointed_partition_keeps_what_it_recomputes_from_and_no_more(pipe: Pipe) -> None:
-    """The skip of the first run. A skip within a partition is not kept."""
+    """The partition keeps the skip of the first run. A skip within a partition is not kept."""
     scene, inner = Scene(), Scene()
     layers = scene.layers()
     layers.insert(1, nn.Sequential(*inner.layers()))
@@ -130,7 +130,7 @@ def test_a_checkpointed_partition_keeps_what_it_recomputes_from_and_no_more(pipe
 
 
 def test_backward_drops_the_skip_of_each_micro_batch_that_is_through(pipe: Pipe) -> None:
-    """In recomputation of the pop of micro-batch i those that came after it are gone."""
+    """When the pop of micro-batch i is recomputed, the skips of later micro-batches are freed."""
     scene = Scene()
     model = pipe(scene.layers(), [1, 1, 3], chunks=M, checkpoint="always")
     model(mini_batch()).sum().backward()
@@ -151,7 +151,7 @@ def test_after_backward_nothing_is_left(
     stashed: Callable[[Tensor], Tensor],
     popped: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Whether a gradient comes back or not."""
+    """Holds whether a gradient returns or not."""
     scene = Scene(stashed)
     model = pipe(scene.layers(popped), balance, chunks=M, checkpoint=checkpoint)
     output = model(mini_batch())
@@ -169,7 +169,7 @@ def test_an_output_that_is_dropped_leaves_nothing(pipe: Pipe, checkpoint: str) -
 
 
 def test_the_last_micro_batch_that_is_not_checkpointed(pipe: Pipe) -> None:
-    """Its stash has a graph, and so has its pop, beside others that have none."""
+    """The last micro-batch has a graph at its stash and its pop; the other micro-batches have none."""
     scene = Scene()
     model = pipe(scene.layers(torch.mul), [1, 1, 3], chunks=M, checkpoint="except_last")
     output = model(mini_batch())
@@ -186,7 +186,7 @@ class Fault(Exception):
 
 
 def failing_model(scene: Scene, at: int, phase: list[str]) -> nn.Sequential:
-    """`Scene.layers`, in which layer ``at`` fails at its second micro-batch, if it is the phase."""
+    """Return `Scene.layers` with layer ``at`` failing at its second micro-batch in the given phase."""
 
     def fail(x: Tensor) -> Tensor:
         now = "recomputation" if is_recomputing() else "forward"
@@ -225,7 +225,7 @@ def test_after_a_fault_nothing_is_left_and_the_model_works_on(pipe: Pipe, checkp
     (note,) = info.value.__notes__
     assert note.startswith(f"micro-batch {i} of {M}, partition {partition} ") and note.endswith(f"during {phase}")
     del info
-    # After an error, the queue of the autograd engine keeps what was ready, until the next backward.
+    # After an error, the autograd engine's queue keeps its ready tasks until the next backward.
     torch.ones((), requires_grad=True).backward()
     assert scene.all_gone()
 

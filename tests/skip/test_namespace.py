@@ -1,3 +1,5 @@
+"""Namespaces are unique, equal to their copies, and ordered."""
+
 from __future__ import annotations
 
 import copy

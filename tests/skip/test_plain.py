@@ -88,7 +88,7 @@ def test_it_computes_the_same(context: Context) -> None:
 
 
 def test_several_threads_may_call_one_model() -> None:
-    """Each has its own skips in flight."""
+    """Each thread has its own skips in flight."""
 
     def call(number: int) -> None:
         x = torch.full((1, 4), float(number))

@@ -1,6 +1,6 @@
-"""The way of a skip on several devices: straight there once, straight back once, beside all computation.
+"""A skip travels straight to its device once and its gradient straight back once, beside all computation.
 
-See `fake_accelerator`, where a copy is a launch between two devices, and what may run at the same time is known.
+Under `fake_accelerator` a copy is a launch between two devices, and it is known which launches may overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ M = 3
 
 
 def pipeline(layers: list[Any], devices: list[int], balance: list[int] | None = None, **options: Any) -> GPipe:
-    """A partition for each layer, on fake devices of these numbers."""
+    """Return a pipeline with a partition per layer, on fake devices of these numbers."""
     balance = balance or [1] * len(layers)
     names = [f"cpu:{k}" for k in devices]
     return GPipe(nn.Sequential(*layers), balance, devices=names, chunks=options.pop("chunks", M), **options)
@@ -40,19 +40,19 @@ def train(model: GPipe, width: int = 2) -> FakeAccelerator:
 
 
 def copies(fake: FakeAccelerator) -> list[tuple[int, int]]:
-    """Between which devices something was copied, in order."""
+    """Return the pairs of devices between which tensors were copied, in order."""
     ends = [(launch.stream.device.index, launch.target.index) for launch in fake.launches]
     return [(source, target) for source, target in ends if source != target]
 
 
 def there_and_back(ways: list[tuple[int, int]]) -> Counter[tuple[int, int]]:
-    """Each way once for each micro-batch and once back."""
+    """Return each way and the way back, once per micro-batch."""
     moving = [(source, target) for source, target in ways if source != target]
     return Counter(M * (moving + [(target, source) for source, target in moving]))
 
 
 class Linear(nn.Module):
-    """Has something to differentiate, so that backward goes through."""
+    """A layer with a parameter, so that backward passes through it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("devices", [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 0], [0, 0, 1, 1], [1, 0, 0, 2]], ids=str)
 def test_a_skip_is_copied_once_there_and_its_gradient_once_back(checkpoint: str, devices: list[int]) -> None:
-    """Between the devices of its ends, and never through others; not at all if they are one device."""
+    """The copy goes from the stash's device to the pop's, through no other; there is none if both are the same."""
     stashing, popping = pair()
     model = pipeline([stashing, Linear(), Linear(), popping], devices, checkpoint=checkpoint)
     assert Counter(copies(train(model))) == there_and_back([*pairwise(devices), (devices[0], devices[3])])
@@ -132,7 +132,7 @@ def test_what_needs_no_gradient_has_none_to_copy(checkpoint: str) -> None:
 
 
 def test_a_pipeline_of_one_device_has_portals_without_a_route() -> None:
-    """The tensor is handed over as it is."""
+    """The tensor is handed over unchanged."""
     x = torch.ones(1)
     assert Portal(SkipKey(None, "skip"), None).receive(0, x) is x
 
@@ -141,7 +141,7 @@ def test_a_pipeline_of_one_device_has_portals_without_a_route() -> None:
 
 
 def launches(fake: FakeAccelerator, name: str, device: int, target: int | None = None) -> list[Launch]:
-    """The operations of a device, in the order of its launches; with ``target``, what they send there."""
+    """Return the operations of a device in launch order; with ``target``, only the copies to that device."""
     wanted = device if target is None else target
     return [
         launch
@@ -151,7 +151,7 @@ def launches(fake: FakeAccelerator, name: str, device: int, target: int | None =
 
 
 def test_the_copy_of_a_skip_overlaps_with_the_computation_between() -> None:
-    """It begins when its stash is computed, and nobody but its pop waits until it is over."""
+    """The copy begins when the stash is computed, and only the pop waits for its end."""
     m = 4
     model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.add)], [0, 1, 2, 3], chunks=m)
     with on_fake_devices(model) as fake, torch.no_grad():
@@ -187,7 +187,7 @@ def test_the_copy_of_its_gradient_overlaps_with_the_computation_between(checkpoi
 
 
 def test_a_skip_is_on_one_device_at_a_time() -> None:
-    """It has left the one when it has come to the other, and that when it was popped."""
+    """A skip is freed on its first device when it has arrived on the second, and there when it has been popped."""
 
     def make(x: Tensor) -> Tensor:
         skip = x * 2

@@ -1,4 +1,4 @@
-"""The decorator: what becomes of a class, what its layers may do, and what they are told if they do anything else."""
+"""A `@skippable` class stays the same class, its layers stash and pop, and errors say what they did wrong."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_as_a_function() -> None:
 
 
 class Around(nn.Module):
-    """As the original has kept a skippable layer: in an attribute of a wrapper."""
+    """A wrapper with the layer in an attribute, as the original kept a skippable layer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_isolation_of_a_copy_is_its_own() -> None:
 
 
 def test_isolate() -> None:
-    """All names, or some; the last one counts; the layer is given back."""
+    """All declared names or some can be isolated; the last call counts; the layer itself is returned."""
     alice, bob = Namespace(), Namespace()
     layer: Any = Layer(2)
     assert [layer.skip_key(name) for name in "abc"] == [(None, "a"), (None, "b"), (None, "c")]
@@ -279,7 +279,7 @@ class Extends(Base):
 
 class ExtendsInSteps(Base):
     def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 0)  # The later one counts.
+        yield stash("skip", x * 0)  # The second value counts.
         output = super().forward(x * 5)
         return output / 5
 
@@ -344,7 +344,7 @@ def test_the_class_may_have_to_say_something_about_its_subclasses() -> None:
 
 
 def layer_of(forward: Callable[..., Any], **names: Any) -> nn.Module:
-    """A layer of the class Mine."""
+    """Return a layer of the class Mine."""
     return skippable(**names)(type("Mine", (nn.Module,), {"forward": forward}))()
 
 
@@ -416,7 +416,7 @@ def test_hooks_see_the_output() -> None:
 
 
 def test_blocks_with_skips_in_them(pipe: Pipe) -> None:
-    """A layer may contain both ends, one end, or one end of another's."""
+    """A layer may contain both ends, one end, or one end of another layer's skip."""
 
     @skippable(stash=["outer"])
     class Block(nn.Module):
@@ -527,7 +527,7 @@ def test_an_error_is_raised_where_the_layer_has_yielded() -> None:
 
 
 def test_an_error_leaves_the_blocks_that_the_layer_is_in() -> None:
-    """Before it is handled: a frame that is still suspended would keep its tensors, and here the mode."""
+    """Blocks are left before the error is handled: a suspended frame would keep its tensors, and here the mode."""
     events: list[str] = []
 
     @contextmanager
@@ -576,7 +576,7 @@ def test_an_error_of_the_layer_is_its_own() -> None:
 
 
 def test_an_error_in_a_layer_of_a_layer_is_no_business_of_the_next_call() -> None:
-    """What a thread is in is left again, however a call ends."""
+    """A thread leaves every layer that it has entered, however a call ends."""
 
     class Fails(Base):
         def forward(self, x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Who holds a skip, and how long. What the layers of plain models see is in `test_plain`."""
+"""A tracker holds each skip until its pop. `test_plain` tests what the layers of plain models see."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_the_innermost_is_the_current_one_of_its_thread() -> None:
     assert others[0] not in (outermost, outer, inner)
 
 
-# A plain model that fails between a stash and its pop: nobody tells the tracker of the thread.
+# A plain model that fails between a stash and its pop. The thread's tracker is not notified.
 
 
 class Scene:
-    """A plain model that may fail in the middle, and the memory of its skips."""
+    """A plain model that can fail between stash and pop, and the memory of its skips."""
 
     def __init__(self) -> None:
         self.fails = True

@@ -1,7 +1,7 @@
-"""However skips cross, nest and are cut: the results are those of the plain model, to the last bit.
+"""However skips cross, nest and are cut by partitions, results equal the plain model's to the last bit.
 
-Models are put together at random from nodes, which pop and stash any number of skips around a linear map. What a
-skip may be is in `KINDS`, what may become of one in `USES`; a new trick belongs there.
+Models are drawn at random from nodes, which pop and stash any number of skips around a linear map. `KINDS` lists
+what a skip may be, and `USES` what may become of it; a new trick belongs there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODES = ["always", "except_last", "never"]
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 # No tensor gets its gradient from more than two sides, and no parameter from two in one micro-batch: the order of a
-# longer sum is not part of the promise. So a node has parameters of their own for each of its skips.
+# longer sum is not promised. So a node has a parameter for each of its skips.
 
 KINDS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
     "itself": lambda own, x: x,
@@ -68,7 +68,7 @@ USES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
 
 
 class Own(nn.Module):
-    """What a node has for one of its skips."""
+    """The parameters of a node for one of its skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Node(nn.Module):
     """A linear map that pops skips before it and stashes skips after it.
 
     Args:
-        pops: pairs of a name and the use that is made of the skip
+        pops: pairs of a name and the use of the skip
         stashes: pairs of a name and the kind of skip
     """
 
@@ -111,14 +111,14 @@ class Node(nn.Module):
 
 
 def node(pops: list[tuple[str, str]], stashes: list[tuple[str, str]], trainable: bool) -> Any:
-    """A `Node` of a class of its own, which has declared what this one does."""
+    """Return a `Node` of a new class that declares the skips of this node."""
     kind = skippable([name for name, _ in stashes], [name for name, _ in pops])(type("Node", (Node,), {}))
     return kind(pops, stashes, trainable)
 
 
 @dataclass
 class Skip:
-    """Stashed in one layer, popped in a later one."""
+    """A skip that is stashed in one layer and popped in a later one."""
 
     name: str
     source: int
@@ -179,7 +179,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Case:
     ]
     layers = []
     for k in range(n):
-        # A layer can have one skip of each name only, so further ones get another layer, all in one block.
+        # A layer can have only one skip of each name, so further skips get another layer in the same block.
         stashes = [skip for skip in skips if skip.source == k]
         pops = [skip for skip in skips if skip.target == k]
         pops.sort(key=lambda skip: draw(st.integers()))
@@ -203,7 +203,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Case:
 
 
 def _layer(stashes: list[Skip], pops: list[Skip], trainable: bool) -> nn.Module:
-    """One node, or where a name would occur twice, a block of several."""
+    """Return one node, or a block of several where a name would occur twice."""
     nodes: list[tuple[list[Skip], list[Skip]]] = [([], [])]
     for end, skips in enumerate([pops, stashes]):
         for skip in skips:
@@ -236,6 +236,6 @@ def test_without_gradients(context: Context, case: Case) -> None:
 @settings(max_examples=settings.default.max_examples // 4)
 @given(case=cases(dtype=torch.float32))
 def test_autocast(case: Case) -> None:
-    """Without its cache, which is about weights (see the other test_transparency) and not about skips."""
+    """Without autocast's cache, which concerns weights (see the other test_transparency) and not skips."""
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
     assert_same(case.piped(autocast), case.plain(autocast))

@@ -1,4 +1,4 @@
-"""What is wrong with the skips of a model is said before anything runs, all at once, and with what to do."""
+"""All faults in the skips of a model are reported at once, before anything runs, with the next move."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def isolated(layer: Any) -> nn.Module:
 
 HEADING = "stashes and pops of the model do not match:"
 
-#: For each fault a model and what is said about it.
+#: For each fault, a model and the message.
 FAULTS: dict[str, tuple[nn.Sequential, list[str]]] = {
     "never popped": (
         nn.Sequential(nn.Identity(), Stash()),
@@ -110,7 +110,7 @@ def test_each_fault(model: nn.Sequential, faults: list[str]) -> None:
 
 
 def test_all_faults_at_once() -> None:
-    """Each once, in the order of the layers; what is never popped comes last."""
+    """Each fault is reported once, in the order of the layers; skips that are never popped come last."""
     blocks = []
     for model, _ in copy.deepcopy(list(FAULTS.values())):
         ns: dict[Any, Namespace] = {}
@@ -157,7 +157,7 @@ def test_a_pipeline_says_so_when_it_is_made(model: nn.Sequential, faults: list[s
 
 
 def test_layers_that_no_longer_match_are_an_error_at_the_call(pipe: Pipe) -> None:
-    """They may be replaced, or isolated, after the model was wrapped."""
+    """Layers may be replaced or isolated after the model was wrapped."""
     model = pipe(nn.Sequential(Stash(), nn.Identity(), Pop()), [1, 1, 1], chunks=2)
     x = torch.ones(2, 1)
     expected = model(x)

@@ -1,1 +1,1 @@
-"""Mirrors `torchgpipe/timeline`: recording, and the ways to look at what was recorded."""
+"""Tests of `torchgpipe.timeline`: recording, and the views of a recording."""

@@ -1,4 +1,4 @@
-"""Made-up timelines, of which every figure can be computed by hand."""
+"""Synthetic timelines whose figures can be computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ideal", "rows", "span"]
 
 
 def rows(n: int, devices: Sequence[str] | None = None) -> list[Row]:
-    """Return partitions with one layer each, by default on devices of their own."""
+    """Return partitions with one layer each, by default on distinct devices."""
     names = [f"cuda:{j}" for j in range(n)] if devices is None else devices
     return [Row(j, torch.device(name), (str(j),)) for j, name in enumerate(names)]
 

@@ -1,4 +1,4 @@
-"""The picture has all its parts."""
+"""The picture of a timeline has all its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels in the trace of the profiler: the same work, by name, and only while it runs."""
+"""The profiler's trace labels each cell by name, only while the profiler runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_profiler_shows_every_cell(checkpoint: str, recording: bool) -> None
 
 
 def test_the_profiler_shows_the_cells_of_all_threads_when_it_is_set_to(checkpoint: str) -> None:
-    """As the documentation says. Without this setting it sees its own thread, and what the engine does for it."""
+    """As documented: without this setting the profiler sees its own thread and the engine's work for it."""
     model = model_on(["cpu:0", "cpu:1"], checkpoint)
     setting = torch.profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=setting) as profiler:

@@ -1,4 +1,4 @@
-"""Recording: everything that runs is there once, in the order in which it can run, and nothing else changes."""
+"""A recording has each cell and copy once, in an order in which they can run, and changes no results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def at(timeline: Timeline, kind: str, i: int, j: int) -> Span:
 
 
 def assert_in_order(timeline: Timeline, mode: str, n: int = N) -> None:
-    """A cell begins after those that it needs have ended."""
+    """Assert that each cell begins after the cells that it depends on have ended."""
     for span in timeline.spans:
         assert 0 <= span.start <= span.end
         assert not span.failed
@@ -149,7 +149,7 @@ def test_a_skip_has_copies_of_its_own() -> None:
     assert Counter((s.micro_batch, s.partition, s.other, s.stream) for s in skips) == Counter(ways)
 
 
-# Nothing else changes.
+# Recording changes nothing else.
 
 
 def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str) -> None:
@@ -185,7 +185,7 @@ def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
-    """None of our hooks runs at its end, and the end of the whole backward pass would be far too late."""
+    """No hook runs at the end of this cell, and the end of the whole backward pass would be far too late."""
     model = GPipe(linears(1), [1], devices=["cpu"], chunks=M, checkpoint="never")
     with torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
@@ -221,7 +221,7 @@ def test_to_ask_for_the_gradient_of_the_output_is_no_backward(pipe: Pipe) -> Non
 
 
 def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
-    """On the very tensors on which a recorder listens."""
+    """The layer's hook is on the same tensor as the recorder's."""
     model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
     heard: list[Tensor] = []
     handles = []
@@ -284,7 +284,7 @@ def test_a_cell_of_several_outputs_has_one_backward(pipe: Pipe) -> None:
 
 
 def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
-    """A cell whose end is not seen ends when the next cell begins, but not when a nested pipeline begins inside it."""
+    """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
     nested = GPipe(linears(2), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="never")
     layers = nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3))
     model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=M, checkpoint="never")
@@ -295,7 +295,7 @@ def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
         assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in inner) - min(s.start for s in inner)
 
 
-# Several steps.
+# Several steps
 
 
 def test_gradient_accumulation_is_several_steps(pipe: Pipe) -> None:
@@ -341,7 +341,7 @@ def test_memory_is_bounded_while_steps_go_by() -> None:
 
 
 def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
-    """Without the help of the garbage collector."""
+    """Tensors are freed without the help of the garbage collector."""
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
     seen: list[weakref.ref[Tensor]] = []
     model[1].register_forward_hook(lambda _, inputs, output: seen.extend([weakref.ref(inputs[0]), weakref.ref(output)]))
@@ -367,7 +367,7 @@ def test_a_backward_outside_the_block_is_not_recorded(pipe: Pipe, checkpoint: st
     assert cells(before) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
 
 
-# Faults.
+# Faults
 
 
 class Backward(torch.autograd.Function):
@@ -382,7 +382,7 @@ class Backward(torch.autograd.Function):
 
 
 class Faulty(nn.Module):
-    """Fails for one micro-batch."""
+    """A layer that fails for one micro-batch."""
 
     def __init__(self, phase: str, i: int) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) 
     assert not any(span.failed for span in timeline.spans)
 
 
-# Which pipeline is recorded, and for how long.
+# Which pipeline is recorded, and for how long
 
 
 def test_the_recorder_is_gone_after_the_block() -> None:
@@ -570,11 +570,11 @@ def test_a_copy_of_the_model_is_not_recorded() -> None:
     assert timeline.steps == []
 
 
-# Clocks.
+# Clocks
 
 
 class LateStream(Stream):
-    """A stream whose clock starts at 1000, runs twice as fast as the host's, and can only be read at the end."""
+    """A stream whose clock starts at 1000, runs at twice the host's speed, and can only be read at the end."""
 
     readable = False
 
@@ -600,5 +600,5 @@ def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_ho
         model(batch()).sum().backward()
         LateStream.readable = True
     assert_in_order(timeline, "except_last")
-    # Had the clock not been set by the host's, these would be a thousand seconds off.
+    # If the clock were not aligned with the host's, these times would be off by a thousand seconds.
     assert all(span.end < 500 for span in timeline.spans)

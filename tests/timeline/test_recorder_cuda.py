@@ -1,4 +1,4 @@
-"""Recording on a GPU, where what is launched is done later: times are those of the work, not of its launch."""
+"""Recording on a GPU, whose work runs after its launch: times are those of the work."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = [
 
 GPU = "cuda:0"
 
-#: Seconds that the clocks of the host and of the GPU may differ by: many times what they do, and a fraction of `slept`.
+#: Allowed difference of the host's and the GPU's clocks in seconds: many times the real one, a fraction of `slept`.
 APART = 1e-3
 
 CYCLES = 20_000_000
 
 
 class Slow(nn.Module):
-    """Keeps the GPU busy for some milliseconds; the host goes on at once."""
+    """A layer that keeps the GPU busy for some milliseconds, while the host goes on at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Slow(nn.Module):
 
 
 def slept() -> float:
-    """The seconds that the work of a slow layer takes at least."""
+    """Return the least time in seconds that a slow layer takes."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     torch.cuda._sleep(CYCLES)
@@ -55,7 +55,7 @@ def test_spans_are_those_of_the_work(devices: list[str], mode: str) -> None:
     assert not any(span.failed for span in timeline.spans)
     forwards = [span for span in timeline.spans if span.kind == "forward"]
     assert len(forwards) == 6
-    least = slept() / 2  # The clock of a GPU may change.
+    least = slept() / 2  # The GPU's clock may change.
     for span in forwards:
         if span.device.type == "cuda":
             assert span.seconds > least

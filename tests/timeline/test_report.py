@@ -1,4 +1,4 @@
-"""The figures of a report equal those computed by hand."""
+"""The figures of a report equal figures computed by hand."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_shares_of_a_device() -> None:
 
 
 def test_the_slowest_partition_and_what_a_better_balance_gains() -> None:
-    # Per micro-batch 1, 4 and 1 seconds; the average is 2.
+    # The partitions take 1, 4 and 1 seconds per micro-batch; the mean is 2.
     spans = [span("forward", i, j, 10 * i + j, 10 * i + j + (4 if j == 1 else 1)) for i in range(3) for j in range(3)]
     made = report(spans, 3, 3)
     assert made.costs == [1, 4, 1]
@@ -94,7 +94,7 @@ def test_what_no_recomputation_gains() -> None:
 
 
 def test_partitions_that_share_a_device_share_its_time() -> None:
-    # Partitions 0 and 2 are on one device, whose load is 3, and partition 1 is on the other, with 1.
+    # Partitions 0 and 2 share a device with a load of 3; partition 1 has the other device, with a load of 1.
     devices = ["cuda:0", "cuda:1", "cuda:0"]
     seconds = [1.0, 1.0, 2.0]
     spans = [
@@ -128,7 +128,7 @@ def test_steps_are_added_up_and_what_is_between_them_does_not_count() -> None:
 
 
 def test_steps_that_overlap_count_once() -> None:
-    """Two forwards, and then one backward for both."""
+    """Two forwards run first, and one backward follows for both."""
     spans = [
         span("forward", 0, 0, 0, 1),
         span("forward", 0, 0, 1, 2, step=1),

@@ -1,4 +1,4 @@
-"""The schedule as text, beside the picture that it should be."""
+"""The schedule as text: each test shows the expected drawing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchgpipe.timeline.schedule_text import schedule
 
 
 def test_a_small_step() -> None:
-    # 12 seconds on 91 columns: 7.6 a second.
+    # 12 seconds on 91 columns: 7.6 columns per second.
     assert schedule(ideal(2, 2), rows(2)).splitlines() == [
         "step 0, 12000.00 ms: F forward, R recomputation, B backward; . nothing computed",
         "0 cuda:0 F0----- F1---- ...............................R1---- B1------------ R0----- B0------------ ",

@@ -48,7 +48,7 @@ def test_a_saved_trace_has_the_structure_of_the_format(tmp_path: Path) -> None:
         assert event["dur"] >= 0
         assert event["args"].keys() >= {"step", "micro-batch", "partition", "layers"}
 
-    # Every row has a name: a process is a device, and a thread is one of its streams.
+    # Every row has a name: a process stands for a device, and a thread for one of its streams.
     processes = {e["pid"]: e["args"]["name"] for e in by_phase(all_events, "M") if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in by_phase(all_events, "M") if e["name"] == "thread_name"}
     assert list(processes.values()) == ["cpu:0", "cpu:1", "cpu:2"]

@@ -1,0 +1,153 @@
+"""A parameter with a listener receives each gradient once and whole; a captured tensor then raises an error.
+
+Listeners are hooks of parameters and of their nodes, `torch.autograd.grad`, ``backward(inputs=...)`` and
+DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Pipe
+from tests.engine.gradients import CHUNKS, WIDTH, batch, model_of
+from torchgpipe import GPipe
+
+Listen = Callable[[nn.Parameter, Callable[[Tensor], None]], Any]
+
+LISTENERS: dict[str, Listen] = {
+    "before": lambda weight, heard: weight.register_hook(lambda grad: heard(grad.clone())),
+    "after": lambda weight, heard: weight.register_post_accumulate_grad_hook(lambda weight: heard(weight.grad.clone())),
+    "node": lambda weight, heard: torch.autograd.graph.get_gradient_edge(weight).node.register_hook(
+        lambda _, grads: heard(weight.grad + 0 * grads[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("listen", LISTENERS.values(), ids=LISTENERS)
+def test_who_listens_hears_once_and_all(pipe: Pipe, checkpoint: str, listen: Listen) -> None:
+    """A tensor hook receives the gradient of one pass; other hooks run when it has been added to ``.grad``."""
+    module, model = model_of(pipe, checkpoint)
+    heard: list[list[Tensor]] = [[] for _ in module.parameters()]
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in module.parameters()]
+    for parameter, log in zip(module.parameters(), heard):
+        listen(parameter, log.append)
+    steps: list[list[Tensor]] = [[] for _ in module.parameters()]
+    for _ in range(2):
+        model(batch()).square().sum().backward()
+        for grads, parameter in zip(steps, module.parameters()):
+            grads.append(parameter.grad.clone())
+    of_one_pass = listen is LISTENERS["before"]
+    for log, (first, second) in zip(heard, steps):
+        expected = [first, second - first] if of_one_pass else [first, second]
+        assert len(log) == 2
+        torch.testing.assert_close(log, expected, rtol=1e-12, atol=1e-12)
+    del nodes  # A parameter does not keep its gradient node alive, and the hooks live on that node.
+
+
+class Captures(nn.Module):
+    """A layer that uses a tensor that is not registered."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.hidden = [tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.hidden[0]
+
+
+@pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "hook of the node", "grad", "inputs"])
+def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
+    pipe: Pipe, checkpoint: str, listens: str
+) -> None:
+    """With a listener the gradient is refused, because nothing but ``.grad`` could take it."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    module, model = model_of(pipe, checkpoint, Captures(leaf))
+    model(batch()).sum().backward()
+    assert leaf.grad is not None
+    (expected,) = torch.autograd.grad(module(batch()).sum(), [leaf])
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
+
+    weight = module[2].weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    if listens == "hook":
+        weight.register_hook(lambda grad: None)
+    elif listens == "post-accumulate hook":
+        weight.register_post_accumulate_grad_hook(lambda weight: None)
+    elif listens == "hook of the node":
+        node.register_hook(lambda *_: None)
+    loss = model(batch()).sum()
+
+    def differentiate() -> None:
+        if listens == "grad":
+            torch.autograd.grad(loss, [weight])
+        else:
+            loss.backward(inputs=[weight] if listens == "inputs" else None)
+
+    if checkpoint == "never":
+        differentiate()
+    else:
+        with pytest.raises(RuntimeError, match="register it as a parameter"):
+            differentiate()
+
+
+@pytest.mark.parametrize("inner", ["always", "except_last", "never"])
+def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: str) -> None:
+    """The phonies of an inner pipeline were once taken for tensors that the layer has captured."""
+    within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    layer = GPipe(within, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
+    module, model = model_of(pipe, checkpoint, layer)
+    x = batch()
+    expected = torch.autograd.grad(model(x).square().sum(), [x, *module.parameters()])
+    heard: list[Tensor] = []
+    hooks = [parameter.register_hook(heard.append) for parameter in module.parameters()]
+    model(x).square().sum().backward()
+    assert len(heard) == len(hooks)
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+    plain = torch.autograd.grad(
+        torch.cat([module[2](within(module[0](part))) for part in x.chunk(CHUNKS)]).square().sum(), [x]
+    )
+    torch.testing.assert_close(x.grad, plain[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkpoint: str, kind: str) -> None:
+    """The hook was once called for each micro-batch."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    _, model = model_of(pipe, checkpoint, Captures(leaf))
+    calls: list[Tensor] = []
+    getattr(leaf, kind)(calls.append)
+    if checkpoint == "never":
+        model(batch()).sum().backward()
+        assert len(calls) == 1
+    else:
+        with pytest.raises(RuntimeError, match="a hook of it would hear parts"):
+            model(batch()).sum().backward()
+        assert not calls
+
+
+def test_under_distributed_data_parallel_gradients_arrive_whole(
+    pipe: Pipe, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP's hooks are invisible, so the call itself is asked. `practice/test_ddp.py` runs two real processes."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    absent: list[bool] = []
+
+    class Look(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            output = input * 2
+            if output.requires_grad:
+                output.register_hook(lambda _: absent.append(layer.weight.grad is None))
+            return output
+
+    model = pipe(nn.Sequential(Look(), layer), [2], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
+    monkeypatch.setattr("torchgpipe.engine.pipeline.is_replicated", lambda: True)
+    model(batch().float()).sum().backward()
+    if checkpoint != "never":  # With 'never', the engine sums the gradients, and may add the sum before the last hook.
+        assert absent == [True] * CHUNKS
+    assert layer.weight.grad is not None
