@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: `make docs`, with warnings as errors. Nothing here needs a network."""
+"""Configure Sphinx for `make docs`, with warnings as errors and without a network."""
 
 import sys
 from pathlib import Path
@@ -29,13 +29,13 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_type_aliases = {"M": "torch.nn.Module"}  # a type variable says nothing to a reader
 napoleon_use_ivar = True
-# A copied session is its input. Only prompts tell: parts of a traceback have the classes that code has.
+# Copy only the input of a session. Prompts mark it: parts of a traceback have the classes of code.
 copybutton_exclude = ".linenos"
 copybutton_prompt_text = r">>> |\.\.\. ?|\$ "
 copybutton_prompt_is_regexp = True
 copybutton_copy_empty_lines = False
 
-# Names of PyTorch and Python, and where their pages are: read from files here, not from the network.
+# Links to the pages of PyTorch and Python, read from local files instead of the network.
 intersphinx_mapping = {
     "torch": ("https://docs.pytorch.org/docs/stable/", "inventories/torch.txt"),
     "python": ("https://docs.python.org/3/", "inventories/python.txt"),

@@ -1,9 +1,9 @@
-"""Draws the figures of the documentation that explain, and the chart of the speed that was measured.
+"""Draw the explanatory figures of the documentation, and the chart of measured speed.
 
     python docs/figures.py    # writes docs/images/*.svg
 
-The pages take the SVG into their HTML, so its text has the colour of the page, light or dark. A file by itself, as the
-README shows it, falls back to a grey that can be read on both. Nothing but Python is needed.
+The pages embed the SVG in their HTML, so its text has the colour of the page, light or dark. A standalone file, as in
+the README, falls back to a grey that is readable on both. The script needs only Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchgpipe.schedule import clock_cycles  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 
-#: The colours that timelines have, too.
+#: The colours of timelines.
 FORWARD, RECOMPUTATION, BACKWARD, COPY = "#56B4E9", "#F5D76E", "#009E73", "#CC79A7"
 INK = {FORWARD: "#000", RECOMPUTATION: "#000", BACKWARD: "#fff", COPY: "#000"}
 TEXT = "var(--color-foreground-primary, #808080)"
@@ -31,7 +31,7 @@ ROW = "var(--color-background-secondary, rgba(128, 128, 128, 0.12))"
 
 
 class Picture:
-    """An SVG that is put together piece by piece."""
+    """An SVG, composed of pieces."""
 
     def __init__(self, title: str, width: float, height: float) -> None:
         self._title = title
@@ -63,7 +63,7 @@ class Picture:
     def arrow(
         self, points: Sequence[tuple[float, float]], colour: str = TEXT, width: float = 1.5, dash: str = ""
     ) -> None:
-        """A line with a head; its last piece is horizontal or vertical."""
+        """Draw a line with a head; its last piece is horizontal or vertical."""
         (x0, y0), (x1, y1) = points[-2:]
         dx, dy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
         self.line([*points[:-1], (x1 - 4 * dx, y1 - 4 * dy)], colour, width, dash)
@@ -88,7 +88,7 @@ class Picture:
 
 
 class Work(NamedTuple):
-    """Something that a device does: from when to when, of which colour, for which micro-batch."""
+    """Work of device ``j`` on micro-batch ``i``, from ``start`` to ``end``."""
 
     j: int
     start: float
@@ -98,17 +98,17 @@ class Work(NamedTuple):
 
 
 def simulate(m: int, n: int, checkpointed: int = 0, forward: float = 1.0, backward: float = 2.0) -> Iterator[Work]:
-    """A step on devices that are all alike, where copies take no time: what each of them does when.
+    """Yield the work of a step on equal devices, with copies that take no time.
 
-    Cells start in the order of the schedule, as soon as their device and their input are there. Backward takes them in
-    the reverse order. A recomputation needs no gradient, so it only waits for its device.
+    Cells start in the order of the schedule, as soon as their device is free and their input is finished. Backward
+    takes the cells in the reverse order. A recomputation needs no gradient, so it only waits for its device.
 
     Args:
         m: the number of micro-batches
         n: the number of partitions
-        checkpointed: how many of the micro-batches are computed again
-        forward: what a cell takes
-        backward: what its backward takes
+        checkpointed: the number of micro-batches that are recomputed
+        forward: the time of a cell
+        backward: the time of a cell's backward
     """
     cells = [cell for clock in clock_cycles(m, n) for cell in clock]
     free = [0.0] * n
@@ -133,9 +133,9 @@ LEFT, UNIT, HEIGHT = 78.0, 11.6, 34.0
 
 
 def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) -> None:
-    """A row for each device, a box for each cell with the number of its micro-batch.
+    """Draw a row for each device, and a box for each cell with the number of its micro-batch.
 
-    All are equally wide, so that a unit of time is as long in each, unless ``unit`` says otherwise.
+    All timetables have the same width and the same unit of time, unless ``unit`` is given.
     """
     n = max(work.j for work in works) + 1
     end = max(work.end for work in works)
@@ -161,7 +161,7 @@ def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) 
 
 
 def one_by_one(m: int, n: int) -> list[Work]:
-    """The same work without micro-batches: the mini-batch is on one device at a time."""
+    """Return the work of `simulate` without micro-batches: one device at a time works on the whole mini-batch."""
     works, now = [], 0.0
     for j in range(n):
         works.append(Work(j, now, now + m, FORWARD, 0))
@@ -173,7 +173,7 @@ def one_by_one(m: int, n: int) -> list[Work]:
 
 
 def bubble() -> None:
-    """How much of the devices' time is lost at the ends of a mini-batch, (n - 1) / (m + n - 1)."""
+    """Draw the share of the devices' time that is idle, (n - 1) / (m + n - 1)."""
     width, height, left, top = 560.0, 250.0, 46.0, 12.0
     picture = Picture(
         "The bubble by the number of micro-batches, for 2, 4 and 8 partitions", left + width + 70, height + 62
@@ -201,7 +201,7 @@ def bubble() -> None:
 
 
 def order() -> None:
-    """The autograd graph of one partition: what makes backward take the micro-batches one after the other."""
+    """Draw the autograd graph of one partition, which orders the micro-batches at backward."""
     picture = Picture("Checkpoint and Recompute of three micro-batches on one partition, tied by phonies", 640, 216)
     for i in range(3):
         x = 20 + 210 * i
@@ -220,8 +220,8 @@ def order() -> None:
 
 
 def sums() -> None:
-    """How the gradients of one partition's parameters are summed over its micro-batches."""
-    picture = Picture("Cells of three micro-batches add to .grad, or to sums, which Deliver returns", 640, 232)
+    """Draw how the gradients of a partition's parameters are summed over the micro-batches."""
+    picture = Picture("Cells of three micro-batches add to .grad, or to sums that Deliver returns", 640, 232)
     picture.text(78, 14, "parameters", "middle")
     picture.arrow([(78, 84), (78, 26)], BACKWARD, 2)
     picture.text(86, 40, "once", size=12)
@@ -244,7 +244,7 @@ def sums() -> None:
 
 
 def streams() -> None:
-    """A copy beside the computation of two devices."""
+    """Draw copies beside the computation of two devices."""
     picture = Picture("Micro-batch 0 is copied while device 0 computes micro-batch 1", 640, 178)
     rows = ["device 0 computes", "leaving device 0", "arriving at device 1", "device 1 computes"]
     for k, label in enumerate(rows):
@@ -262,7 +262,7 @@ def streams() -> None:
 
 
 def portal() -> None:
-    """A skip from the first device to the last, in a tuple and through a portal."""
+    """Draw a skip from the first device to the last, in a tuple and through a portal."""
     picture = Picture("A skip in a tuple is copied to every device; through a portal it is copied once", 640, 250)
     for row, (label, y) in enumerate([("in tuples", 44.0), ("through a portal", 174.0)]):
         picture.text(0, y - 26, label, size=14)
@@ -282,18 +282,18 @@ def portal() -> None:
 
 SPEED = ROOT / "benchmarks" / "results" / "speed.json"
 AIMS = {
-    "limit": "Share of what recomputation allows on one device",
-    "split": "The same, the plain model in micro-batches too",
-    "checkpoint_sequential": "Speed over checkpoint_sequential's, equal memory",
-    "original": "Speed over torchgpipe 0.0.7's",
-    "host": "The same where the host is the limit",
+    "limit": "Share of the recomputation limit on one device",
+    "split": "The same, with the plain model in micro-batches",
+    "checkpoint_sequential": "Speed-up over checkpoint_sequential, equal memory",
+    "original": "Speed-up over torchgpipe 0.0.7",
+    "host": "The same where the host is the bottleneck",
 }
 
 
 def speed() -> None:
-    """What training steps were to reach and what they reached: a line for an aim and a model, a mark for an experiment.
+    """Draw the speed of training steps: a line for each target and model, and a mark for each experiment.
 
-    As narrow as a phone, so that its letters can be read there.
+    The chart is as narrow as a phone, so that its letters are readable there.
     """
     reached: list[dict[str, Any]] = json.loads(SPEED.read_text())["targets"]
     lowest = min(one["reached"]["low"] for one in reached)
@@ -301,7 +301,7 @@ def speed() -> None:
     left, width, pitch, top, title = 84.0, 308.0, 19.0, 44.0, 34.0
     lines = {(one["aim"], one["model"]): None for one in reached}
     height = top + title * len({aim for aim, _ in lines}) + pitch * len(lines)
-    picture = Picture("What training steps were to reach, and what they reached, by aim and model", 400, height)
+    picture = Picture("Targets and results of training steps, by target and model", 400, height)
 
     def place(value: float) -> float:
         return left + width * log(value / lowest) / log(highest / lowest)
@@ -312,7 +312,7 @@ def speed() -> None:
     picture.box(left + 76, 8, 8, 8, FORWARD)
     picture.text(left + 90, 12, "missed", size=12)
     picture.line([(left + 150, 4), (left + 150, 20)], COPY, 2)
-    picture.text(left + 158, 12, "aimed at", size=12)
+    picture.text(left + 158, 12, "target", size=12)
     y = top
     for aim, words in AIMS.items():
         of_aim = [one for one in reached if one["aim"] == aim]
@@ -351,7 +351,7 @@ def main() -> None:
     timetable("pipeline", "Four devices, four micro-batches: the devices work side by side", list(simulate(4, 4)))
     timetable(
         "checkpointing",
-        "The same with checkpoint='except_last': all micro-batches but the last are computed again",
+        "The same with checkpoint='except_last': all micro-batches but the last are recomputed",
         list(simulate(4, 4, checkpointed=3)),
     )
     bubble()

@@ -1,9 +1,9 @@
-"""Two directives of this documentation: drawings that follow the colours of the page, and tables of measured figures.
+"""Add two directives: drawings in the colours of the page, and tables of measured figures.
 
-.. drawing:: pipeline          the SVG docs/images/pipeline.svg, within the page; the content is its caption
+.. drawing:: pipeline          embeds docs/images/pipeline.svg; the content is the caption
 
-.. results:: memory_by_mode    a table of benchmarks/tables.py, from the JSON that is committed now; folded, with the
-   :fold: Peaks                line that opens it
+.. results:: memory_by_mode    makes a table by benchmarks/tables.py, from the committed JSON;
+   :fold: Peaks                folds the table under this line
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks import tables
 HERE = Path(__file__).resolve().parent
 
 
-LEAST_LETTERS = 11  # pixels: smaller ones cannot be read on a phone
+LEAST_LETTERS = 11  # pixels: smaller letters are not readable on a phone
 
 
 def least_width(svg: str) -> int:
@@ -36,7 +36,7 @@ def least_width(svg: str) -> int:
 
 
 class Drawing(SphinxDirective):
-    """A picture in SVG, in which text has the colour of the page."""
+    """An embedded SVG, in which text has the colour of the page."""
 
     required_arguments = 1
     has_content = True
@@ -55,7 +55,7 @@ class Drawing(SphinxDirective):
 
 
 class Results(SphinxDirective):
-    """A table that `benchmarks.tables` makes of a committed result."""
+    """A table by `benchmarks.tables` from a committed result."""
 
     required_arguments = 1
     option_spec: ClassVar = {"fold": directives.unchanged_required}

@@ -1,14 +1,14 @@
-"""Teaches a frozen language model a new text through small adapters, and lets it write before and after.
+"""Train adapters of low rank (LoRA) on a frozen language model, and generate text before and after.
 
-First a model learns English from the docstrings that come with Python. Then all of its parameters are frozen, and
-beside every linear layer of the last blocks an adapter of low rank (LoRA) learns the names of Python's modules, one in
-each line. A pipeline has nothing to do for that but to be called: the frozen layers in front of the first adapter are
-neither run again nor differentiated, and what is saved is the adapters alone.
+First a model learns English from the docstrings that come with Python. Then all of its parameters are frozen, and an
+adapter beside every linear layer of the last blocks learns the names of Python's modules, one in each line. The
+pipeline needs no settings for this: the frozen layers before the first adapter are neither recomputed nor
+differentiated. Only the adapters need to be saved.
 
     python examples/adapters.py                  # in less than a minute on two CPU cores
     python examples/adapters.py --rank 8 --blocks 4
 
-Text is generated in evaluation mode, one character at a time: the sequences grow, and the pipeline takes any length.
+Text is generated in evaluation mode, one character at a time. The sequences grow; the pipeline accepts any length.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CONTEXT = 48  # characters
 
 
 class Embedding(nn.Module):
-    """Characters (batch, time) to vectors (batch, time, width)."""
+    """Embed characters (batch, time) as vectors (batch, time, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to earlier characters, then a network at each."""
+    """A pre-norm transformer block: attention to earlier characters, then a network at each position."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and beside it two small ones, which change nothing at first."""
+    """A frozen linear layer, and a trained product of low rank beside it, which is zero at first."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Adapted(nn.Module):
 
 
 def adapt(module: nn.Module, rank: int) -> None:
-    """Puts an adapter beside every linear layer in ``module``."""
+    """Put an adapter beside every linear layer in ``module``."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
             setattr(module, name, Adapted(child, rank))
@@ -91,7 +91,7 @@ def encode(text: str) -> Tensor:
 
 
 def english() -> str:
-    """Prose that is part of every Python: the docstrings of its modules."""
+    """Return prose that every Python has: the docstrings of its modules."""
     modules = sorted(name for name in sys.stdlib_module_names if name in sys.modules)
     return "\n".join(" ".join((sys.modules[name].__doc__ or "").split()) for name in modules)
 
@@ -101,7 +101,7 @@ def names() -> str:
 
 
 def train(model: nn.Module, text: Tensor, steps: int, lr: float, options: argparse.Namespace, what: str) -> None:
-    """Trains all that is not frozen."""
+    """Train the parameters that are not frozen."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=lr)
     generator = torch.Generator().manual_seed(options.seed)
@@ -119,7 +119,7 @@ def train(model: nn.Module, text: Tensor, steps: int, lr: float, options: argpar
 
 
 def generate(model: nn.Module, prompt: str, length: int, seed: int) -> Iterator[str]:
-    """One character after the other."""
+    """Yield generated characters."""
     generator = torch.Generator().manual_seed(seed)
     model.eval()
     text = encode(prompt)[None]
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapters = {name: tensor for name, tensor in model.state_dict().items() if name in trained}
-    print(f"{len(adapters)} of {len(model.state_dict())} tensors are to be saved, such as {next(iter(adapters))!r}")
+    print(f"Only {len(adapters)} of {len(model.state_dict())} tensors need saving, such as {next(iter(adapters))!r}")
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -161,13 +161,13 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--layers", type=int, default=4, help="blocks of the model")
-    add("--blocks", type=int, default=2, help="how many of them, from the end, get adapters")
-    add("--rank", type=int, default=4, help="of the adapters")
+    add("--blocks", type=int, default=2, help="number of blocks, from the end, that get adapters")
+    add("--rank", type=int, default=4, help="rank of the adapters")
     add("--width", type=int, default=64, help="length of the vector at each character")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--batch", type=int, default=32, help="windows of text in a mini-batch")
-    add("--steps", type=int, default=300, help="mini-batches that the model learns from; adapters get half as many")
-    add("--seed", type=int, default=0, help="of weights, batches and samples")
+    add("--steps", type=int, default=300, help="training steps of the model; adapters get half as many")
+    add("--seed", type=int, default=0, help="seed of weights, batches and samples")
     return parser.parse_args(arguments)
 
 

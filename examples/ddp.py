@@ -1,14 +1,14 @@
-"""Trains in several processes, each of which has a pipeline: DistributedDataParallel around GPipe.
+"""Train in several processes with a pipeline in each: DistributedDataParallel around GPipe.
 
-A convolutional network learns to tell from which module of Python's standard library a few lines are. Each process
+A convolutional network classifies excerpts of source code by their module of Python's standard library. Each process
 takes its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the gradients.
 The batch norms are deferred: their running statistics are those of the mini-batch of all processes. At the end every
-process has the same parameters and statistics, and the first one evaluates alone, on lines that nobody has learned.
+process has the same parameters and statistics, and the first process evaluates alone, on held-out excerpts.
 
     python examples/ddp.py                  # two processes, some seconds on two CPU cores
     python examples/ddp.py --processes 1    # the same mini-batches in one process
 
-The accelerators of the machine are dealt out to the processes; where there are too few, all partitions are on the CPU.
+Each process gets accelerators of its own. If the machine has too few, all partitions are on the CPU.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from tqdm import tqdm
 from torchgpipe import GPipe
 
 CLASSES = 8  # modules
-CONTEXT = 128  # bytes of them to tell them by
+CONTEXT = 128  # bytes in an excerpt
 
 
 class Embedding(nn.Module):
-    """Bytes (batch, time) to vectors (batch, width, time)."""
+    """Embed bytes (batch, time) as vectors (batch, width, time)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
 
 def build(rank: int, options: argparse.Namespace) -> GPipe:
-    """Takes bytes (batch, CONTEXT); scores each class: (batch, CLASSES). The same weights in every process."""
+    """Build a model from bytes (batch, CONTEXT) to scores (batch, CLASSES), with the same weights in every process."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [Embedding(32)]
     for _ in range(3):
@@ -57,14 +57,14 @@ def build(rank: int, options: argparse.Namespace) -> GPipe:
 
 
 def read_modules() -> tuple[list[Tensor], list[Tensor]]:
-    """The largest modules of the standard library, byte by byte: what is to be learned, and the last tenth of each."""
+    """Return the bytes of the largest modules of the standard library: all but the last tenth, and the last tenth."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: file.stat().st_size)
     texts = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files[-CLASSES:]]
     return [text[: len(text) * 9 // 10] for text in texts], [text[len(text) * 9 // 10 :] for text in texts]
 
 
 def excerpts(texts: list[Tensor], batch: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Parts of the texts, (batch, CONTEXT), and from which of them each is."""
+    """Return random excerpts (batch, CONTEXT), and the index of each excerpt's text."""
     classes = torch.randint(CLASSES, (batch,), generator=draw)
     parts = []
     for k in classes.tolist():
@@ -74,16 +74,16 @@ def excerpts(texts: list[Tensor], batch: int, draw: torch.Generator) -> tuple[Te
 
 
 def train(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """What one of the processes does."""
+    """Run as one of the processes."""
     if not torch.accelerator.is_available():
         torch.set_num_threads(1)
     learn, held_out = read_modules()
     pipeline = build(rank, options)
     backend = "gloo" if pipeline.devices[0].type == "cpu" else None
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=options.processes)
-    model = DistributedDataParallel(pipeline)  # without device_ids, because it has several devices
+    model = DistributedDataParallel(pipeline)  # without device_ids, because the pipeline has several devices
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    draw = torch.Generator().manual_seed(1)  # all draw the same mini-batch, and take their share of it
+    draw = torch.Generator().manual_seed(1)  # all processes draw the same mini-batch, and take their shares
     with tqdm(total=options.steps, unit=" steps", disable=rank > 0) as progress:
         for _ in range(options.steps):
             texts, classes = excerpts(learn, options.batch, draw)
@@ -99,12 +99,12 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     apart = difference(pipeline)
     if rank == 0:
         print(f"parameters and statistics of the processes differ by {apart}")
-        print(f"{evaluate(pipeline, held_out):.1%} of new excerpts are recognised, 1 in {CLASSES} by chance")
+        print(f"{evaluate(pipeline, held_out):.1%} of held-out excerpts are recognised, 1 in {CLASSES} by chance")
     dist.destroy_process_group()
 
 
 def difference(pipeline: GPipe) -> float:
-    """The largest between any number that this process or another one keeps and that of process 0."""
+    """Return the largest difference of any value in a process's state from the value in process 0."""
     device = pipeline.devices[0]
     here = torch.cat([tensor.detach().flatten().to(device, torch.float64) for tensor in pipeline.state_dict().values()])
     first = here.clone()
@@ -116,7 +116,7 @@ def difference(pipeline: GPipe) -> float:
 
 @torch.no_grad()
 def evaluate(pipeline: GPipe, held_out: list[Tensor]) -> float:
-    """The pipeline itself, without DistributedDataParallel, waits for no other process."""
+    """Return the accuracy. Without DistributedDataParallel, the pipeline waits for no other process."""
     texts, classes = excerpts(held_out, 256, torch.Generator().manual_seed(2))
     scores = pipeline.eval()(texts)
     return float((scores.argmax(1).cpu() == classes).double().mean())
@@ -128,11 +128,11 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--processes", type=int, default=2, help="how many pipelines there are")
-    add("--partitions", type=int, default=2, help="into how many the layers are split")
+    add("--processes", type=int, default=2, help="number of processes, each with a pipeline")
+    add("--partitions", type=int, default=2, help="number of partitions in a pipeline")
     add("--chunks", type=int, default=2, help="micro-batches in the share of a process")
     add("--batch", type=int, default=64, help="excerpts in a mini-batch, of all processes together")
-    add("--steps", type=int, default=150, help="mini-batches to learn from")
+    add("--steps", type=int, default=150, help="number of training steps")
     return parser.parse_args(arguments)
 
 

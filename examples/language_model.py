@@ -1,20 +1,20 @@
-"""Trains a language model through a pipeline, then the same model without one, and compares the losses.
+"""Train a language model through a pipeline, then the same model without one, and compare the losses.
 
-The model is an ordinary ``nn.Sequential`` and the training loop is an ordinary training loop: the pipeline
-is one line in ``build``. Both runs start from the same seed and see the same batches, and compute the same up to
-rounding: a pipeline adds up the gradients of its micro-batches. Training makes such a difference grow, so that
-in float32 the losses end some thousandths apart, and in float64 (``--dtype float64``) they agree to the digits shown.
-Then a few steps are timed: of the plain model, of the plain model in the pipeline's micro-batches, and of the pipeline
-without and with recomputation, which tells apart what each of them costs.
+The model is an ordinary ``nn.Sequential`` and the training loop is an ordinary training loop: the pipeline is one line
+in ``build``. Both runs start from the same seed and see the same batches. Their results differ by rounding, because a
+pipeline sums the gradients of its micro-batches. Training amplifies the difference: in float32 the final losses differ
+by some thousandths; in float64 (``--dtype float64``) they agree to the digits shown. Then a few steps are timed: of the
+plain model, of the plain model in the pipeline's micro-batches, and of the pipeline without and with recomputation.
+This shows the cost of each.
 
     python examples/language_model.py                    # both, in a minute or so on two CPU cores
     python examples/language_model.py --pipeline         # only through the pipeline
     python examples/language_model.py --plain            # only without it
     python examples/language_model.py --text novel.txt   # learn another text
 
-The text is read byte by byte, so there is no tokenizer; by default it is the source code of Python's own
-standard library, which every machine has. All accelerators of the machine are used; partitions share one where
-there are more of them (``--partitions``), and the CPU where there is none.
+The text is read byte by byte, so there is no tokenizer. By default the text is the source code of Python's standard
+library, which every machine has. The example uses all accelerators of the machine. If there are more partitions
+(``--partitions``), neighbours share one; without accelerators, all share the CPU.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from torchgpipe.timeline.timeline import Timeline
 
 
 class Embedding(nn.Module):
-    """Bytes (batch, time) to vectors (batch, time, width): the byte, its position, and the bytes just before."""
+    """Embed bytes (batch, time) as vectors (batch, time, width): the byte, its position, and the bytes just before."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Embedding(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.byte(text) + self.position(torch.arange(text.shape[1], device=text.device))
-        before = F.pad(x.mT, (3, 0))  # on the left only: no byte sees a later one
+        before = F.pad(x.mT, (3, 0))  # on the left only: no byte sees a later byte
         return x + self.recent(before).mT
 
 
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 def language_model(layers: int, width: int, heads: int, context: int) -> nn.Sequential:
-    """Takes bytes (batch, time); scores what follows each of them: (batch, time, 256)."""
+    """Return a model from bytes (batch, time) to scores of the next byte at each position (batch, time, 256)."""
     return nn.Sequential(
         Embedding(width, context),
         *(Block(width, heads) for _ in range(layers)),
@@ -84,7 +84,7 @@ def language_model(layers: int, width: int, heads: int, context: int) -> nn.Sequ
 
 
 def build(options: argparse.Namespace, pipeline: bool) -> nn.Sequential | GPipe:
-    """The same model either way, on the devices that it is to run on."""
+    """Build the same model with or without a pipeline, on its devices."""
     torch.manual_seed(options.seed)
     model = language_model(options.layers, options.width, options.heads, options.context)
     if options.dtype == "float64":
@@ -109,7 +109,7 @@ def describe(model: nn.Sequential | GPipe) -> str:
 
 
 def devices_for(partitions: int) -> list[torch.device] | None:
-    """An accelerator for each partition; where there are fewer, neighbours share one. None where there is none."""
+    """Return an accelerator for each partition, shared by neighbours if there are fewer; None if there is none."""
     kind, count = torch.accelerator.current_accelerator(), min(torch.accelerator.device_count(), partitions)
     return [torch.device(kind.type, j * count // partitions) for j in range(partitions)] if kind and count else None
 
@@ -118,7 +118,7 @@ def devices_for(partitions: int) -> list[torch.device] | None:
 
 
 def read_text(path: Path | None, most: int = 4_000_000) -> tuple[Tensor, Tensor]:
-    """The bytes to learn, and the last twentieth of the text, which is held out."""
+    """Return the bytes to train on, and the last twentieth of the text, which is held out."""
     files = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[:most]
     learn, held_out = torch.frombuffer(bytearray(text), dtype=torch.uint8).tensor_split([len(text) * 19 // 20])
@@ -126,7 +126,7 @@ def read_text(path: Path | None, most: int = 4_000_000) -> tuple[Tensor, Tensor]
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """The windows of the text that begin at the given places, and the same one byte later: what to predict."""
+    """Return the windows of the text that begin at ``starts``, and the targets, which are one byte later."""
     taken = text[starts[:, None] + torch.arange(context + 1)].long()
     return taken[:, :-1], taken[:, 1:]
 
@@ -136,7 +136,7 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 @dataclass
 class Run:
-    """What a training run leaves behind. Losses are in nats per byte."""
+    """The results of a training run. Losses are in nats per byte."""
 
     name: str
     losses: list[float] = field(default_factory=list)  # one for each step
@@ -184,9 +184,9 @@ def train(options: argparse.Namespace, pipeline: bool, learn: Tensor, held_out: 
 
 
 def loss_at(model: nn.Module, text: Tensor, starts: Tensor, options: argparse.Namespace) -> Tensor:
-    """The mean loss on the windows of the text that begin at the given places."""
+    """Return the mean loss on the windows of the text that begin at ``starts``."""
     inputs, targets = windows(text, starts, options.context)
-    first = next(model.parameters())  # on the device of the first layer; the last may be on another
+    first = next(model.parameters())  # on the device of the first layer; the last layer may be on another
     with torch.autocast(first.device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         scores = model(inputs.to(first.device)).to(first.dtype)
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten().to(scores.device))
@@ -194,7 +194,7 @@ def loss_at(model: nn.Module, text: Tensor, starts: Tensor, options: argparse.Na
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Tensor, options: argparse.Namespace) -> float:
-    """The mean loss on 128 windows, evenly spaced over the held-out text."""
+    """Return the mean loss on 128 windows, evenly spaced over the held-out text."""
     model.eval()
     starts = torch.linspace(0, len(held_out) - options.context - 1, 128).long()
     losses = [loss_at(model, held_out, some, options).item() for some in starts.split(32)]
@@ -204,25 +204,25 @@ def evaluate(model: nn.Module, held_out: Tensor, options: argparse.Namespace) ->
 
 @torch.no_grad()
 def generate(model: nn.Module, options: argparse.Namespace) -> str:
-    """The prompt, continued byte by byte."""
+    """Return the prompt, continued byte by byte."""
     model.eval()
     device = next(model.parameters()).device
     draw = torch.Generator().manual_seed(options.seed)
     text = torch.tensor([list(options.prompt.encode())])
     for _ in range(options.sample):
         scores = model(text[:, -options.context :].to(device))[:, -1]
-        chances = F.softmax(scores.float().cpu() / 0.7, dim=-1)  # a temperature below 1 prefers what is likely
+        chances = F.softmax(scores.float().cpu() / 0.7, dim=-1)  # a temperature below 1 prefers likely bytes
         text = torch.cat([text, chances.multinomial(1, generator=draw)], dim=1)
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
-# ---- What a step costs.
+# ---- The cost of a step.
 
 
 def time_steps(options: argparse.Namespace, text: Tensor, steps: int = 6) -> dict[str, float]:
-    """Return the seconds that forward and backward of one mini-batch take in each way of running the model, medians.
+    """Return the median seconds of forward and backward of a mini-batch in each way of running the model.
 
-    The ways take turns, so that whatever else the machine does slows all of them.
+    The ways take turns, so that other load on the machine slows all of them.
     """
     plain = build(options, pipeline=False)
     ways = {"plain, whole": (plain, 1), f"plain, in {options.chunks} micro-batches": (plain, options.chunks)}
@@ -245,11 +245,11 @@ def time_steps(options: argparse.Namespace, text: Tensor, steps: int = 6) -> dic
     return {way: statistics.median(times[1:]) for way, times in seconds.items()}  # the first step also sets up
 
 
-# ---- What there is to see.
+# ---- Output.
 
 
 def draw_losses(runs: list[Run], path: Path) -> None:
-    """Draws the losses of the runs over each other, and below them the difference of two runs at each step."""
+    """Draw the losses of the runs over each other, and below them the difference of two runs at each step."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     rows = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=[3, 1][: len(runs)])[:, 0]
     for run, color, width in zip(runs, ("tab:orange", "black"), (4, 1)):
@@ -284,7 +284,7 @@ def print_losses(runs: list[Run]) -> None:
 
 
 def print_times(seconds: dict[str, float]) -> None:
-    """Prints the milliseconds of a step in each way, and how many times those of the first."""
+    """Print the milliseconds of a step in each way, and the ratio to the first way."""
     first = next(iter(seconds.values()))
     print(f"{'forward and backward of a step':>36}{'ms':>8}{'ratio':>8}")
     for way, of_way in seconds.items():
@@ -298,17 +298,17 @@ def parse_options() -> argparse.Namespace:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pipeline", action="store_true", help="train only through the pipeline")
-    which.add_argument("--plain", action="store_true", help="train only without it")
+    which.add_argument("--plain", action="store_true", help="train only the plain model")
 
     add = parser.add_argument_group("the pipeline").add_argument
-    add("--partitions", type=int, default=0, help="0 for one on each accelerator, or four on the CPU")
+    add("--partitions", type=int, default=0, help="0 for one per accelerator, or four on the CPU")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", default="never", choices=["always", "except_last", "never"], help="what to recompute")
 
     add_model_and_training(parser)
 
     add = parser.add_argument_group("the results").add_argument
-    add("--prompt", default="def ", help="how the sample of generated text begins")
+    add("--prompt", default="def ", help="start of the generated sample")
     add("--sample", type=int, default=400, help="bytes to generate")
     add("--curve", type=Path, default=Path("demo/language_model.png"), help="where to draw the losses")
     add("--timeline", type=Path, default=Path("demo/timeline.png"), help="where to draw the pipeline's last step")
@@ -316,7 +316,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def add_model_and_training(parser: argparse.ArgumentParser) -> None:
-    """What an example has to know that trains the same model on the same text."""
+    """Add the options that examples with the same model and text share."""
     add = parser.add_argument_group("the model").add_argument
     add("--layers", type=int, default=6, help="transformer blocks")
     add("--width", type=int, default=128, help="length of the vector at each position")
@@ -324,17 +324,17 @@ def add_model_and_training(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=64, help="bytes that the model sees at once")
 
     add = parser.add_argument_group("training").add_argument
-    add("--text", type=Path, help="the file to learn, instead of Python's standard library")
-    add("--steps", type=int, default=120, help="mini-batches to learn from")
+    add("--text", type=Path, help="file to train on, instead of Python's standard library")
+    add("--steps", type=int, default=120, help="number of training steps")
     add("--batch", type=int, default=32, help="windows of text in a mini-batch")
-    add("--lr", type=float, default=5e-3, help="the highest learning rate")
+    add("--lr", type=float, default=5e-3, help="highest learning rate")
     add(
         "--dtype",
         default="float32",
         choices=["float64", "float32", "bfloat16"],
-        help="bfloat16 trains under autocast, which is for GPUs: few CPUs are fast at it",
+        help="bfloat16 trains under autocast, and is slow on most CPUs",
     )
-    add("--seed", type=int, default=0, help="of the first weights, the batches, and the sample")
+    add("--seed", type=int, default=0, help="seed of the initial weights, the batches, and the sample")
 
 
 def main() -> None:
@@ -346,7 +346,7 @@ def main() -> None:
     runs = [train(options, pipeline, learn, held_out) for pipeline in which]
 
     draw_losses(runs, options.curve)
-    print(f"\nA sample of what the {runs[0].name} model writes:\n\n{runs[0].sample}\n")
+    print(f"\nA sample that the {runs[0].name} model has generated:\n\n{runs[0].sample}\n")
     print_losses(runs)
     if len(runs) == 2:
         print()
@@ -355,7 +355,7 @@ def main() -> None:
     if runs[0].timeline is not None:
         options.timeline.parent.mkdir(parents=True, exist_ok=True)
         runs[0].timeline.plot(options.timeline)
-        print(f"When each cell of the pipeline ran in the last step is in {options.timeline}.")
+        print(f"The timeline of the pipeline's last step is in {options.timeline}.")
 
 
 if __name__ == "__main__":

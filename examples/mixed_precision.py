@@ -1,15 +1,15 @@
-"""Trains a language model in mixed precision, on more text in each step than goes through the pipeline at once.
+"""Train a language model in mixed precision, and accumulate the gradients of several mini-batches in each step.
 
-All of it is what a loop without a pipeline does: autocast around the model and the loss; for float16 a scaler, so that
-small gradients are not lost; a loss divided by the mini-batches that a step adds up; and gradients clipped by their
-norm over all devices, once they are unscaled.
+The loop is the same as without a pipeline: autocast around the model and the loss; for float16 a scaler, so that small
+gradients do not underflow; a loss divided by the number of mini-batches in a step; and gradients that are first
+unscaled, and then clipped by their norm over all devices.
 
     python examples/mixed_precision.py                     # bfloat16, some seconds on two CPU cores
     python examples/mixed_precision.py --dtype float16     # with a scaler
-    python examples/mixed_precision.py --dtype float32     # to compare the loss with
+    python examples/mixed_precision.py --dtype float32     # to compare the loss
 
-The model and the text are those of ``language_model.py``. All accelerators of the machine are used; where there is
-none, the partitions share the CPU, which takes longer: few CPUs are fast at half precision.
+The model and the text are those of ``language_model.py``. The example uses all accelerators of the machine. On a
+machine without accelerators the partitions share the CPU, which takes longer: few CPUs are fast at half precision.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def build(options: argparse.Namespace) -> GPipe:
 
 
 def train(model: GPipe, options: argparse.Namespace) -> list[float]:
-    """The loss of every step."""
+    """Train, and return the loss of every step."""
     text, _ = read_text(None)
     first, last = model.devices[0], model.devices[-1]
     dtype = getattr(torch, options.dtype)
@@ -56,7 +56,7 @@ def train(model: GPipe, options: argparse.Namespace) -> list[float]:
                 mean += loss.item()
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-            scaler.step(optimizer)  # not if a gradient has overflowed; the scale becomes smaller then
+            scaler.step(optimizer)  # skipped if a gradient has overflowed; `update` then reduces the scale
             scaler.update()
             optimizer.zero_grad()
 
@@ -64,7 +64,7 @@ def train(model: GPipe, options: argparse.Namespace) -> list[float]:
             losses.append(mean)
             progress.set_postfix(loss=f"{mean:.3f}", norm=f"{norm:.2f}", refresh=False)
             progress.update()
-    print(f"{options.dtype}: loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last, {skipped} steps skipped")
+    print(f"{options.dtype}: first loss {losses[0]:.3f}, last loss {losses[-1]:.3f}, {skipped} steps skipped")
     return losses
 
 
@@ -74,20 +74,20 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="of what autocast chooses")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="precision of autocast")
     add("--accumulate", type=int, default=2, help="mini-batches in a step")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--batch", type=int, default=8, help="windows of text in a mini-batch")
     add("--context", type=int, default=16, help="bytes in a window")
-    add("--steps", type=int, default=40, help="how often the parameters change")
-    add("--clip", type=float, default=1.0, help="the largest norm of a gradient")
+    add("--steps", type=int, default=40, help="number of training steps")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradients")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     options = parse_options(arguments)
     if not torch.accelerator.is_available():
-        torch.set_num_threads(1)  # a model as small as this has no use for more
+        torch.set_num_threads(1)  # The model is small: more threads would wait for each other.
     return train(build(options), options)
 
 

@@ -1,15 +1,15 @@
-"""Trains through a pipeline whose balance stops being right on the way, and gives it a new one.
+"""Rebalance a pipeline during training, when its partitions no longer take the same time.
 
-The last layer of a network learns to tell gratings by their angle; the layers before it, convolutions and then dense
-ones, are fixed. The first images are small, and the partitions are balanced for them. Then the images become larger:
-the convolutions have nine times as much to do, the dense layers as much as before, and one partition waits for the
-other. This is seen in the times of the partitions, which are taken while training. So the layers are unwrapped and
-wrapped again under a new balance, and training goes on with the same parameters and the same optimizer.
+The last layer of a network learns to classify gratings by their angle; the layers before, convolutions and then dense
+layers, are frozen. The first images are small, and the partitions are balanced for them. Then the images become
+larger: the convolutions take nine times as long, the dense layers as long as before, and one partition waits for the
+other. The times of the partitions, measured during training, show this. So the layers are unwrapped and wrapped again
+with a new balance, and training continues with the same parameters and the same optimizer.
 
     python examples/rebalance.py                 # some seconds on two CPU cores
     python examples/rebalance.py --partitions 4
 
-All accelerators of the machine are used; where there are too few, each partition has a thread of the CPU.
+The example uses the accelerators of the machine. If there are too few, each partition has a CPU thread.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CLASSES = 12
 
 
 def build(width: int, features: int) -> nn.Sequential:
-    """Takes images (batch, 1, height, width); scores each class: (batch, CLASSES). Only the last layer is trained."""
+    """Build a model from images (batch, 1, height, width) to scores (batch, CLASSES). The last layer is trained."""
     layers: list[nn.Module] = [nn.Conv2d(1, width, 5, padding=2), nn.ReLU()]
     for _ in range(3):
         layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
@@ -43,7 +43,7 @@ def build(width: int, features: int) -> nn.Sequential:
 
 
 def gratings(batch: int, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images of waves with noise, and the class of each, which is the angle of its waves."""
+    """Draw images of waves with noise, and the class of each image, which is the angle of its waves."""
     classes = torch.randint(CLASSES, (batch,), generator=draw)
     angles = (classes * math.pi / CLASSES)[:, None, None]
     places = torch.arange(size, dtype=torch.float32)
@@ -58,7 +58,7 @@ def wrap(module: nn.Sequential, balance: list[int], options: argparse.Namespace)
 
 
 def measure(module: nn.Sequential, size: int, options: argparse.Namespace) -> list[int]:
-    """The best balance for images of a size."""
+    """Return the best balance for images of a size."""
     images, _ = gratings(max(options.batch // options.chunks, 1), size, torch.Generator().manual_seed(0))
     report = profile(module, images, timeout=options.timeout)
     if options.table:
@@ -68,9 +68,9 @@ def measure(module: nn.Sequential, size: int, options: argparse.Namespace) -> li
 
 @contextmanager
 def stopwatches(model: GPipe) -> Iterator[list[float]]:
-    """Adds up the seconds that each partition takes for forward and recomputation; here there is hardly a backward.
+    """Sum the seconds of each partition for forward and recomputation; backward takes little, as layers are frozen.
 
-    They wait for the device before they look at the clock, which holds an accelerator up a little.
+    The clock is read after the device has finished, which slows an accelerator a little.
     """
     seconds = [0.0] * len(model.partitions)
     handles = []
@@ -98,7 +98,7 @@ def stopwatches(model: GPipe) -> Iterator[list[float]]:
 def train(
     model: GPipe, optimizer: torch.optim.Optimizer, size: int, draw: torch.Generator, options: argparse.Namespace
 ) -> list[float]:
-    """Some steps on images of a size; how many seconds each partition has taken in one."""
+    """Train on images of a size, and return the median seconds of each partition in a step."""
     times: list[float] = []
     loads: list[list[float]] = []
     description = f"{size} px, balance {model.balance}"
@@ -129,27 +129,27 @@ def train(
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train through a pipeline, and rebalance it on the way.",
+        description="Train through a pipeline, and rebalance it during training.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--partitions", type=int, default=2, help="into how many the layers are split")
+    add("--partitions", type=int, default=2, help="number of partitions")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
-    add("--sizes", type=int, nargs="+", default=[24, 72], help="pixels of the images, one phase after the other")
+    add("--sizes", type=int, nargs="+", default=[24, 72], help="pixels of the images in each phase")
     add("--steps", type=int, default=12, help="mini-batches in a phase")
     add("--batch", type=int, default=32, help="images in a mini-batch")
     add("--width", type=int, default=16, help="channels of the convolutions")
     add("--features", type=int, default=1024, help="length of the vectors between the dense layers")
-    add("--tolerance", type=float, default=1.5, help="slowest partition over the mean from which on to rebalance")
+    add("--tolerance", type=float, default=1.5, help="slowest partition over the mean at which to rebalance")
     add("--timeout", type=float, default=0.5, help="seconds for profiling the layers")
-    add("--table", action="store_true", help="show what each layer takes")
+    add("--table", action="store_true", help="print the profile of the layers")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(arguments)
     if torch.accelerator.device_count() < options.partitions:
-        torch.set_num_threads(1)  # so that partitions do not take the cores away from each other
+        torch.set_num_threads(1)  # so that partitions do not compete for cores
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
     module = build(options.width, options.features)
@@ -161,10 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
         slowest = max(taken) * len(taken) / sum(taken)
         if slowest < options.tolerance:
             continue
-        print(f"The slowest partition takes {slowest:.2f} times as long as the mean of all. Rebalancing.")
+        print(f"The slowest partition takes {slowest:.2f} times the mean of all. Rebalancing.")
         module = model.unwrap()
         model = wrap(module, measure(module, size, options), options)
-        # Where a parameter is on another device now, what Adam keeps for it follows.
+        # Moves Adam's state of each parameter to the parameter's new device.
         optimizer.load_state_dict(optimizer.state_dict())
         train(model, optimizer, size, draw, options)
 

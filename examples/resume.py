@@ -1,15 +1,15 @@
-"""Trains a language model, and can be stopped at any moment: the next run goes on where the last one has saved.
+"""Train a language model, and resume after an interruption from the last saved state.
 
     python examples/resume.py                    # some seconds on two CPU cores; stop it, and start it again
-    python examples/resume.py --partitions 3     # goes on with another balance
+    python examples/resume.py --partitions 3     # resumes with another balance
 
-A run that was killed and resumed has the losses of one that was not, on the CPU to the last bit. For that, all that
-the next step depends on is in the file: the parameters, what the optimizer and its schedule keep, and the random
-states, of the layers (there is dropout) and of the order of the batches. The file is never half written: it is made
-under another name, and takes the place of the old one when it is complete.
+A run that was killed and resumed has the same losses as an uninterrupted run, on the CPU to the last bit. So the file
+has all state that the next step depends on: the parameters, the state of the optimizer and its schedule, and the
+random states of the layers (there is dropout) and of the order of the batches. The file is written under a temporary
+name, and replaces the old file when it is complete.
 
-The model and the text are those of ``language_model.py``. All accelerators of the machine are used; where there is
-none, the partitions share the CPU.
+The model and the text are those of ``language_model.py``. The example uses all accelerators of the machine. On a
+machine without accelerators the partitions share the CPU.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def build(options: argparse.Namespace) -> GPipe:
 
 
 class Run:
-    """A training run, all of whose state can be taken out and put back."""
+    """A training run whose complete state can be saved and loaded."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model = build(options)
@@ -76,7 +76,7 @@ class Run:
 
 
 def random_states() -> list[torch.Tensor]:
-    """Of the CPU, and of every accelerator."""
+    """Return the random states of the CPU and of every accelerator."""
     if not torch.accelerator.is_available():
         return [torch.get_rng_state()]
     return [torch.get_rng_state(), *torch.get_device_module().get_rng_state_all()]
@@ -89,7 +89,7 @@ def set_random_states(states: list[torch.Tensor]) -> None:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Whenever this is interrupted, there is a whole file: the old one or the new one."""
+    """Save atomically: if this is interrupted, the old file is still complete."""
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         torch.save(state, file)
@@ -100,31 +100,31 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train, and go on after an interruption.",
+        description="Train, and resume after an interruption.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--file", type=Path, default=Path("demo/resume.pt"), help="where the state is kept")
-    add("--every", type=int, default=5, help="after how many steps it is saved")
+    add("--file", type=Path, default=Path("demo/resume.pt"), help="file of the saved state")
+    add("--every", type=int, default=5, help="number of steps between saves")
     add("--partitions", type=int, default=0, help="0 for one on each accelerator, or two on the CPU")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--batch", type=int, default=16, help="windows of text in a mini-batch")
     add("--context", type=int, default=32, help="bytes in a window")
-    add("--steps", type=int, default=100, help="mini-batches to learn from")
+    add("--steps", type=int, default=100, help="number of training steps")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """The losses of all steps, those before an interruption included."""
+    """Train, and return the losses of all steps, including those before an interruption."""
     options = parse_options(arguments)
     if not torch.accelerator.is_available():
-        torch.set_num_threads(1)  # a model as small as this has no use for more
+        torch.set_num_threads(1)  # The model is small: more threads would wait for each other.
     options.file.parent.mkdir(parents=True, exist_ok=True)
     text, _ = read_text(None)
     run = Run(options)
     if options.file.exists():
         run.load_state_dict(torch.load(options.file, map_location="cpu", weights_only=True))
-        print(f"{options.file} is after step {len(run.losses)}; going on")
+        print(f"resuming from {options.file} after step {len(run.losses)}")
 
     with tqdm(initial=len(run.losses), total=options.steps, unit=" steps") as progress:
         while len(run.losses) < options.steps:
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
                 save(run.state_dict(), options.file)
             progress.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
             progress.update()
-    print(f"loss {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at last; delete {options.file} to start anew")
+    print(f"first loss {run.losses[0]:.3f}, last loss {run.losses[-1]:.3f}; delete {options.file} to start again")
     return run.losses
 
 

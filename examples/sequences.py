@@ -1,14 +1,14 @@
-"""Reads numbers of any length, with masks: sequences of different lengths in one mini-batch, through a pipeline.
+"""Train on sequences of different lengths in one mini-batch, through a pipeline.
 
-Written in digits, a number is divisible by three if the sum of its digits is. The model sees only the digits and has to
-find that out. Numbers have different lengths, so they are padded, and their lengths come along through all layers:
+The model learns the remainder of a number modulo three from its digits; the remainder is that of the sum of the digits.
+Numbers have different lengths, so they are padded, and the lengths are passed through all layers:
 
     python examples/sequences.py                       # in some seconds on two CPU cores
     python examples/sequences.py --longest 30 --steps 600
 
-What a mini-batch consists of has the batch first, so that it can be split into micro-batches: the digits (batch, time)
-and the lengths (batch,). A table that belongs to no single number is passed whole to every micro-batch, in `NoChunk`.
-The recurrent layers of PyTorch want time first unless told otherwise; one of these does so inside itself.
+The tensors of a mini-batch have the batch first, so that they can be split into micro-batches: the digits (batch, time)
+and the lengths (batch,). The embedding table has no batch dimension, and is passed whole to every micro-batch in
+`NoChunk`. PyTorch's recurrent layers have time first by default; `Recurrent` transposes around its GRU.
 """
 
 import argparse
@@ -25,14 +25,14 @@ Value = dict[str, Tensor]
 
 
 class Embedding(nn.Module):
-    """Digits (batch, time) and a table (10, width) to vectors (batch, time, width)."""
+    """Embed digits (batch, time) by a table (10, width) as vectors (batch, time, width)."""
 
     def forward(self, value: Value) -> Value:
         return {"x": value["table"][value["digits"]], "lengths": value["lengths"]}
 
 
 class Recurrent(nn.Module):
-    """A GRU that stops at the end of each number; time comes first only in here."""
+    """A GRU that stops at the end of each number; time is first only inside this layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
 
 
 class Decide(nn.Module):
-    """The vector at the last digit to the scores of the three remainders (batch, 3)."""
+    """Map the vector at the last digit to scores of the three remainders (batch, 3)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Decide(nn.Module):
 
 
 def numbers(batch: int, longest: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Digits (batch, time), padded with zeros at the end, and how many belong to each number."""
+    """Draw digits (batch, time), padded with zeros at the end, and the number of digits of each number."""
     lengths = torch.randint(1, longest + 1, (batch,), generator=generator)
     digits = torch.randint(10, (batch, int(lengths.max())), generator=generator)
     return digits * (torch.arange(digits.shape[1]) < lengths[:, None]), lengths
@@ -96,12 +96,12 @@ def main(arguments: list[str] | None = None) -> None:
         digits, lengths = numbers(1000, options.longest, generator)
         scores = model({"digits": digits, "lengths": lengths, "table": NoChunk(table)})
     right = (scores.argmax(1).cpu() == digits.sum(1) % 3).float().mean()
-    print(f"{right:.1%} of 1000 new numbers of up to {options.longest} digits have the remainder that the model says")
+    print(f"{right:.1%} of 1000 new numbers of up to {options.longest} digits are classified correctly")
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Learn which numbers three divides, from digits of different lengths.",
+        description="Learn remainders modulo three from numbers of different lengths.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -109,10 +109,10 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="recurrent layers")
     add("--width", type=int, default=32, help="length of the vector at each digit")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
-    add("--steps", type=int, default=300, help="mini-batches to learn from")
+    add("--steps", type=int, default=300, help="number of training steps")
     add("--batch", type=int, default=64, help="numbers in a mini-batch")
     add("--lr", type=float, default=5e-3, help="learning rate")
-    add("--seed", type=int, default=0, help="of the first weights and of the numbers")
+    add("--seed", type=int, default=0, help="seed of the initial weights and of the numbers")
     return parser.parse_args(arguments)
 
 

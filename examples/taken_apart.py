@@ -1,14 +1,13 @@
-"""Takes a model that is not sequential apart into layers, and trains it through a pipeline: ResNet-50 and GPT-2.
+"""Take a model that is not sequential apart into layers, and train it through a pipeline: ResNet-50 and GPT-2.
 
-Both come as their libraries make them, with random weights, so nothing is downloaded. What their `forward` does is
-written down once more as an `nn.Sequential` of the very same modules; then it is seen that logits and gradients are
-those of the original.
+Both models are made by their libraries with random weights, so nothing is downloaded. Their `forward` is rewritten as
+an `nn.Sequential` of the same modules. The example checks that logits and gradients are those of the original.
 
-    python examples/taken_apart.py gpt2          # needs transformers; learns Python's own source code, byte by byte
-    python examples/taken_apart.py resnet50      # needs torchvision; tells source code from bytecode by its picture
+    python examples/taken_apart.py gpt2          # needs transformers; learns Python's source code, byte by byte
+    python examples/taken_apart.py resnet50      # needs torchvision; tells images of source code from bytecode
 
 Each takes less than a minute on two CPU cores. A `state_dict` of the original is loaded under the names of the layers,
-and what is saved gets the names of the original again: `names_in` is the table.
+and saved under the names of the original: `names_in` is the table.
 """
 
 import argparse
@@ -27,11 +26,11 @@ from tqdm import tqdm
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 
-# ---- ResNet, as in torchvision. Its forward is a row of calls; only the flattening is no module.
+# ---- ResNet, as in torchvision. Its forward is a chain of calls; only the flattening is no module.
 
 
 def resnet_layers(model: nn.Module) -> nn.Sequential:
-    """The layers of a torchvision ResNet, with its blocks: images (batch, 3, height, width) to (batch, classes)."""
+    """Return the layers and blocks of a torchvision ResNet: images (batch, 3, height, width) to (batch, classes)."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, child in model.named_children():
         if name == "fc":
@@ -48,7 +47,7 @@ def resnet_layers(model: nn.Module) -> nn.Sequential:
 
 @skippable(stash=["table"])
 class Embed(nn.Module):
-    """Tokens (batch, time) to vectors (batch, time, width) and a mask, and a way for the table to the last layer."""
+    """Embed tokens (batch, time) as vectors (batch, time, width), make a mask, and stash the embedding table."""
 
     def __init__(self, transformer: Any) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """A block, and the mask handed on."""
+    """A block that also passes on the mask."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class Block(nn.Module):
 
 @skippable(pop=["table"])
 class Score(nn.Module):
-    """Vectors to scores of what comes next (batch, time, vocabulary), by the table of the first layer."""
+    """Score the next token (batch, time, vocabulary) by the table of the first layer."""
 
     def __init__(self, transformer: Any) -> None:
         super().__init__()
@@ -92,9 +91,9 @@ class Score(nn.Module):
 
 
 def gpt2_layers(model: Any) -> nn.Sequential:
-    """The layers of a transformers GPT2LMHeadModel: tokens (batch, time) to logits (batch, time, vocabulary).
+    """Return the layers of a transformers GPT2LMHeadModel: tokens (batch, time) to logits (batch, time, vocabulary).
 
-    A mask (batch, time) of what is no padding may come along, as a second input.
+    An attention mask (batch, time), which is 0 at padding, may be a second input.
 
     Raises:
         ValueError: the last layer has weights of its own, which these layers would not use.
@@ -113,9 +112,9 @@ def gpt2_layers(model: Any) -> nn.Sequential:
 
 
 def names_in(layers: nn.Module, model: nn.Module) -> dict[str, str]:
-    """For each name in the `state_dict` of ``model`` the name of the same tensor in that of ``layers``.
+    """Map each name in the `state_dict` of ``model`` to the name of the same tensor in that of ``layers``.
 
-    To be asked before the layers are wrapped: a pipeline brings buffers to their devices, which makes others of them.
+    Call this before the layers are wrapped: a pipeline copies buffers to their devices, which makes new tensors.
     """
     known = {id(tensor): name for name, tensor in layers.state_dict(keep_vars=True).items()}
     return {name: known[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -137,7 +136,7 @@ def sources() -> list[Path]:
 
 
 def texts(options: argparse.Namespace) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Windows of source code (batch, time), and the same one byte later."""
+    """Return a function that draws windows of source code (batch, time), and the same windows one byte later."""
     text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources()[:40])), dtype=torch.uint8)
 
     def draw() -> tuple[Tensor, Tensor]:
@@ -149,7 +148,7 @@ def texts(options: argparse.Namespace) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def pictures(options: argparse.Namespace) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Bytes as images (batch, 3, 32, 32) in gray: of source code, class 0, and of what it is compiled to, class 1."""
+    """Return a function that draws gray images (batch, 3, 32, 32) of source code, class 0, and of bytecode, class 1."""
     side, files = 32, [path.read_bytes() for path in sources()[:40]]
     kinds = [files, [marshal.dumps(compile(source, "", "exec", dont_inherit=True)) for source in files]]
     kinds = [[file for file in kind if len(file) > side**2] for kind in kinds]
@@ -167,7 +166,7 @@ def pictures(options: argparse.Namespace) -> Callable[[], tuple[Tensor, Tensor]]
     return draw
 
 
-# ---- What is done with them.
+# ---- Models and training.
 
 
 def gpt2() -> tuple[nn.Module, nn.Sequential]:
@@ -176,7 +175,7 @@ def gpt2() -> tuple[nn.Module, nn.Sequential]:
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4, bos_token_id=None, eos_token_id=None
     )
-    config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = 0.0  # A drop would be another one in each model.
+    config.embd_pdrop = config.attn_pdrop = config.resid_pdrop = 0.0  # Each model would draw another mask.
     model = transformers.GPT2LMHeadModel(config)
     return model, gpt2_layers(model)
 
@@ -193,7 +192,7 @@ def loss_of(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def original_step(model: nn.Module, input: Tensor, target: Tensor, chunks: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and gradients of the original, micro-batch by micro-batch, as batch norm sees them in a pipeline."""
+    """Return logits and gradients of the original, run micro-batch by micro-batch, as batch norms run in a pipeline."""
     outputs = [model(part) for part in input.chunk(chunks)]
     scores = torch.cat([getattr(output, "logits", output) for output in outputs])
     loss_of(scores, target).backward()
@@ -206,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     draw = {"gpt2": texts, "resnet50": pictures}[options.model](options)
     make = {"gpt2": gpt2, "resnet50": resnet50}[options.model]
 
-    # The original, and one of other weights in a pipeline, which loads those of the original.
+    # The original, and a pipeline with other weights, which loads those of the original.
     original, (other, layers) = make()[0], make()
     names = names_in(layers, other)
     partitions = min(torch.accelerator.device_count() or 2, len(layers))
@@ -252,9 +251,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("model", choices=["gpt2", "resnet50"])
     add("--chunks", type=int, default=2, help="micro-batches in a mini-batch")
     add("--batch", type=int, default=16, help="windows or images in a mini-batch")
-    add("--steps", type=int, default=40, help="mini-batches to learn from")
+    add("--steps", type=int, default=40, help="number of training steps")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--seed", type=int, default=0, help="of weights and batches")
+    add("--seed", type=int, default=0, help="seed of weights and batches")
     return parser.parse_args(arguments)
 
 

@@ -1,9 +1,9 @@
-"""Records training steps, and shows one: as a picture, as text, and in figures.
+"""Record training steps, and show one of them as a picture, as text, and as a report.
 
     python examples/timeline.py                                # writes timeline.svg
     python examples/timeline.py --picture step.png --trace step.json
 
-All accelerators of the machine are used; where there is none, the partitions share the CPU and take turns there.
+The example uses all accelerators of the machine. If there are too few, the partitions share the CPU and take turns.
 """
 
 import argparse
@@ -34,12 +34,12 @@ def main() -> None:
     )
     input = torch.randn(128 * options.chunks, 512)
 
-    model(input).sum().backward()  # The first step of a process also loads what it needs.
+    model(input).sum().backward()  # Warm up: the first step of a process also loads kernels.
     with torchgpipe.record(model) as timeline:
         for _ in range(5):
             model(input).sum().backward()
 
-    # The one that the rest of the machine has disturbed least.
+    # The step that other processes have disturbed least.
     shortest = min(timeline.steps, key=lambda step: sum(span.seconds for span in timeline.of_step(step)))
     timeline.plot(options.picture, step=shortest)
     if options.trace:

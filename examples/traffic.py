@@ -1,15 +1,16 @@
-"""Counts the bytes that a pipeline copies between its partitions, for each two of them and each direction::
+"""Count the bytes that a pipeline copies between its partitions, for each pair and direction::
 
     pipeline = GPipe(model, balance=[1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
     with traffic(pipeline) as copied:
         pipeline(input).sum().backward()
     copied[0, 1], copied[1, 0]  # forward, backward
 
-Nothing is estimated. A pipeline tells a recorder when a copy begins and ends, and which partitions it joins; what
-PyTorch copies in the same thread between these two moments is added up. Any two devices are said to be apart. So
-``'cpu:0'`` and ``'cpu:1'``, which share one memory, get copies as two GPUs do, and any machine can count.
+Nothing is estimated. A pipeline tells its recorder when a copy begins and ends, and which partitions the copy connects.
+The bytes that PyTorch copies in the same thread between these two moments are summed. All devices are treated as having
+separate memories. So ``'cpu:0'`` and ``'cpu:1'``, which share one memory, get copies like two GPUs, and any machine can
+count.
 
-The seam that this uses is there for the library's own tests and benchmarks, and not part of the interface.
+This uses `Mechanisms`, which is for the library's own tests and benchmarks, and not part of the public interface.
 """
 
 import threading
@@ -29,7 +30,7 @@ from torchgpipe.engine.record import Kind, Place
 
 @contextmanager
 def traffic(pipeline: GPipe) -> Iterator[Counter[tuple[int, int]]]:
-    """Counts in a ``with`` block: the bytes copied, by the partitions that they come from and go to."""
+    """Count the bytes copied in a ``with`` block, by source and target partition."""
     counting = _Counting()
     before = pipeline._mechanisms
     pipeline._mechanisms = replace(before, streams=_Apart(), recorder=counting)
@@ -46,7 +47,7 @@ class _Apart(Streams):
 
 
 class _Counting(TorchDispatchMode):
-    """Is a recorder, which knows between which partitions this thread copies, and sees what it copies."""
+    """Be a recorder, which is told the partitions of each copy, and a dispatch mode, which sees the copied tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
-"""Trains a U-Net through a pipeline, its skips through portals, then the same model without one, and compares them.
+"""Train a U-Net through a pipeline, with portals for its skips, then without one, and compare the results.
 
-A U-Net halves an image step by step and doubles it again, and at each size hands what it saw on the way down over to
-the way up. In a pipeline these skips are long: the first one goes from the first partition to the last. ``Down``
-stashes them and ``Up`` pops them, and each goes straight from the device of the one to the device of the other.
+A U-Net halves an image step by step and doubles it again. At each size, a skip connects the way down with the way up.
+In a pipeline these skips are long: the first one goes from the first partition to the last. ``Down`` stashes a skip and
+``Up`` pops it, and a portal copies the skip straight from device to device.
 
     python examples/unet.py                    # both, in about a minute on two CPU cores
     python examples/unet.py --pipeline         # only through the pipeline
     python examples/unet.py --balance 1 3 3 1  # layers in each partition
 
-What it learns is to tell discs, bars and rings of any colour from each other, pixel by pixel. Such images are drawn
-from a seed, so there is nothing to download and no end to them. Batch norm sees one micro-batch at a time in a
-pipeline; the run without one gets the same micro-batches, one after the other, and so both compute the same.
+The model learns to tell discs, bars and rings of any colour from each other, pixel by pixel. The images are drawn from
+a seed, so nothing is downloaded. In a pipeline, batch norms see one micro-batch at a time. The plain model gets the
+same micro-batches one after the other, so both compute the same.
 
-At the end it counts what is copied between the partitions in a step, beside the same model as one has to write it
-without portals: with all open skips in a tuple, which every layer hands on.
+At the end the example counts the bytes that are copied between the partitions in a step, and compares them with the
+same model without portals, in which every layer passes on all open skips in a tuple.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def convolutions(inputs: int, outputs: int) -> nn.Sequential:
 
 @skippable(stash=["skip"])
 class Down(Skippable, nn.Module):
-    """Looks at an image (batch, inputs, height, width), puts that away, and hands on half the size."""
+    """Convolve an image (batch, inputs, height, width), stash the result, and return it at half the size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Down(Skippable, nn.Module):
 
 @skippable(pop=["skip"])
 class Up(Skippable, nn.Module):
-    """Doubles an image (batch, inputs, height, width), and looks at it beside what was put away at that size."""
+    """Double the size of an image (batch, inputs, height, width), and convolve it with the skip of that size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Up(Skippable, nn.Module):
 
 
 def unet(depth: int, width: int) -> nn.Sequential:
-    """Takes images (batch, 3, size, size); scores the class of each pixel: (batch, 4, size, size).
+    """Return a model from images (batch, 3, size, size) to scores of each pixel's class (batch, 4, size, size).
 
     Args:
         depth: how often the size is halved
@@ -129,7 +129,7 @@ class Along(nn.Module):
 
 
 def without_portals(model: nn.Sequential) -> nn.Sequential:
-    """A U-Net of the same layers, with the same parameters, that hands its skips on from layer to layer."""
+    """Return a U-Net with the same layers and parameters that passes its skips on from layer to layer."""
     kinds: dict[type[nn.Module], Callable[[Any], nn.Module]] = {Down: DownAlong, Up: UpAlong}
     return nn.Sequential(*(kinds.get(type(layer), Along)(layer) for layer in model))
 
@@ -138,7 +138,7 @@ def without_portals(model: nn.Sequential) -> nn.Sequential:
 
 
 def draw_images(count: int, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images (count, 3, size, size) of shapes that lie on each other, and the classes (count, size, size)."""
+    """Draw images (count, 3, size, size) of overlapping shapes, and the classes (count, size, size)."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return torch.empty(count, *shape, 1, 1).uniform_(low, high, generator=draw)
@@ -163,7 +163,7 @@ def draw_images(count: int, size: int, draw: torch.Generator) -> tuple[Tensor, T
 
 
 def intersections_over_unions(predicted: Tensor, classes: Tensor) -> list[float]:
-    """For each class, the pixels where it is and was seen, over those where it is or was seen."""
+    """Return the intersection over union of true and predicted pixels for each class."""
     ious = []
     for k in range(len(CLASSES)):
         is_there, is_seen = classes == k, predicted == k
@@ -176,7 +176,7 @@ def intersections_over_unions(predicted: Tensor, classes: Tensor) -> list[float]
 
 @dataclass
 class Run:
-    """What a training run leaves behind."""
+    """The results of a training run."""
 
     name: str
     losses: list[float]  # one for each step
@@ -184,7 +184,7 @@ class Run:
 
 
 def build(options: argparse.Namespace, pipeline: bool) -> nn.Module:
-    """The same model either way, on the devices that it is to run on."""
+    """Build the same model with or without a pipeline, on its devices."""
     torch.manual_seed(options.seed)
     model = unet(options.depth, options.width)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters in {len(model)} layers"
@@ -202,7 +202,7 @@ def build(options: argparse.Namespace, pipeline: bool) -> nn.Module:
 
 
 def balance_of(options: argparse.Namespace, model: nn.Sequential) -> list[int]:
-    """As many layers in each partition as the options say, or about the same number in each."""
+    """Return the balance of the options, or one with about the same number of layers in each partition."""
     if options.balance:
         return list(options.balance)
     devices = len(options.devices or []) or torch.accelerator.device_count() or 4
@@ -241,7 +241,7 @@ def train(options: argparse.Namespace, pipeline: bool, held_out: Tensor) -> Run:
     return Run(name, losses, predicted)
 
 
-# ---- What goes between the partitions.
+# ---- Traffic between the partitions.
 
 
 def counted_step(
@@ -252,7 +252,7 @@ def counted_step(
     chunks: int,
     checkpoint: Literal["always", "except_last", "never"],
 ) -> tuple[Tensor, Counter[tuple[int, int]]]:
-    """A step through a pipeline: the scores, and the bytes that were copied from each partition to each other."""
+    """Run a step, and return the scores, and the bytes that were copied from each partition to each other one."""
     pipeline = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
     with traffic(pipeline) as copied:
         output = pipeline(input)
@@ -262,7 +262,7 @@ def counted_step(
 
 
 def print_traffic(options: argparse.Namespace) -> None:
-    """Counts on the CPU: the bytes are the same on any devices."""
+    """Count and print copied bytes on the CPU; they are the same on any devices."""
     model = unet(options.depth, options.width)
     images, _ = draw_images(options.batch, options.size, torch.Generator().manual_seed(options.seed))
     balance = balance_of(options, model)
@@ -279,11 +279,11 @@ def print_traffic(options: argparse.Namespace) -> None:
     print(f"{'all':>16}" + "".join(f"{counts.total() / 1e6:>16.3f}" for counts in copied))
 
 
-# ---- What there is to see.
+# ---- Output.
 
 
 def print_scores(runs: list[Run], classes: Tensor) -> None:
-    """A column of intersections over unions for each run, beside what seeing nothing anywhere would score."""
+    """Print intersections over unions for each run, and for a prediction without shapes."""
     columns = {"no shapes": torch.zeros_like(classes), **{run.name: run.predicted for run in runs}}
     table = [intersections_over_unions(predicted, classes) for predicted in columns.values()]
     rows = [(name, list(row)) for name, row in zip(CLASSES, zip(*table))]
@@ -298,7 +298,7 @@ def print_scores(runs: list[Run], classes: Tensor) -> None:
 
 
 def draw_predictions(images: Tensor, classes: Tensor, runs: list[Run], path: Path, count: int = 10) -> None:
-    """Draws some images, and below them what is on them and what the models see, side by side."""
+    """Draw some images, and below them the true and the predicted classes."""
     rows = {"image": images, "truth": classes, **{run.name: run.predicted for run in runs}}
     colors = ListedColormap(["#22223b", "#f2b134", "#3fa7d6", "#ee6352"])
     figure = Figure(figsize=(1.3 * count, 1.3 * len(rows) + 0.8), layout="constrained")
@@ -323,17 +323,17 @@ def draw_predictions(images: Tensor, classes: Tensor, runs: list[Run], path: Pat
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a U-Net through a pipeline, then without one, and compare what they see.",
+        description="Train a U-Net through a pipeline, then without one, and compare the predictions.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--pipeline", action="store_true", help="train only through the pipeline")
-    which.add_argument("--plain", action="store_true", help="train only without it")
+    which.add_argument("--plain", action="store_true", help="train only the plain model")
 
     add = parser.add_argument_group("the pipeline").add_argument
     add("--balance", type=int, nargs="+", help="layers in each partition, by default about the same number")
-    add("--partitions", type=int, default=0, help="0 for one on each device, or four where there are no accelerators")
-    add("--devices", nargs="+", help="of the partitions, by default all accelerators, or the CPU")
+    add("--partitions", type=int, default=0, help="0 for one per device, or four without accelerators")
+    add("--devices", nargs="+", help="devices of the partitions, by default all accelerators, or the CPU")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", default="except_last", choices=["always", "except_last", "never"], help="what to recompute")
 
@@ -343,13 +343,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("training").add_argument
     add("--size", type=int, default=32, help="height and width of the images")
-    add("--steps", type=int, default=300, help="mini-batches to learn from")
+    add("--steps", type=int, default=300, help="number of training steps")
     add("--batch", type=int, default=16, help="images in a mini-batch")
-    add("--lr", type=float, default=1e-2, help="the highest learning rate")
-    add("--seed", type=int, default=0, help="of the first weights and the images")
+    add("--lr", type=float, default=1e-2, help="highest learning rate")
+    add("--seed", type=int, default=0, help="seed of the initial weights and the images")
 
     add = parser.add_argument_group("the results").add_argument
-    add("--out", type=Path, default=Path("demo/unet.png"), help="where to draw what the models see")
+    add("--out", type=Path, default=Path("demo/unet.png"), help="where to draw the predictions")
     options = parser.parse_args(arguments)
     if options.size % 2**options.depth:
         parser.error(f"--size must be a multiple of {2**options.depth} to be halved {options.depth} times")

@@ -22,11 +22,11 @@ ROOT = Path(torchgpipe.__file__).parent.parent
 
 #: The rooms, from the lowest; a room imports only from the rooms before it.
 ROOMS = {
-    "devices": "devices and streams, and every private name of PyTorch",
+    "devices": "devices, streams, and every private name of PyTorch",
     "schedule": "the order of cells, as pure functions",
     "skip": "stashing and popping skips",
-    "replay": "what a second run needs to be like the first: settings, random numbers, phase, running statistics",
-    "model": "from a Sequential to partitions in their places; micro-batches; settings",
+    "replay": "making a second run repeat the first: settings, random numbers, phase, running statistics",
+    "model": "from a Sequential to partitions on their devices; micro-batches; settings",
     "norms": "deferred batch norms",
     "engine": "cells, recomputation, gradients, dependencies, copies, workers",
     "gpipe": "the module around a Sequential",
@@ -144,8 +144,8 @@ def test_balancing_imports_only_devices_and_skips(path: Path) -> None:
 
 
 def test_contributors_are_shown_the_rooms() -> None:
-    table = ["| room | what lives there |", "| --- | --- |"]
-    table += [f"| `{room}{'' if room == 'gpipe' else '/'}` | {what} |" for room, what in ROOMS.items()]
+    table = ["| room | contents |", "| --- | --- |"]
+    table += [f"| `{room}{'' if room == 'gpipe' else '/'}` | {contents} |" for room, contents in ROOMS.items()]
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert "\n".join(table) in page, "the table of CONTRIBUTING.md should be:\n" + "\n".join(table)
 
