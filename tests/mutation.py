@@ -1,12 +1,12 @@
-"""Do the tests see it when a part of the machinery is missing? Each mutation takes one out; a test has to fail.
+"""Take parts out of the engine, one at a time, and check that a test fails each time.
 
     python tests/mutation.py             runs all and writes the table, mutations.md
     python tests/mutation.py WORD ...    runs those with one of the words in their names, and prints the outcome only
-    python tests/mutation.py --check     only looks whether all can be applied, and whether the table lists them
+    python tests/mutation.py --check     only checks that all can be applied, and that the table lists them
 
-A mutation is found by the name of a function or class, in whichever file that is, and by the syntax tree of what is
-in there: neither moving nor reformatting code makes a mutation stale. One that is not found exactly once is an error:
-change it together with the engine.
+A mutation is found by the name of a function or class, in any file, and by the syntax tree of the code inside: neither
+moving nor reformatting code makes a mutation stale. A mutation that is not found exactly once is an error: change it
+together with the engine.
 
 The tests run on copies of the sources, without comments.
 """
@@ -34,8 +34,8 @@ COPIES = 2
 HEADER = """\
 # Mutations
 
-What the tests notice when it is taken out of the engine. Written by `python tests/mutation.py`; the test is the first
-of the files that were run that fails.
+Parts of the engine whose removal the tests notice. Written by `python tests/mutation.py`; the test is the first that
+fails in the files that were run.
 
 | taken out | of | noticed by |
 | --- | --- | --- |
@@ -46,10 +46,10 @@ class Mutation(NamedTuple):
     """A part of the engine to leave out.
 
     Attributes:
-        name: what is left out
-        place: the qualified name of the function, class or variable that it is left out of
-        old: statements that follow one another, or an expression
-        new: the same without it, an expression instead of an expression
+        name: the effect of the part that is left out
+        place: the qualified name of the function, class or variable that contains the part
+        old: consecutive statements, or an expression
+        new: the same without the part; an expression replaces an expression
         tests: the files that should notice, without ``test_`` and ``.py``, as in ``skip/portal``
     """
 
@@ -63,7 +63,7 @@ class Mutation(NamedTuple):
         """Return the file that changes, and its mutated source.
 
         Raises:
-            ValueError: The place does not have the old code, or more than once.
+            ValueError: the place does not have the old code exactly once.
         """
         found: list[tuple[Path, str]] = []
         count = 0
@@ -101,7 +101,7 @@ def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
 
 
 class _Exchange(ast.NodeTransformer):
-    """Puts new code in the place of old code, and counts how often."""
+    """Replace old code by new code, and count how often."""
 
     def __init__(self, old: list[ast.stmt], new: list[ast.stmt]) -> None:
         self.count = 0
@@ -263,7 +263,7 @@ MUTATIONS = [
         "route.leaving.wait(route.source.mark())",
     ),
     Mutation(
-        "so does the computation for its own gradient only",
+        "the computation waits for its own gradient only",
         "Wait.backward",
         "route.source.wait(route.back[ctx.i])",
         "route.source.wait(route.leaving.mark())",
@@ -275,19 +275,19 @@ MUTATIONS = [
         "suppress()",
     ),
     Mutation(
-        "so is the caller where there is one device",
+        "with one device, the caller is on the stream of its device",
         "Pipeline.run",
         "with self._calls[0].stream.use():\n    self._run_inline(batches, checkpoint_stop)",
         "self._run_inline(batches, checkpoint_stop)",
     ),
     Mutation(
-        "so is a recomputation",
+        "a recomputation is on the stream of its device",
         "PartitionCall.recomputing",
         "return self._recomputing() if self._norms or self._buffers else self.stream.use()",
         "return self._recomputing() if self._norms or self._buffers else scratch_statistics([])",
     ),
     Mutation(
-        "so is a recomputation with running statistics",
+        "... also with running statistics",
         "PartitionCall._recomputing",
         "self.stream.use()",
         "scratch_statistics([])",
@@ -308,14 +308,14 @@ MUTATIONS = [
         "leaks engine/checkpoint",
     ),
     Mutation(
-        "a recomputed graph goes when it is differentiated",
+        "a recomputed graph is freed when it is differentiated",
         "Recomputation.differentiate",
         "(leaves, roots), self._graph = self._graph, None",
         "leaves, roots = self._graph",
         "leaks engine/checkpoint autograd",
     ),
     Mutation(
-        "an error that was raised is not kept by who has raised it",
+        "an error is not kept by the frame that raises it",
         "run_in_workers",
         """
         try:
@@ -334,7 +334,7 @@ MUTATIONS = [
         "faults leaks",
     ),
     Mutation(
-        "a batch lets go of a skip that has arrived",
+        "a batch drops a skip that has arrived",
         "_receive",
         "arrived = tuple([portal.receive(i, skips.pop(portal.key)) for portal in portals])",
         "arrived = tuple([portal.receive(i, skips[portal.key]) for portal in portals])",
@@ -342,7 +342,7 @@ MUTATIONS = [
     ),
     # ------------------------------------------------------------------------------------------------- dependency
     Mutation(
-        "a cell comes after the one before it, by its input",
+        "a cell comes after the cell before it, by its input",
         "_pass_plain",
         """
         if lane is not None and tie(batch, [lane]):
@@ -379,7 +379,7 @@ MUTATIONS = [
         "engine/dependency",
     ),
     Mutation(
-        "a checkpointed cell ends the lane of the one before it",
+        "a checkpointed cell ends the lane of the cell before it",
         "_pass_checkpointed",
         "Checkpoint.apply(Recomputation(cell), lane, call.gradients.phony, *batch.leaves)",
         "Checkpoint.apply(Recomputation(cell), None, call.gradients.phony, *batch.leaves)",
@@ -432,21 +432,21 @@ MUTATIONS = [
         "replay/random engine/streams",
     ),
     Mutation(
-        "the generators go on as if it had drawn nothing",
+        "the generators continue as if it had drawn nothing",
         "_replay",
         "draw.generator.set(state)",
         "pass",
         "replay/random",
     ),
     Mutation(
-        "numbers that nobody noted are not taken for those of a cell",
+        "numbers that were not noted are not taken for those of a cell",
         "_pass_plain",
         "call.random.forget()",
         "pass",
         "replay/random",
     ),
     Mutation(
-        "a generator's state goes when its cell has been differentiated",
+        "a generator's state is freed when its cell has been differentiated",
         "Recomputation.differentiate",
         "self._drawn and not keeps_graph()",
         "False",
@@ -555,7 +555,7 @@ MUTATIONS = [
         "Recomputation.first_run",
         "outputs = checkpointing(cell.compute, leaves)",
         "outputs = cell.compute(leaves)",
-        "replay/phase transparency gpipe",
+        "replay/phase transparency gpipe/inputs",
     ),
     Mutation(
         "the second run knows that it is recomputing",
@@ -565,7 +565,7 @@ MUTATIONS = [
         "replay/phase engine/checkpoint",
     ),
     Mutation(
-        "the second run is in what the caller had set",
+        "the second run has the caller's settings",
         "Recomputation.second_run",
         "self._graph = self.cell.call.ambient.run(self._recompute, saved)",
         "import torch\nwith torch.enable_grad():\n    self._graph = self._recompute(saved)",
@@ -621,7 +621,7 @@ MUTATIONS = [
         "faults",
     ),
     Mutation(
-        "a worker is in what the caller has set",
+        "a worker has the caller's settings",
         "_Crew._serve",
         "ambient.run(self._serve_cells, worker)",
         "self._serve_cells(worker)",
@@ -657,7 +657,7 @@ MUTATIONS = [
     ),
     # ------------------------------------------------------------------------------------ gradients of parameters
     Mutation(
-        "a gradient that would get lost is refused",
+        "a gradient that would be lost is refused",
         "ParameterGradients.differentiate",
         """
         self._refuse_captured(roots, leaves)
@@ -674,7 +674,7 @@ MUTATIONS = [
         "engine/gradients",
     ),
     Mutation(
-        "... unless something listens",
+        "... unless there is a listener",
         "ParameterGradients._begin_pass",
         "takes_all and not self._anything_listens()",
         "takes_all",
@@ -730,14 +730,14 @@ MUTATIONS = [
         "engine/gradients autograd",
     ),
     Mutation(
-        "hooks of parameters hear the whole gradient only",
+        "hooks of parameters receive only the whole gradient",
         "ParameterGradients.differentiate",
         "without_hooks(parameters)",
         "without_hooks([])",
         "autograd",
     ),
     Mutation(
-        "hooks that layers put on their inputs are heard once",
+        "hooks that layers put on their inputs are called once",
         "Recomputation._recompute",
         "gradient_hooks(leaf).clear()",
         "pass",
@@ -780,7 +780,7 @@ MUTATIONS = [
         "skip/portal",
     ),
     Mutation(
-        "a skip goes no way that the batch goes",
+        "a skip does not travel with the batch",
         "_send",
         """
         skips.update(zip([portal.key for portal in portals], batch.leaves[width:]))
@@ -800,7 +800,7 @@ MUTATIONS = [
         "skip/portal",
     ),
     Mutation(
-        "a skip that is popped goes with the layer that pops it",
+        "a popped skip is freed with the layer that pops it",
         "_run_with_skips",
         "batch.leaves = batch.leaves[:width]",
         "batch = batch.replace(batch.leaves[:width])",
@@ -817,7 +817,7 @@ MUTATIONS = [
         "skip/leaks",
     ),
     Mutation(
-        "who pops a skip has it alone",
+        "a popped skip is held by its layer alone",
         "SkipTracker.pop",
         "return self.skips.pop(key)",
         "return self.skips[key]",
@@ -831,28 +831,28 @@ MUTATIONS = [
         "skip/tracker",
     ),
     Mutation(
-        "a skip that a plain model has left goes with its layer",
+        "a skip that a plain model has left is freed with its layer",
         "_ThreadTracker.stash",
         "self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))",
         "pass",
         "skip/tracker",
     ),
     Mutation(
-        "... and no later one goes with it",
+        "... and no later skip is",
         "_ThreadTracker.stash",
         "self._layers[key] = weakref.ref(layer, lambda _: skips.pop(key, None))",
         "weakref.finalize(layer, skips.pop, key, None)",
         "skip/tracker",
     ),
     Mutation(
-        "a layer hears of an error where it has yielded",
+        "an error is raised in the layer where it has yielded",
         "_run",
         "step = steps.throw(error)",
         "raise error",
         "skip/skippable",
     ),
     Mutation(
-        "what a layer has declared it does",
+        "a layer does what it has declared",
         "drive.driven",
         "_driving.layer, _driving.open = outer, outer_open",
         "_driving.layer, _driving.open = outer, outer_open; open_.clear()",
@@ -890,7 +890,7 @@ def main() -> None:
                 copies.put(copy)
 
         outcomes = list(zip(chosen, pool.map(outcome, chosen), strict=True))
-        # A test that fails anyway would notice everything.
+        # A test that fails without mutations would notice every mutation.
         result = run_tests(copies.get(), sorted({test for _, test in outcomes if test}))
         if result.returncode != 0:
             sys.exit(f"tests fail without a mutation:\n{result.stdout}{result.stderr}")
@@ -906,7 +906,7 @@ def read(root: Path) -> dict[Path, str]:
 
 
 def faults(sources: Mapping[Path, str]) -> list[str]:
-    """Tell of the mutations that cannot be applied."""
+    """Return the errors of the mutations that cannot be applied."""
     result = []
     for mutation in MUTATIONS:
         try:
@@ -918,7 +918,7 @@ def faults(sources: Mapping[Path, str]) -> list[str]:
 
 
 def faults_of_table() -> list[str]:
-    """Tell what is wrong with the table: other mutations, or tests that are not there."""
+    """Return the faults of the table: other mutations, or tests that do not exist."""
     table = TABLE.read_text()
     rows = [line.split(" | ") for line in table.removeprefix(HEADER).splitlines()]
     listed = [(name.removeprefix("| "), place.strip("`")) for name, place, _ in rows]
@@ -929,12 +929,12 @@ def faults_of_table() -> list[str]:
         file, _, function = test.removesuffix(" |").strip("`").partition("::")
         path = ROOT / "tests" / file
         if not path.exists() or f"def {function.split('::')[-1]}(" not in path.read_text():
-            result.append(f"'{name.removeprefix('| ')}' was noticed by {file}::{function}, which is not there")
+            result.append(f"'{name.removeprefix('| ')}' was noticed by {file}::{function}, which does not exist")
     return result
 
 
 def row(mutation: Mutation, test: str | None) -> str:
-    name = "**nobody**" if test is None else f"`{test.removeprefix('tests/').partition('[')[0]}`"
+    name = "**no test**" if test is None else f"`{test.removeprefix('tests/').partition('[')[0]}`"
     return f"| {mutation.name} | `{mutation.place}` | {name} |\n"
 
 
@@ -944,7 +944,7 @@ def make_copy(folder: Path) -> Path:
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     for path, source in read(folder).items():
-        path.write_text(ast.unparse(ast.parse(source)))  # As it is written when it is mutated.
+        path.write_text(ast.unparse(ast.parse(source)))  # the form in which mutated files are written
     return folder
 
 
@@ -954,7 +954,7 @@ def targets(mutation: Mutation) -> list[str]:
 
 
 def noticed(mutation: Mutation, copy: Path) -> str | None:
-    """The first test that fails, or None."""
+    """Return the first test that fails, or None."""
     sources = read(copy)
     file, mutated = mutation.apply(sources)
     file.write_text(mutated)

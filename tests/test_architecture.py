@@ -218,7 +218,7 @@ def test_every_module_lists_its_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in OURS.values() if path.name != "__init__.py"], ids=name_of)
-def test_what_others_take_from_a_module_is_in_its_list(path: Path) -> None:
+def test_names_that_other_modules_import_are_listed(path: Path) -> None:
     """No other module imports a private name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchgpipe"):

@@ -150,7 +150,7 @@ def conf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs" / "conf.py"))
 
 
-def test_what_is_copied_of_a_session_is_its_input(conf: dict[str, Any]) -> None:
+def test_the_copy_button_copies_the_input_of_a_session(conf: dict[str, Any]) -> None:
     """From an error in a session, the copy button once took all lines except those marked as output."""
     prompt = re.compile(conf["copybutton_prompt_text"])
     assert conf["copybutton_prompt_is_regexp"] and not conf["copybutton_copy_empty_lines"]

@@ -81,7 +81,7 @@ def test_current_device_is_that_of_the_current_stream(fake: FakeAccelerator, sid
         assert fake.current.device == torch.device("cpu:0")
 
 
-def test_what_is_on_no_device_is_worked_on_on_the_current_one(fake: FakeAccelerator, side: FakeStream) -> None:
+def test_a_tensor_without_a_device_is_computed_on_the_current_device(fake: FakeAccelerator, side: FakeStream) -> None:
     x = torch.ones(3)
     x + x
     assert not fake.launches

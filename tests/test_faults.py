@@ -195,7 +195,7 @@ def test_partition_of_one_layer(pipe: Pipe, devices: Devices, plan: Plan) -> Non
     assert caught.value.__notes__ == [f"micro-batch 0 of 1, {where}, during forward"]
 
 
-def test_micro_batches_that_came_are_counted(pipe: Pipe, devices: Devices, plan: Plan) -> None:
+def test_the_micro_batches_that_exist_are_counted(pipe: Pipe, devices: Devices, plan: Plan) -> None:
     """M is the number of micro-batches, which may be less than chunks."""
     model = pipe(build(plan, 2), [2, 2], chunks=8)
     plan.add((1, 1), "forward")
@@ -229,7 +229,7 @@ class NeedsNothing(BaseException):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_any_exception_gets_out(pipe: Pipe, plan: Plan, error: BaseException, phase: str) -> None:
+def test_any_exception_is_raised_as_it_is(pipe: Pipe, plan: Plan, error: BaseException, phase: str) -> None:
     """The caller gets the same instance, whatever exception it is."""
     model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
     plan.add((0, 1), phase, error)
@@ -478,7 +478,7 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
         gc.enable()
 
 
-def test_a_kept_exception_goes_when_it_is_dropped(pipe: Pipe, plan: Plan) -> None:
+def test_a_kept_exception_is_freed_when_it_is_dropped(pipe: Pipe, plan: Plan) -> None:
     """The exception's traceback holds the frames, and these hold the tensors; but nothing holds the exception."""
     model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
     plan.add((1, 1), "forward")

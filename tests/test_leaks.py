@@ -164,7 +164,7 @@ def test_without_gradients_a_layer_has_its_input_and_that_of_its_partition(
 # -------------------------------------------------------------------------------------------- during backward
 
 
-def test_backward_drops_the_input_of_each_cell_that_is_through(pipe: Pipe) -> None:
+def test_backward_drops_the_input_of_each_finished_cell(pipe: Pipe) -> None:
     """When (i, j) is recomputed, the tensors kept for (i+1, j) and later micro-batches are freed."""
     m = 4
     layers, watch = build(["exp", "exp", "exp"])
@@ -237,7 +237,7 @@ def generator_states() -> int:
 
 
 @pytest.mark.parametrize("layer", [nn.Identity, nn.Dropout])
-def test_states_of_the_generator_go_with_what_was_recomputed(
+def test_states_of_the_generator_are_freed_with_the_recomputation(
     pipe: Pipe, checkpoint: str, layer: Callable[[], nn.Module]
 ) -> None:
     """A state has five kilobytes. Without a draw none is kept, and none after backward even if the loss is kept."""
@@ -297,7 +297,7 @@ def test_evaluation_leaves_nothing(watched: tuple[GPipe, Watch]) -> None:
     assert watch.alive() == set()
 
 
-def test_the_only_micro_batch_goes_though_the_output_stays(pipe: Pipe, checkpoint: str) -> None:
+def test_the_only_micro_batch_is_freed_although_the_output_stays(pipe: Pipe, checkpoint: str) -> None:
     """The micro-batch is copied into the output, as several micro-batches are."""
     layers, watch = build(["scale", "sin", "exp"])
     model = pipe(layers, [1, 1, 1], chunks=1, checkpoint=checkpoint)
@@ -323,7 +323,7 @@ def test_the_callers_input_is_not_held(pipe: Pipe, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_the_model_goes_with_its_last_reference(pipe: Pipe, checkpoint: str, train: bool) -> None:
+def test_the_model_is_freed_with_its_last_reference(pipe: Pipe, checkpoint: str, train: bool) -> None:
     layers, _ = build(OPERATIONS_OF_ALL_KINDS)
     model = pipe(layers, BALANCE, chunks=3, checkpoint=checkpoint).train(train)
     gone = [weakref.ref(thing) for thing in (model, model.partitions[1], layers[4], layers[4].weight)]

@@ -23,7 +23,7 @@ def apply(place: str, old: str, new: str, *sources: str) -> str:
     return Mutation("", place, old, new).apply({Path(str(k)): source for k, source in enumerate(sources)})[1]
 
 
-def test_it_is_found_by_the_name_of_the_place_and_the_tree_of_the_code() -> None:
+def test_a_mutation_is_found_by_the_name_of_the_place_and_the_syntax_tree() -> None:
     expected = "if self.x and self.y:\n            return 3"
     assert expected in apply("A.f", "self.z(1)\nreturn 2", "return 3", "x = 1", SOURCE)
     assert "if self.x:" in apply("A.f", "self.x and self.y", "self.x", SOURCE)

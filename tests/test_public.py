@@ -101,7 +101,7 @@ def test_each_public_name_is_shown_at_work() -> None:
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
 
 
-def test_nobody_is_sent_to_the_index_for_what_is_not_there() -> None:
+def test_no_page_installs_the_package_from_the_index() -> None:
     """``pip install 'torchgpipe[plot]'`` installs the original's last release, 0.0.7."""
     pages = [*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "Makefile"]
     for folder, suffix in [("docs", "rst"), ("examples", "py"), ("torchgpipe", "py"), ("torchgpipe_balancing", "py")]:
@@ -110,7 +110,7 @@ def test_nobody_is_sent_to_the_index_for_what_is_not_there() -> None:
     assert [page.name for page in pages if sent.search(page.read_text())] == []
 
 
-def test_the_package_is_typed_and_brings_nothing_else_along() -> None:
+def test_the_package_is_typed_and_contains_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["torchgpipe*", "torchgpipe_balancing*"]
     assert project["tool"]["setuptools"]["package-data"] == {"*": ["py.typed"]}

@@ -93,7 +93,7 @@ def test_by_size_is_activations_by_chunks_and_scaled_parameters(monkeypatch: pyt
     assert seen == [[size.activations / 4 + 3.0 * size.parameters for size in sizes]]
 
 
-def test_what_the_signatures_are_made_of_is_where_it_was() -> None:
+def test_the_functions_behind_the_signatures_keep_their_import_paths() -> None:
     """Programs written for 0.0.5 to 0.0.7 call the profiling functions, change the costs, and split."""
     from torchgpipe.balance import blockpartition
     from torchgpipe.balance.profile import profile_sizes, profile_times

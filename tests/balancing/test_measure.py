@@ -69,7 +69,7 @@ def test_what_passes_by_counts_once() -> None:
     assert sizes(measured, "activations") == [16, 0, 16]
 
 
-def test_what_autograd_lets_go_does_not_count() -> None:
+def test_tensors_that_autograd_frees_do_not_count() -> None:
     sample = torch.rand(4, requires_grad=True)
     measured = quick(nn.Sequential(Apply(lambda x: x + x.exp().detach())), sample)
     assert sizes(measured, "activations") == [0]

@@ -153,7 +153,7 @@ def test_a_pipeline_trains_models_like_plain_ones(tiny: Made, pipe: Pipe, checkp
         (lambda: gpt(10, 1, 3, 8, 4), "multiple of 3, but is 8"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told(make: Callable[[], nn.Sequential], says: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(make: Callable[[], nn.Sequential], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
 

@@ -31,5 +31,7 @@ def test_a_process_for_each_partition_trains() -> None:
         ("ScheduleGPipe", {"devices": ["cuda:0", "cuda:1"]}, None),
     ],
 )
-def test_what_they_cannot_train_is_told(peer: str, changes: dict[str, object], reason: str | None) -> None:
+def test_pytorch_s_own_pipelines_report_what_they_cannot_train(
+    peer: str, changes: dict[str, object], reason: str | None
+) -> None:
     assert refusal(peer, request(**changes)) == reason

@@ -61,7 +61,7 @@ def test_all_is_measured_that_was_asked_for() -> None:
     ]
 
 
-def test_pytorch_s_own_pipelines_stand_beside_what_recomputes_nothing() -> None:
+def test_pytorch_s_own_pipelines_are_compared_without_recomputation() -> None:
     planned = experiments(list(PEERS), [1, 2], list(MODES))
     taking_part = [(n, mode) for _, n, mode, peers in planned if "Schedule1F1B" in peers]
     assert taking_part == [(2, "never")]
@@ -119,7 +119,7 @@ def test_few_micro_batches_are_two_or_as_many_as_there_are_pieces() -> None:
     assert counts == [8, 2, 3]
 
 
-def test_what_a_peer_cannot_train_is_told() -> None:
+def test_a_peer_reports_what_it_cannot_train() -> None:
     one_unit = nn.Sequential(nn.Linear(2, 2))
     assert runner("checkpoint_sequential", one_unit, request("gpt", ["cpu"], None)) is None
     planned = [("checkpoint_sequential", 1, "-", ["checkpoint_sequential"])]

@@ -218,7 +218,7 @@ def test_skips_go_through_the_pipeline(devices: Devices, checkpoint: str) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_no_tensor_is_let_go_with_the_last_thing_that_needs_it(devices: Devices, mode: str) -> None:
+def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devices, mode: str) -> None:
     """A micro-batch holds the object in its structure. A checkpoint holds the structure until its graph is freed."""
 
     class Settings:
@@ -309,7 +309,7 @@ def test_with_device_is_transparent_outside_of_a_pipeline() -> None:
     assert torch.equal(wrapped(x, input2=y), layer(x, y))
 
 
-def test_a_layer_on_two_devices_is_told_with_its_devices() -> None:
+def test_a_layer_on_two_devices_is_refused_with_its_devices() -> None:
     class Scattered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -387,7 +387,7 @@ def test_skips_that_do_not_match_are_refused() -> None:
         Pipe(nn.Sequential(WithDevice(Stash(), "cpu:1")))
 
 
-def test_balance_error_is_there_to_be_caught() -> None:
+def test_balance_error_can_be_caught() -> None:
     assert issubclass(BalanceError, ValueError)
 
 
@@ -445,7 +445,7 @@ def test_a_subclass_of_sequential_runs_as_it_says() -> None:
     assert torch.equal(value_of(Pipe(nn.Sequential(plain)), x), plain(x))
 
 
-def test_what_is_no_tensor_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
+def test_a_value_that_is_not_a_tensor_is_passed_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
     marker, seen = object(), []
 
     def first(x: Tensor, n: int, settings: dict[str, Any], other: object) -> Any:
@@ -475,7 +475,7 @@ def test_tensors_inside_of_an_argument_are_not_split_and_have_gradients(devices:
     torch.testing.assert_close(b.grad, torch.full_like(b, 12.0))
 
 
-def test_no_chunk_goes_whole_to_every_micro_batch(devices: Devices, checkpoint: str) -> None:
+def test_no_chunk_is_passed_whole_to_every_micro_batch_of_a_pipe(devices: Devices, checkpoint: str) -> None:
     plain = [Apply(lambda x, table: (x * table[:2].sum(), table)), Apply(lambda x, table: x + table[0])]
     model = Pipe(placed(plain, devices(2)), 2, checkpoint)
     # Integers, because a checkpointed cell sums the gradients of a table in another order.

@@ -116,14 +116,14 @@ def test_nodes_of_each_checkpointed_cell(pipe: Pipe, checkpoint: str, m: int, n:
     assert counts["RecomputeBackward"] == (stop(checkpoint, m) * n if len(set(model.devices)) > 1 else 0)
 
 
-def test_micro_batches_that_came_decide_which_is_the_last(pipe: Pipe) -> None:
+def test_the_last_micro_batch_is_the_last_that_exists(pipe: Pipe) -> None:
     layers, record = build(2)
     output = pipe(layers, [1, 1], chunks=8, checkpoint="except_last")(rows(3))
     assert kinds(output)["CheckpointBackward"] == 4
     assert record.of("plain") == [(2, 0), (2, 1)]
 
 
-def test_none_in_evaluation(pipe: Pipe, checkpoint: str) -> None:
+def test_no_nodes_in_evaluation(pipe: Pipe, checkpoint: str) -> None:
     layers, _ = build(2)
     model = pipe(layers, [1, 1], chunks=3, checkpoint=checkpoint).eval()
     counts = kinds(model(rows(3)))
@@ -131,7 +131,7 @@ def test_none_in_evaluation(pipe: Pipe, checkpoint: str) -> None:
     assert counts["_BackwardBackward"] == 6, "the graph is there all the same"
 
 
-def test_none_where_nothing_needs_a_gradient(pipe: Pipe, checkpoint: str) -> None:
+def test_no_nodes_in_partitions_that_need_no_gradient(pipe: Pipe, checkpoint: str) -> None:
     """The first partition is frozen, the second is trained, and the third passes gradients through."""
     record = Record()
     layers = nn.Sequential(*[Layer(record, j, trains=j == 1) for j in range(3)])

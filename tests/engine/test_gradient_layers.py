@@ -53,7 +53,7 @@ def _asked(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("passes", [_once, _twice, _kept, _asked])
-def test_nodes_that_outlive_their_graph_give_what_other_passes_need(
+def test_nodes_that_outlive_their_graph_serve_later_passes(
     pipe: Pipe, checkpoint: str, passes: Callable[[nn.Module], None]
 ) -> None:
     """Views that are made once belong to no micro-batch, but the backward pass of each micro-batch visits them."""
@@ -202,7 +202,7 @@ class Saves(nn.Module):
         return output
 
 
-def test_backward_frees_what_was_saved_though_the_output_is_kept(pipe: Pipe, checkpoint: str) -> None:
+def test_backward_frees_saved_tensors_although_the_output_is_kept(pipe: Pipe, checkpoint: str) -> None:
     saved: list[StorageWeakRef] = []
     _, model = model_of(pipe, checkpoint, Saves(saved))
     output = model(batch())
@@ -220,7 +220,7 @@ class Remembers(nn.Module):
         return self.last
 
 
-def test_a_loss_from_the_midst_of_the_last_micro_batch_is_refused(pipe: Pipe, checkpoint: str) -> None:
+def test_a_loss_of_an_inner_tensor_of_the_last_micro_batch_is_refused(pipe: Pipe, checkpoint: str) -> None:
     """With 'except_last' the last micro-batch has a graph, which reaches earlier partitions only through the output.
 
     The gradients of earlier layers would lack the part of this loss. A checkpointed micro-batch has no graph to use.

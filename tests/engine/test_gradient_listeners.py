@@ -29,7 +29,7 @@ LISTENERS: dict[str, Listen] = {
 
 
 @pytest.mark.parametrize("listen", LISTENERS.values(), ids=LISTENERS)
-def test_who_listens_hears_once_and_all(pipe: Pipe, checkpoint: str, listen: Listen) -> None:
+def test_a_listener_is_called_once_with_the_whole_gradient(pipe: Pipe, checkpoint: str, listen: Listen) -> None:
     """A tensor hook receives the gradient of one pass; other hooks run when it has been added to ``.grad``."""
     module, model = model_of(pipe, checkpoint)
     heard: list[list[Tensor]] = [[] for _ in module.parameters()]

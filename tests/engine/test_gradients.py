@@ -52,7 +52,7 @@ class _Traced(torch.autograd.Function):
         return grads[0] * weight[0], grad, None, None
 
 
-def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: str) -> None:
+def test_a_gradient_is_freed_before_the_next_is_computed(pipe: Pipe, checkpoint: str) -> None:
     """The gradients of the last micro-batch become ``.grad``; each later gradient is added to it and freed."""
     traces: list[StorageWeakRef] = []
     alive: list[int] = []
@@ -69,7 +69,7 @@ def test_a_gradient_is_gone_before_the_next_is_computed(pipe: Pipe, checkpoint: 
         assert alive == [count] * (count * CHUNKS)
 
 
-def test_an_optimizer_step_in_between_finds_all_gone(pipe: Pipe, checkpoint: str) -> None:
+def test_zero_grad_frees_every_gradient(pipe: Pipe, checkpoint: str) -> None:
     """The sum is handed over, not copied: only ``.grad`` holds it."""
     module, model = model_of(pipe, checkpoint)
     model(batch()).sum().backward()
@@ -249,7 +249,7 @@ class Costly(nn.Module):
         return input * weight
 
 
-def test_gradients_that_nobody_wants_are_not_computed(pipe: Pipe, checkpoint: str) -> None:
+def test_gradients_that_are_not_requested_are_not_computed(pipe: Pipe, checkpoint: str) -> None:
     costly = Costly()
     _, model = model_of(pipe, checkpoint, costly)
     x = batch()
@@ -260,7 +260,7 @@ def test_gradients_that_nobody_wants_are_not_computed(pipe: Pipe, checkpoint: st
     assert costly.log == ["weight"] * CHUNKS
 
 
-def test_only_the_gradients_that_are_asked_for_join_what_is_there(pipe: Pipe, checkpoint: str) -> None:
+def test_only_requested_gradients_are_added(pipe: Pipe, checkpoint: str) -> None:
     module, model = model_of(pipe, checkpoint)
     parameters = list(module.parameters())
     model(batch()).square().sum().backward()
@@ -316,7 +316,7 @@ def test_nothing_is_handed_over_without_a_gradient(pipe: Pipe, checkpoint: str) 
     assert all(not parameter.grad.any() for parameter in module.parameters())
 
 
-def test_a_pass_from_the_midst_of_another_through_the_same_graph(pipe: Pipe, checkpoint: str) -> None:
+def test_a_pass_inside_another_through_the_same_graph(pipe: Pipe, checkpoint: str) -> None:
     """The inner pass once took the sums that the outer pass was waiting for."""
     layer = Calls()
     module, model = model_of(pipe, checkpoint, layer)

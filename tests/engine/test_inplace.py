@@ -67,7 +67,7 @@ def make_input(batch: int = 5, requires_grad: bool = True) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1], [1, 2], [3]])
-def test_layers_that_say_so_give_the_right_gradients_wherever_the_partition_starts(
+def test_layers_that_declare_it_give_the_right_gradients_wherever_the_partition_starts(
     pipe: Pipe, checkpoint: str, layer: nn.Module, balance: list[int]
 ) -> None:
     module = nn.Sequential(make_linear(), copy.deepcopy(layer), make_linear())
@@ -91,7 +91,7 @@ def test_a_first_layer_in_place_does_not_change_the_users_mini_batch(
     assert torch.equal(x, before)
 
 
-def test_nor_without_gradients(pipe: Pipe, checkpoint: str) -> None:
+def test_without_gradients_the_users_mini_batch_is_unchanged_too(pipe: Pipe, checkpoint: str) -> None:
     model, x = pipe(nn.Sequential(Double()), [1], chunks=2, checkpoint=checkpoint), make_input(requires_grad=False)
     for context in [torch.no_grad, torch.inference_mode]:
         before = x.clone()
@@ -135,7 +135,7 @@ def test_without_checkpointing_a_layer_may_change_what_another_partition_has_mad
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
 
 
-def test_in_evaluation_too(pipe: Pipe, checkpoint: str) -> None:
+def test_in_evaluation_layers_may_work_in_place_too(pipe: Pipe, checkpoint: str) -> None:
     module, x = nn.Sequential(make_linear(), SecretlyDouble(), make_linear()).eval(), make_input()
     model = pipe(copy.deepcopy(module), [1, 2], chunks=2, checkpoint=checkpoint)
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))

@@ -24,13 +24,13 @@ def test_chunks_is_any_integer(chunks: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("chunks", [2.9, 4.0, Fraction(4), None, "4", [2], float("nan")], ids=repr)
-def test_chunks_is_nothing_else(chunks: Any) -> None:
+def test_chunks_must_be_an_integer(chunks: Any) -> None:
     with pytest.raises(TypeError, match="number of chunks must be positive integer") as caught:
         GPipe(make_model(1), [1], devices=["cpu"], chunks=chunks)
     assert repr(chunks) in str(caught.value)
 
 
-def test_settings_between_two_calls(pipe: Pipe) -> None:
+def test_attributes_can_be_set_between_two_calls(pipe: Pipe) -> None:
     """Assigned values were once ignored or not checked: PyTorch raised the error at the call, or none was raised."""
     recorder = Recorder()
     model = pipe(nn.Sequential(*make_model(1), recorder), [1, 1], chunks=2, checkpoint="always")
@@ -58,7 +58,7 @@ def test_deferred_batch_norms_follow_chunks(pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("name", ["balance", "devices"])
-def test_where_layers_are_cannot_be_set(pipe: Pipe, name: str) -> None:
+def test_balance_and_devices_cannot_be_set(pipe: Pipe, name: str) -> None:
     model = pipe(make_model(2), [1, 1])
     before = getattr(model, name)
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_a_lazy_layer_cannot_be_checkpointed_later_on() -> None:
         model.checkpoint = "always"
 
 
-def test_its_representation_shows_how_it_is_divided() -> None:
+def test_its_representation_shows_balance_devices_and_settings() -> None:
     model = GPipe(make_model(3), [1, 2], devices=["cpu:0", "cpu:1"], chunks=4)
     lines = repr(model).splitlines()
     assert lines[0] == "GPipe("

@@ -62,7 +62,7 @@ def test_balance_takes_integers_only(balance: Any) -> None:
         (None, 8, 5),
     ],
 )
-def test_as_many_partitions_are_recommended_as_were_given(
+def test_the_recommended_number_of_partitions_is_the_given_one(
     monkeypatch: pytest.MonkeyPatch, balance: Any, accelerators: int, partitions: int
 ) -> None:
     """The message once recommended 4 partitions in every case."""

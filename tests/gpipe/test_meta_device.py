@@ -27,7 +27,7 @@ from torchgpipe import GPipe
     ],
     ids=["Linear", "Embedding", "Conv1d", "LayerNorm", "BatchNorm1d", "TransformerEncoderLayer"],
 )
-def test_a_model_on_the_meta_device_comes_into_being_as_if_made_there(layer: Callable[..., nn.Module]) -> None:
+def test_a_model_on_the_meta_device_is_initialized_as_if_made_on_its_devices(layer: Callable[..., nn.Module]) -> None:
     torch.manual_seed(1)
     plain = nn.Sequential(layer(), nn.ReLU(), layer())
     torch.manual_seed(1)
@@ -43,7 +43,7 @@ def test_a_model_on_the_meta_device_comes_into_being_as_if_made_there(layer: Cal
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
-def test_an_optimizer_made_on_the_meta_device_trains_what_comes_into_being(pipe: Pipe, checkpoint: str) -> None:
+def test_an_optimizer_made_on_the_meta_device_trains_the_materialized_parameters(pipe: Pipe, checkpoint: str) -> None:
     """The optimizer once held other parameters and silently trained nothing."""
 
     class Weight(nn.Parameter):
@@ -78,7 +78,7 @@ def test_an_optimizer_made_on_the_meta_device_trains_what_comes_into_being(pipe:
     assert torch.equal(weight.grad, plain[0].weight.grad)
 
 
-def test_a_parameter_that_cannot_come_into_being_as_itself_is_refused() -> None:
+def test_a_parameter_that_cannot_be_materialized_in_place_is_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
     reference = weakref.ref(module[1].bias)
     with pytest.raises(ValueError, match=r"parameter '1\.bias' is on the meta device .*weak reference.*optimizer"):

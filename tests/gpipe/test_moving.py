@@ -45,7 +45,7 @@ def test_moving_is_denied(pipe: Pipe, move: Callable[[GPipe], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu", "xpu", "to"])
-def test_what_moves_other_modules_is_documented_as_it_is_here(name: str) -> None:
+def test_methods_that_move_other_modules_document_their_type_error(name: str) -> None:
     assert "TypeError" in (vars(GPipe)[name].__doc__ or "")
 
 
@@ -117,7 +117,7 @@ def test_casting_works(pipe: Pipe, cast: Callable[[GPipe], GPipe], dtype: torch.
     assert {parameter.grad.dtype for parameter in model.parameters()} == {dtype}
 
 
-def test_share_memory_and_memory_format_are_no_moves(pipe: Pipe) -> None:
+def test_share_memory_and_memory_format_are_not_moves(pipe: Pipe) -> None:
     model = pipe(nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU()), [1, 1])
     assert model.share_memory() is model
     assert model.to(memory_format=torch.channels_last) is model

@@ -162,7 +162,7 @@ def test_gather_concatenates_leaf_by_leaf() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 2])
-def test_what_is_gathered_has_memory_of_its_own_however_many_there_are(m: int) -> None:
+def test_a_gathered_output_has_memory_of_its_own(m: int) -> None:
     """A single micro-batch was once returned as it was: the caller's own input, or a tensor that cannot be viewed."""
     x, images = torch.rand(3, 2), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     for piece in (x, x.T, images):

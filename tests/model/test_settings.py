@@ -25,7 +25,7 @@ TOLD = {
 
 @pytest.mark.parametrize("who", TOLD)
 @pytest.mark.parametrize(("chunks", "error"), [(0, ValueError), (-1, ValueError), (2.9, TypeError), ("4", TypeError)])
-def test_chunks_must_be_a_positive_integer_whoever_is_told(who: str, chunks: Any, error: type[Exception]) -> None:
+def test_chunks_must_be_a_positive_integer_everywhere(who: str, chunks: Any, error: type[Exception]) -> None:
     """2.9 once became 2 silently."""
     with pytest.raises(error, match="number of chunks must be positive integer, but got") as caught:
         TOLD[who](chunks)
@@ -33,7 +33,7 @@ def test_chunks_must_be_a_positive_integer_whoever_is_told(who: str, chunks: Any
 
 
 @pytest.mark.parametrize("who", TOLD)
-def test_chunks_are_an_int_from_then_on(who: str) -> None:
+def test_chunks_become_an_int(who: str) -> None:
     chunks = TOLD[who](torch.tensor(4)).chunks
     assert (chunks, type(chunks)) == (4, int)
 

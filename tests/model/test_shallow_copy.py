@@ -21,7 +21,7 @@ def test_a_copy_is_of_the_other_class_and_runs_as_that_does() -> None:
     assert torch.equal(copy(x), 2 * layer(x))
 
 
-def test_each_sees_what_happens_to_the_other() -> None:
+def test_copy_and_original_share_later_changes() -> None:
     layer = nn.Linear(2, 2)
     copy = shallow_copy(layer, Doubled)
     calls = []

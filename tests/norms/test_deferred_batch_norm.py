@@ -175,7 +175,7 @@ def test_gradients_with_one_chunk(pipe: Pipe, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 1])
-def test_no_value_and_a_single_one(pipe: Pipe, checkpoint: str, batch: int) -> None:
+def test_an_empty_mini_batch_and_a_single_value(pipe: Pipe, checkpoint: str, batch: int) -> None:
     """As in PyTorch, an empty mini-batch is counted, and a single value per channel cannot be normalised."""
     module = nn.Sequential(nn.BatchNorm1d(3).double())
     whole = copy.deepcopy(module)
@@ -511,7 +511,7 @@ def test_converts_batch_norms() -> None:
             deferred(torch.zeros(8, 3, 1, 1, 1, 1))
 
 
-def test_what_is_left_alone() -> None:
+def test_modules_that_are_not_converted() -> None:
     for layer in [
         nn.Linear(3, 3),
         nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()),

@@ -19,7 +19,7 @@ def test_a_skip_leaves_one_partition_and_arrives_in_another() -> None:
     assert layout.arriving == [[], [], [(B, 1, 2)], [(A, 0, 3)]]
 
 
-def test_within_a_partition_it_does_neither() -> None:
+def test_a_skip_within_a_partition_neither_leaves_nor_arrives() -> None:
     layout = SkipLayout(stashed=[[A, B], [C]], popped=[[A], [B, C]])
     assert layout.leaving == [[(B, 0, 1)], []]
     assert layout.arriving == [[], [(B, 0, 1)]]
@@ -37,7 +37,9 @@ def test_several_from_one_to_another_are_in_one_order_at_both_ends() -> None:
         ([[], [A]], [[A], []], "'a' is popped in partition 0, but stashed in partition 1; layers were replaced"),
     ],
 )
-def test_what_no_longer_matches(stashed: list[list[SkipKey]], popped: list[list[SkipKey]], message: str) -> None:
+def test_skips_that_no_longer_match_are_refused(
+    stashed: list[list[SkipKey]], popped: list[list[SkipKey]], message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         SkipLayout(stashed, popped)
 

@@ -85,7 +85,9 @@ def test_a_plain_model_drops_a_skip_when_it_is_popped(context: Context) -> None:
 
 @pytest.mark.parametrize("balance", [[1, 1, 3], [1, 4], [5]], ids=str)
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_so_does_a_pipeline_that_does_not_recompute(pipe: Pipe, balance: list[int], context: Context) -> None:
+def test_a_pipeline_that_does_not_recompute_drops_a_skip_when_it_is_popped(
+    pipe: Pipe, balance: list[int], context: Context
+) -> None:
     """The skip is freed at its pop, not when its partition is finished. The graph of a sum needs no operand."""
     scene = Scene()
     model = pipe(scene.layers(), balance, chunks=M, checkpoint="never")
@@ -97,7 +99,7 @@ def test_so_does_a_pipeline_that_does_not_recompute(pipe: Pipe, balance: list[in
     del output
 
 
-def test_an_evaluated_model_drops_it_too(pipe: Pipe) -> None:
+def test_an_evaluated_model_drops_a_skip_when_it_is_popped(pipe: Pipe) -> None:
     scene = Scene()
     model = pipe(scene.layers(), [1, 1, 3], chunks=M, checkpoint="always").eval()
     with torch.no_grad():
@@ -129,7 +131,7 @@ def test_a_checkpointed_partition_keeps_what_it_recomputes_from_and_no_more(pipe
 # --------------------------------------------------------------------------------------------------- during backward
 
 
-def test_backward_drops_the_skip_of_each_micro_batch_that_is_through(pipe: Pipe) -> None:
+def test_backward_drops_the_skip_of_each_finished_micro_batch(pipe: Pipe) -> None:
     """When the pop of micro-batch i is recomputed, the skips of later micro-batches are freed."""
     scene = Scene()
     model = pipe(scene.layers(), [1, 1, 3], chunks=M, checkpoint="always")

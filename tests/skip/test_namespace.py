@@ -13,7 +13,7 @@ import pytest
 from torchgpipe.skip import Namespace
 
 
-def test_each_is_another() -> None:
+def test_each_namespace_is_unique() -> None:
     a, b = Namespace(), Namespace()
     assert a == a and a != b and a != a.id and len({a, b, a}) == 2
     assert repr(a) != repr(b) and repr(a).startswith("<Namespace '")
@@ -25,7 +25,7 @@ def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
     assert copied(ns) == ns and hash(copied(ns)) == hash(ns) and copied(ns) != Namespace()
 
 
-def test_they_can_be_sorted() -> None:
+def test_namespaces_can_be_sorted() -> None:
     namespaces = [Namespace() for _ in range(9)]
     ordered = sorted(namespaces)
     assert all(a < b and b > a and a <= b and b >= a for a, b in pairwise(ordered))

@@ -71,7 +71,7 @@ CONTEXTS: list[Context] = [
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_it_computes_the_same(context: Context) -> None:
+def test_a_plain_model_with_skips_computes_the_same(context: Context) -> None:
     model = nested(3).double()
     x = torch.rand(2, 4, dtype=torch.float64, requires_grad=context not in CONTEXTS[1:3])
 

@@ -313,7 +313,7 @@ def test_a_subclass_may_declare_other_skips() -> None:
     assert repr(layer) == "@skippable(More())"
 
 
-def test_a_subclass_is_told_as_well() -> None:
+def test_a_subclass_that_does_not_do_what_is_declared_is_refused() -> None:
     class Forgets(Base):
         def forward(self, x: Tensor) -> Any:
             return x
@@ -322,7 +322,7 @@ def test_a_subclass_is_told_as_well() -> None:
         Forgets()(torch.ones(1))
 
 
-def test_the_class_may_have_to_say_something_about_its_subclasses() -> None:
+def test_a_class_with_init_subclass_is_skippable() -> None:
     @skippable(stash=["skip"])
     class Registry(nn.Module):
         known: ClassVar[list[tuple[type, int]]] = []
@@ -553,7 +553,7 @@ def test_an_error_leaves_the_blocks_that_the_layer_is_in() -> None:
     assert tensors[0]() is None
 
 
-def test_a_layer_may_catch_it() -> None:
+def test_a_layer_may_catch_the_error() -> None:
     def forward(self: nn.Module, x: Tensor) -> Any:
         try:
             skip = yield pop("skip")
@@ -575,7 +575,7 @@ def test_an_error_of_the_layer_is_its_own() -> None:
         layer_of(forward, stash=["skip"])(torch.ones(1))
 
 
-def test_an_error_in_a_layer_of_a_layer_is_no_business_of_the_next_call() -> None:
+def test_an_error_in_a_nested_layer_does_not_affect_the_next_call() -> None:
     """A thread leaves every layer that it has entered, however a call ends."""
 
     class Fails(Base):

@@ -38,7 +38,7 @@ def test_what_has_arrived_is_popped_and_what_leaves_is_taken() -> None:
     assert tracker.pop(a) is x and tracker.take([b])[0] is y and tracker.take([]) == ()
 
 
-def test_the_innermost_is_the_current_one_of_its_thread() -> None:
+def test_the_innermost_tracker_is_the_current_one_of_its_thread() -> None:
     outermost = current_skip_tracker()
     outer, inner = SkipTracker(), SkipTracker()
     others: list[SkipTracker] = []
@@ -81,7 +81,7 @@ class Scene:
             self.model(torch.zeros(1))
 
 
-def test_the_next_call_lets_go_of_what_was_left() -> None:
+def test_the_next_call_frees_what_was_left() -> None:
     scene = Scene()
     scene.fail()
     scene.fails = False
@@ -90,21 +90,21 @@ def test_the_next_call_lets_go_of_what_was_left() -> None:
     torch.testing.assert_close(output, torch.ones(1).tanh(), rtol=0, atol=0)
 
 
-def test_so_does_the_next_failing_call() -> None:
+def test_the_next_failing_call_frees_what_was_left() -> None:
     scene = Scene()
     scene.fail()
     scene.fail()
     assert scene.skips[0].expired()
 
 
-def test_and_what_was_left_goes_with_the_model() -> None:
+def test_what_was_left_is_freed_with_the_model() -> None:
     scene = Scene()
     scene.fail()
     del scene.model
     assert scene.skips[0].expired()
 
 
-def test_a_model_that_goes_takes_no_skip_of_an_equal_one() -> None:
+def test_a_freed_model_removes_no_skip_of_an_equal_one() -> None:
     """Copies share namespaces, so a copy that is called after a fault has the same skip in flight."""
     gone = nn.Sequential(Stash(), Apply(lambda x: x))
     gone(torch.zeros(1))

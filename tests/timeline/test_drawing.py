@@ -56,7 +56,7 @@ def test_every_number_can_be_read(m: int, n: int) -> None:
         assert not one.overlaps(other)
 
 
-def test_copies_and_waits_and_faults_are_there() -> None:
+def test_copies_waits_and_faults_are_drawn() -> None:
     spans = [
         *ideal(1, 2),
         span("copy", 0, 0, 1.0, 1.1, stream="leaving", other=1),

@@ -202,7 +202,7 @@ def test_transforms_of_torch_func_still_work() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_the_callers_tensors_are_not_listened_to(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+def test_the_callers_tensors_get_no_hooks(pipe: Pipe, checkpoint: str, chunks: int) -> None:
     model = pipe(linears(), [1] * N, chunks=chunks, checkpoint=checkpoint)
     x = batch(requires_grad=True) * 2
     with torchgpipe.record(model) as timeline:
@@ -212,7 +212,7 @@ def test_the_callers_tensors_are_not_listened_to(pipe: Pipe, checkpoint: str, ch
     assert {span.kind for span in timeline.spans} == {"forward"}
 
 
-def test_to_ask_for_the_gradient_of_the_output_is_no_backward(pipe: Pipe) -> None:
+def test_the_gradient_of_the_output_alone_is_not_recorded_as_backward(pipe: Pipe) -> None:
     model = pipe(linears(), [1] * N, chunks=1, checkpoint="never")
     with torchgpipe.record(model) as timeline:
         output = model(batch())
@@ -308,7 +308,7 @@ def test_gradient_accumulation_is_several_steps(pipe: Pipe) -> None:
         assert cells(timeline.of_step(step)) == all_cells("never")
 
 
-def test_a_second_backward_is_there_as_well(pipe: Pipe) -> None:
+def test_a_second_backward_is_recorded_as_well(pipe: Pipe) -> None:
     model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
     with torchgpipe.record(model) as timeline:
         loss = model(batch()).sum()
@@ -476,7 +476,7 @@ def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
     assert timeline.steps == [0]
 
 
-def test_it_can_be_read_after_the_block_only() -> None:
+def test_a_timeline_can_only_be_read_after_the_block() -> None:
     model = GPipe(linears(), [1] * N, devices=["cpu"] * N)
     with torchgpipe.record(model) as timeline:
         for read in [
@@ -541,7 +541,7 @@ def test_no_pipeline_and_several_are_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, None, "2"])
-def test_what_is_no_number_of_steps_is_refused(steps: Any) -> None:
+def test_steps_must_be_a_positive_integer(steps: Any) -> None:
     model = GPipe(linears(1), [1], devices=["cpu"])
     message = f"steps must be a positive integer, the number of steps to keep, but got {steps!r}"
     with pytest.raises(ValueError, match=re.escape(message)), torchgpipe.record(model, steps=steps):
