@@ -1,4 +1,4 @@
-"""Devices: which there are, and which of them are one place."""
+"""Devices: the defaults, one spelling for each device, and devices that share a memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["bring", "canonical_device", "default_device", "default_devices", "de
 
 
 def device_module(device: torch.device) -> Any:
-    """The module of torch that speaks for a kind of device, such as ``torch.cuda``."""
+    """Return the module of torch for a kind of device, such as ``torch.cuda``."""
     return torch.get_device_module(device.type)
 
 
 def canonical_device(device: Device) -> torch.device:
-    """``device`` with the index that PyTorch would take, so that equal devices compare equal.
+    """Return ``device`` with the index that PyTorch would choose, so that equal devices compare equal.
 
-    The CPU stays as it is written: ``'cpu:0'`` and ``'cpu:1'`` are two devices that share one memory.
+    A CPU keeps the index that it has or lacks: ``'cpu:0'`` and ``'cpu:1'`` are two devices that share one memory.
     """
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):
@@ -29,12 +29,12 @@ def canonical_device(device: Device) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """The current accelerator, or the CPU where there is none."""
+    """Return the current accelerator, or the CPU if there is no accelerator."""
     return canonical_device(_accelerator() or "cpu")
 
 
 def default_devices(n: int) -> list[torch.device]:
-    """All accelerators of the machine, or the CPU ``n`` times where there is none."""
+    """Return all accelerators of the machine, or the CPU ``n`` times if there is no accelerator."""
     accelerator = _accelerator()
     if accelerator is None:
         return [torch.device("cpu")] * n
@@ -46,13 +46,11 @@ def _accelerator() -> torch.device | None:
 
 
 def same_memory(a: torch.device, b: torch.device) -> bool:
-    """Whether what is on one device is on the other as well.
-
-    The CPU has one memory, whatever index a device of it carries.
-    """
+    """Return whether a tensor on one device is on the other as well: the devices are equal, or both are the CPU."""
     return a == b or a.type == b.type == "cpu"
 
 
 def bring(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``: itself, if it is there. (PyTorch copies a tensor on the CPU to ``'cpu:1'``.)"""
+    """Return ``tensor`` on ``device``: the tensor itself if the device has the same memory, and a copy otherwise."""
+    # `Tensor.to` would copy from 'cpu' to 'cpu:1'.
     return tensor if same_memory(tensor.device, device) else tensor.to(device)

@@ -1,14 +1,14 @@
-"""One vocabulary for the queues of work of all devices, so that nobody else asks what kind a device is.
+"""One vocabulary for the streams of all devices, so that no other file asks what kind a device is.
 
-An accelerator works through streams: what is launched on one is done in order, later, and beside what is on
-the other streams. Three rules keep that right, and a stream has words for each of them:
+An accelerator works through streams. Work that is launched on a stream runs later and in order, and beside the work of
+other streams. Three rules keep results right, and a stream has methods for each rule:
 
-* who reads what another stream computes waits first until it is there (``mark`` behind the one, ``wait`` before the
-  other);
-* a tensor that is freed while a foreign stream still works on it must be reported to the allocator (``record``);
-* kernels go to the stream that is current where they are launched (``use``).
+* before a stream reads what another stream computes, it waits for the other (``mark`` on the writer, ``wait`` on the
+  reader);
+* the allocator must know every foreign stream that works on a tensor, or it reuses the memory too early (``record``);
+* a kernel goes to the stream that is current in the thread that launches it (``use``).
 
-On the CPU work is done when the call returns. Its stream keeps all three rules by doing nothing.
+On the CPU, work is finished when the call returns, so its stream keeps all three rules as a no-op.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torchgpipe.devices.device import device_module, same_memory
 
 __all__ = ["AcceleratorStream", "Mark", "Stream", "Streams", "Tick"]
 
-#: A place in the work of a stream: behind all that was launched there by then. None where work is done at once.
+#: A position in a stream: after everything that was launched before. None on a device that works at once.
 Mark = Any
 
-#: The time of such a place: known when the stream has got there.
+#: The time at a position in a stream. It is known when the stream has reached the position.
 Tick = Any
 
 
 class Stream:
-    """The stream of a device that works at once. Base of those that do not.
+    """The stream of a device that works at once, and the base of other streams.
 
     Attributes:
-        device: where it works
-        name: what it is for, as shown in a timeline
+        device: the device of the stream
+        name: the purpose of the stream, as shown in a timeline
     """
 
     def __init__(self, device: torch.device, name: str = "computing") -> None:
@@ -45,34 +45,34 @@ class Stream:
         self.name = name
 
     def mark(self) -> Mark:
-        """Marks the end of the work that this stream has by now."""
+        """Mark the end of the work that was launched on this stream so far."""
         return None
 
     def wait(self, mark: Mark) -> None:
-        """Lets the work that is launched here from now on start after what is before ``mark``."""
+        """Hold back all later work of this stream until another stream reaches ``mark``."""
 
     def record(self, tensor: Tensor) -> None:
-        """Tells the allocator that this stream works on ``tensor``, which another stream has allocated."""
+        """Tell the allocator that this stream works on ``tensor``, which another stream has allocated."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """Makes this stream, and its device, current in this thread for a ``with`` block."""
+        """Make this stream and its device current in this thread for a ``with`` block."""
         return nullcontext()
 
     def tick(self) -> Tick:
-        """Notes the time at which this stream gets here."""
+        """Note the time at which this stream reaches its present end."""
         return perf_counter()
 
     def seconds(self, start: Tick, end: Tick) -> float:
-        """The time between two ticks of this device's streams; waits until the later one is there."""
+        """Return the time between two ticks of streams of this device, and wait for both ticks."""
         result: float = end - start
         return result
 
     def synchronize(self) -> None:
-        """Lets the host wait for all work that was launched here."""
+        """Let the host wait for all work of this stream."""
 
 
 class AcceleratorStream(Stream):
-    """A stream of CUDA or of a backend that is built like it."""
+    """A stream of CUDA, or of a backend with the same interface."""
 
     def __init__(self, device: torch.device, native: Any, name: str = "computing") -> None:
         super().__init__(device, name)
@@ -109,28 +109,28 @@ class AcceleratorStream(Stream):
 
 
 class Streams:
-    """Where streams come from. A pipeline is given one of these, and asks it for all it needs to know."""
+    """The source of all streams of a pipeline, which tests can replace."""
 
     def current(self, device: torch.device) -> Stream:
-        """The stream on which this thread computes on ``device``."""
+        """Return the stream on which this thread computes on ``device``."""
         if not _has_streams(device.type):
             return Stream(device)
         return AcceleratorStream(device, device_module(device).current_stream(device))
 
     def side(self, device: torch.device, purpose: str) -> Stream:
-        """The stream of ``device`` that is kept for ``purpose``, beside the computation."""
+        """Return the stream of ``device`` for ``purpose``, which works beside the computation."""
         return _side_stream(device, purpose)
 
     def moves(self, source: torch.device, target: torch.device) -> bool:
-        """Whether a tensor has to be copied to get from ``source`` to ``target``."""
+        """Return whether a tensor must be copied to get from ``source`` to ``target``."""
         return not same_memory(source, target)
 
 
 @cache
 def _side_stream(device: torch.device, purpose: str) -> Stream:
-    # Kept for the life of the process: the allocator holds on to the memory of a stream, and a new stream for
-    # each call would spread it out. The two directions of one device have a stream each, because a copy holds
-    # up the streams of both its ends, and a chain of neighbours would come to wait for each other.
+    # Cached for the life of the process: the allocator keeps memory for each stream, so new streams at each call would
+    # fragment it. A device has one stream for each direction, because a copy occupies a stream at both of its ends:
+    # with one stream for both, the copies of a chain of neighbours would wait for each other.
     if not _has_streams(device.type):
         return Stream(device, purpose)
     return AcceleratorStream(device, device_module(device).Stream(device), purpose)

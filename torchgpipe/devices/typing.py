@@ -1,4 +1,4 @@
-"""The type aliases that several files share, each defined once."""
+"""Type aliases that several files share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 __all__ = ["Device", "Leaf", "Leaves"]
 
-#: What users may write where a device is wanted.
+#: A device, as users may write it.
 Device: TypeAlias = torch.device | int | str
 
-#: What a nested input or output is made of, once its containers are taken off.
+#: An element of a nested input or output, without the containers around it.
 Leaf: TypeAlias = Tensor | None
 Leaves: TypeAlias = tuple[Leaf, ...]

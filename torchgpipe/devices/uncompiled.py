@@ -1,7 +1,7 @@
-"""The way out of what `torch.compile` traces, for what has to run as it is written.
+"""Leave the graph that `torch.compile` traces, for functions that the compiler must not trace.
 
-`torch.compiler.disable` as a decorator does the same, but it brings the compiler along, whose import takes longer than
-all the rest, and puts a wrapper around every call. So this file is imported only where the compiler is at work::
+The decorator `torch.compiler.disable` imports the compiler, which takes longer than all other imports together, and
+wraps every call. So this file is imported only while the compiler traces::
 
     if torch.compiler.is_dynamo_compiling():
         from torchgpipe.devices.uncompiled import uncompiled
@@ -21,5 +21,5 @@ __all__ = ["uncompiled"]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``function`` returns for the arguments, without the compiler in it and in all that it calls."""
+    """Call ``function`` without compiling it, or any function that it calls."""
     return function(*args, **kwargs)

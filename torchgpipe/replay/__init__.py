@@ -1,3 +1,3 @@
-"""What the second run of a layer needs to be like the first: settings, random numbers, phase, running statistics."""
+"""Everything that makes the second run of a layer equal the first: settings, random numbers, phase, statistics."""
 
 __all__: list[str] = []

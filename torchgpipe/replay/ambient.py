@@ -1,9 +1,9 @@
-"""What the caller has set around the call, and every layer must find set as well.
+"""Carry the settings around the call of a pipeline to every run of a layer.
 
-Autocast, inference mode, modes, hooks and context variables are bound to a thread and to a ``with`` block. A
-layer may run in a worker thread, which starts with none of them, or again at backward, long after the block
-was left and perhaps inside another one. So all of it is captured once, when the pipeline is called, and entered
-wherever a layer runs for that call.
+Autocast, inference mode, modes, hooks and context variables are bound to a thread and to a ``with`` block. A layer may
+run in a worker thread, which starts without them, or again at backward, long after the block has ended and perhaps
+inside another block. So the settings are captured once, when the pipeline is called, and entered wherever a layer runs
+for that call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ T = TypeVar("T")
 
 
 class Ambient:
-    """The state of the thread that creates it, to be entered in others or later."""
+    """The settings of the thread that creates this object.
+
+    Attributes:
+        builds_graph: whether operations leave a graph
+        autocast_caches: whether autocast keeps the cast weights of a run for the next run
+    """
 
     __slots__ = (
         "_autocast",
@@ -61,22 +66,20 @@ class Ambient:
         self._dispatch_modes = dispatch_modes()
         self._context = contextvars.copy_context()
         self._phase = current_phase()
-        #: By thread, the last backward pass in which the thread was in this state already.
+        #: By thread, the last backward pass in which the thread had these settings already.
         self._set_already: dict[int, int] = {}
-        #: Whether operations leave a graph.
         self.builds_graph = self._grad_enabled and not self._inference
-        #: Whether autocast keeps the casted weights of a run for the next one.
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls ``function`` in this state and puts the thread's own state back."""
-        # A context can be entered once at a time only, so every run has a copy, as every task of asyncio has.
+        """Call ``function`` with these settings, and restore the thread's own settings."""
+        # A context can be entered only once at a time, so every run enters a copy.
         return self._context.copy().run(self._run, function, *args)
 
     def _run(self, function: Callable[..., T], *args: Any) -> T:
         thread, this_pass = get_ident(), current_pass()
         with torch.set_grad_enabled(self._grad_enabled):
-            # Comparing the states costs as much as a tenth of a small layer, and nothing is set within a pass.
+            # Comparing the settings takes a tenth of the time of a small layer. A thread changes none within a pass.
             if this_pass >= 0 and self._set_already.get(thread) == this_pass:
                 return function(*args)
             with ExitStack() as stack:
@@ -86,7 +89,7 @@ class Ambient:
                 return function(*args)
 
     def _guards(self) -> Iterator[AbstractContextManager[Any]]:
-        """What has to be entered for this thread to be in this state: only what differs, for speed."""
+        """Yield a context manager for each setting of this thread that differs."""
         if torch.is_inference_mode_enabled() != self._inference:
             yield torch.inference_mode(self._inference)
             yield torch.set_grad_enabled(self._grad_enabled)  # which inference mode has changed
@@ -104,7 +107,7 @@ class Ambient:
 
 
 class _AutocastState:
-    """Autocast of every device type: on or off, its dtype, and whether casts are cached."""
+    """The settings of autocast: on or off and a dtype for every device type, and whether casts are cached."""
 
     __slots__ = ("cache", "enabled", "types")
 
@@ -126,7 +129,7 @@ class _AutocastState:
         try:
             yield
         finally:
-            # As torch.autocast does: casts live until the outermost block ends.
+            # Casts live until the outermost block ends, as with `torch.autocast`.
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             previous._set()
@@ -140,11 +143,11 @@ class _AutocastState:
 
 @cache
 def _autocast_types() -> tuple[str, ...]:
-    """The device types of this build that have autocast."""
+    """Return the device types of this build that have autocast."""
     kinds = ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu"]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type not in kinds:
-        kinds.append(accelerator.type)  # It has named itself.
+        kinds.append(accelerator.type)  # A backend outside PyTorch has a name of its own.
     return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
@@ -156,7 +159,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def _modes(
     wanted: list[Any], current: Callable[[], list[Any]], push: Callable[[Any], None], pop: Callable[[], Any]
 ) -> Iterator[None]:
-    """Replaces a thread's stack of modes without the modes' own ``__enter__``, which may reset what they count."""
+    """Replace the stack of modes of this thread, without calling ``__enter__``: a mode may reset its counts there."""
     previous = current()
     _restack(previous, wanted, push, pop)
     try:

@@ -1,8 +1,8 @@
-"""Which of its two runs a layer is in.
+"""Tell a layer whether it is in the first or the second run of a checkpointed cell.
 
 A checkpointed cell runs its layers twice: first without a graph (checkpointing), then again at backward
-(recomputation). Layers with side effects, such as counters and running statistics, must be able to tell. The
-answer belongs to the thread that runs the layer, because several devices can be in different phases at once.
+(recomputation). Layers with side effects, such as counters and running statistics, must tell the runs apart. The phase
+belongs to a thread, because several devices can be in different phases at once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ Phase = tuple[bool, bool]
 
 
 class _Current(threading.local):
-    # Not a context variable, which breaks the graph of a compiled layer: `torch.compile` cannot trace `ContextVar.get`.
-    # Not a default in the class, either: a layer compiled where the phase is a default would keep the default for ever,
-    # because only an attribute of the object is guarded.
+    # A context variable would break the graph of a compiled layer: `torch.compile` cannot trace `ContextVar.get`. A
+    # default in the class would not be guarded: a layer compiled in a thread that has only the default would keep it.
     def __init__(self) -> None:
         self.phase: Phase = (False, False)
 
@@ -40,7 +39,7 @@ _current = _Current()
 
 
 def is_checkpointing() -> bool:
-    """Whether the current thread is in the first, graphless run of a checkpointed cell.
+    """Return whether this thread is in the first run of a checkpointed cell, which leaves no graph.
 
     Example::
 
@@ -54,7 +53,7 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether the current thread is in the second run of a checkpointed cell, at backward.
+    """Return whether this thread is in the second run of a checkpointed cell, at backward.
 
     Use it in layers with side effects that must happen once for each micro-batch::
 
@@ -68,12 +67,12 @@ def is_recomputing() -> bool:
 
 
 def current_phase() -> Phase:
-    """The phase of this thread, to be entered by another one that works for it."""
+    """Return the phase of this thread, which a thread that works for it can enter."""
     return _current.phase
 
 
 class enter_phase:
-    """Makes ``phase`` the phase of this thread for a ``with`` block."""
+    """Make ``phase`` the phase of this thread for a ``with`` block."""
 
     __slots__ = ("_phase", "_previous")
 
@@ -88,12 +87,12 @@ class enter_phase:
         _current.phase = self._previous
 
 
-# A pipeline inside a layer of another one can be in both phases at once: its first run may be part of the
-# outer one's recomputation. So a phase is added to the one the thread is in, not put in its place.
+# A pipeline inside a layer of another pipeline can be in both phases at once: its first run may be part of the outer
+# pipeline's recomputation. So a phase is added to the thread's phase and does not replace it.
 
 
 def checkpointing(function: Callable[[A], R], argument: A) -> R:
-    """Calls ``function`` as the first run of a checkpointed cell."""
+    """Call ``function`` as the first run of a checkpointed cell."""
     previous = _current.phase
     _current.phase = (True, previous[1])
     try:
@@ -103,7 +102,7 @@ def checkpointing(function: Callable[[A], R], argument: A) -> R:
 
 
 def recomputing(function: Callable[[A], R], argument: A) -> R:
-    """Calls ``function`` as the second run of a checkpointed cell."""
+    """Call ``function`` as the second run of a checkpointed cell."""
     previous = _current.phase
     _current.phase = (previous[0], True)
     try:

@@ -1,15 +1,17 @@
-"""Replaying random numbers: the second run of a layer must draw what the first run drew.
+"""Replay random numbers: the second run of a layer must draw what the first run drew.
 
-A layer draws from the generator of the CPU or of its own device, or from one that it has as an attribute. The states
-of all are noted before and after the first run of a checkpointed cell. Those that differ are kept, for the second run
-to start from, so a cell that drew nothing restores nothing, and what is drawn between the two runs does not matter.
+A layer draws from the generator of the CPU, from the generator of its own device, or from a generator that is one of
+its attributes. The states of all these generators are noted before and after the first run of a checkpointed cell. A
+state that differs is kept, and the second run starts from it. So a cell that drew nothing restores nothing, and it does
+not matter what is drawn between the two runs.
 
-The CPU has one generator for all threads. Two cells that draw from it at the same time would each see half
-of the other's numbers, and no state that could be noted would bring back what they drew. So cells on the CPU run in
-turn (`sharing_generator`). Cells of accelerators run beside them, and are to draw from their own devices: a
-recomputation there leaves the CPU's generator to the cells of the CPU, only watches it, and is refused if it draws.
+The CPU has one generator for all threads. If two cells drew from it at the same time, each would get a part of one
+sequence, and no state would bring its part back. So cells on the CPU run in turn (`sharing_generator`). Cells on
+accelerators run beside them and should draw from their own devices: a recomputation there leaves the CPU's generator to
+the cells of the CPU, watches the generator, and raises an error if it is drawn from.
 
-Between the call and backward, a layer may get a generator whose states were not noted. A second run is refused then.
+A layer may get a new generator between the call and backward, whose states were not noted. Then recomputation raises
+an error.
 """
 
 from __future__ import annotations
@@ -37,33 +39,33 @@ class _Generator(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """The states of some generators. To compare, there are their bytes: cheaper than `torch.equal` of the states."""
+    """The states of some generators, with their bytes, which are cheaper to compare than tensors."""
 
     states: list[Tensor]
     contents: list[bytes]
-    replays: list[int]  # by then, on the device of each
+    replays: list[int]  # how many replays the device of each had begun or ended
 
 
 class _Draw(NamedTuple):
     generator: _Generator
     before: Tensor
-    after: int  # a hash of the state, which itself takes kilobytes
-    disturbed: bool  # whether there were replays on its device meanwhile
-    foreign: bool  # whether cells of other devices draw from the same generator, and others have drawn, maybe
+    after: int  # the hash of the state after the run; the state itself takes kilobytes
+    disturbed: bool  # whether a replay began or ended on the device during the run
+    foreign: bool  # whether cells of other devices draw from the generator, and may have drawn during the run
 
 
-#: What was drawn during a run, by generator.
+#: The draws of a run, one for each generator that was drawn from.
 Drawn = tuple[_Draw, ...]
 
 
 class RandomStates:
-    """Notes what the cells of one device draw.
+    """Notes the random numbers that the cells of one device draw.
 
     Args:
         device: the device of the cells
-        modules: all modules there, some of which may have generators
+        modules: all modules on the device, which may have generators
         beside: whether cells of other devices may draw from the CPU's generator while a cell runs
-        between: whether others may draw from it between two cells
+        between: whether other cells may draw from the generators between two cells
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module], *, beside: bool, between: bool) -> None:
@@ -71,28 +73,28 @@ class RandomStates:
         self._modules = modules
         self._beside = beside
         self._between = between
-        self._last: _Note | None = None  # where the last run has ended, so that the next need not look again
+        self._last: _Note | None = None  # the end of the last run, where the next run begins
         self._checked_in: int | None = None  # the last backward pass that found no new generators
 
     @cached_property
     def _generators(self) -> tuple[_Generator, ...]:
-        # Looked for when a cell begins: where none is checkpointed, nobody asks.
+        # Looked for when the first checkpointed cell begins.
         return _generators(self._device) + _generators_of(self._modules)
 
     def begin(self) -> _Note:
-        """Notes the states before a run."""
+        """Note the states before a run."""
         last = self._last
         if last is not None and last.replays == _replays_on(self._generators):
             return last
         return _note(self._generators)
 
     def end(self, before: _Note) -> Drawn:
-        """What was drawn since ``before``."""
+        """Return the draws since ``before``."""
         after = _note(self._generators)
         disturbed = [old != new for old, new in zip(before.replays, after.replays)]
         if after.contents == before.contents and not any(disturbed):
-            # Mostly nothing was drawn. Then the new states are let go at once, for the next cell to take their place
-            # in memory: several kilobytes that come and go beside the small objects of a cell cost more than a copy.
+            # Most cells draw nothing. Keep the old states and drop the new ones at once, so that the next cell reuses
+            # their memory: allocating several kilobytes among the small objects of a cell costs more than a copy.
             self._last = None if self._between else before
             return ()
         self._last = None if self._between else after
@@ -105,14 +107,14 @@ class RandomStates:
         )
 
     def forget(self) -> None:
-        """Tells that numbers may be drawn that nobody notes. The last state is let go."""
+        """Drop the last states, because numbers may be drawn from now on that are not noted."""
         self._last = None
 
     def replay(self, drawn: Drawn) -> AbstractContextManager[None]:
-        """Lets a run draw again what was drawn; afterwards the generators are as if it had drawn nothing.
+        """Let a run draw the same numbers again in a ``with`` block, and restore the generators.
 
         Raises:
-            RuntimeError: the run has drawn something else, or may do so.
+            RuntimeError: the run drew other numbers, or could have done so.
         """
         this_pass = current_pass()
         if self._checked_in != this_pass:
@@ -129,14 +131,14 @@ class RandomStates:
             )
 
 
-#: PyTorch copies a state under a lock of the generator, and makes an object of Python there. Before Python 3.12 that
-#: can start the garbage collector, and let another thread go on, which must not wait for the generator with the
-#: interpreter in its hands: whoever waits for a lock of Python lets go of it.
+#: PyTorch copies a state while it holds a lock of the generator, and creates a Python object there. Before Python 3.12,
+#: that can start the garbage collector, which can switch threads. If the other thread then waited for the generator's
+#: lock, it would hold the interpreter lock meanwhile: a deadlock. A thread that waits for this lock holds neither.
 _copying = threading.Lock()
 
 
 def _note(generators: Sequence[_Generator]) -> _Note:
-    if dispatch_modes():  # The user's modes have no business with states.
+    if dispatch_modes():  # A mode such as that of fake tensors would take part in copying a state.
         with without_dispatch_modes():
             return _note(generators)
     with _copying:
@@ -144,8 +146,8 @@ def _note(generators: Sequence[_Generator]) -> _Note:
     return _Note(states, [state.numpy().tobytes() for state in states], _replays_on(generators))
 
 
-#: How often a replay has begun or ended in this process, by the device of its generators. A replay puts a generator
-#: back, so that another run cannot see from its states alone whether it was disturbed by one.
+#: How often a replay has begun or ended in this process, by the device of its generators. A replay restores the
+#: generators, so another run cannot tell by states alone whether a replay has disturbed its draws.
 _replays: Counter[torch.device] = Counter()
 _replays_lock = threading.Lock()
 
@@ -155,7 +157,7 @@ def _replays_on(generators: Iterable[_Generator]) -> list[int]:
 
 
 def _count_replay(draws: Iterable[_Draw]) -> Counter[torch.device]:
-    """Count that a replay begins or ends, and return all counts."""
+    """Count the beginning or the end of a replay, and return all counts."""
     with _replays_lock:
         _replays.update({draw.generator.device for draw in draws})
         return _replays.copy()
@@ -177,7 +179,7 @@ def _replay(drawn: Drawn) -> Iterator[None]:
             device = draw.generator.device
             _verify(draw, disturbed=_replays[device] != replays[device])
         now = _note(foreign)
-        # After another replay on the CPU, the change may be that one's.
+        # If another replay has begun or ended on the CPU, the change may come from that replay.
         if now.contents != watched.contents and now.replays == watched.replays:
             with _copying:
                 for generator, state in zip(foreign, watched.states):
@@ -193,7 +195,7 @@ def _replay(drawn: Drawn) -> Iterator[None]:
 def _verify(draw: _Draw, disturbed: bool) -> None:
     (now,) = _note([draw.generator]).contents
     if now == draw.before.numpy().tobytes() and not disturbed:
-        return  # The run draws nothing: another thread has drawn.
+        return  # The cell draws nothing: another thread drew during its first run.
     if draw.disturbed:
         raise _unsafe()
     if disturbed or hash(now) != draw.after:
@@ -213,9 +215,9 @@ def _unsafe() -> RuntimeError:
 
 
 def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
-    """Return the devices whose own generator is one and the same: those of the CPU; all if there is one device only.
+    """Return the devices whose cells run in turn, because they share a generator.
 
-    Their cells run in turn.
+    These are the devices of the CPU, or the only device if there is one.
     """
     return {device for device in devices if device.type == "cpu" or len(set(devices)) == 1}
 
@@ -227,14 +229,14 @@ def _generators(device: torch.device) -> tuple[_Generator, ...]:
         return (cpu,)
     module = device_module(device)
     own = getattr(module, "default_generators", None)
-    if own:  # without the checks of the functions below
+    if own:  # These methods skip the checks of the functions below.
         return cpu, _Generator(own[device.index].get_state, own[device.index].set_state, device)
     return cpu, _Generator(module.get_rng_state, module.set_rng_state, device)
 
 
 def _generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
     values = [value for module in modules for value in vars(module).values()]
-    # Not `isinstance` of each: there are tens of thousands in a deep model, and next to none is a generator.
+    # Look at types first: a deep model has tens of thousands of attributes, and hardly a generator among them.
     kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Generator)}
     found = [value for value in values if type(value) in kinds] if kinds else []
     return tuple([_Generator(one.get_state, one.set_state, one.device) for one in dict.fromkeys(found)])

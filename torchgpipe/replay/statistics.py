@@ -1,9 +1,9 @@
-"""Running statistics count a micro-batch once, though a checkpointed pipeline runs its layers twice.
+"""Count a micro-batch once in running statistics, though a checkpointed pipeline runs its layers twice.
 
-In training, a batch norm updates its running statistics in place at every run. In a recomputation it is given copies
-of them to update instead (`scratch_statistics`). Putting the old values back afterwards would not do: the recomputed
-graph may hold the very same tensors. Meanwhile another thread may want to run the same layers forward, and must not
-find the copies. So they run in one thread at a time (`exclusive`).
+In training, a batch norm updates its running statistics in place at every run. In a recomputation it updates copies
+instead (`scratch_statistics`). Restoring the old values afterwards would be wrong, because the recomputed graph may
+hold the same tensors. Another thread that runs the same layers forward must not find the copies. So these layers run in
+one thread at a time (`exclusive`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 
 __all__ = ["STATISTICS", "Norm", "exclusive", "scratch_statistics"]
 
-#: The layers that keep running statistics. Subclasses, also the users' own, are among them.
+#: The layers that keep running statistics; users' own subclasses are included.
 Norm = (
     BatchNormBase,
     nn.InstanceNorm1d,
@@ -28,13 +28,13 @@ Norm = (
     nn.InstanceNorm3d,
 )
 
-#: The buffers that those update.
+#: The buffers that these layers update.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @contextmanager
 def scratch_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Lets ``norms`` update copies of their statistics for a ``with`` block."""
+    """Let ``norms`` update copies of their statistics for a ``with`` block."""
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     try:
         for norm in norms:
@@ -49,19 +49,19 @@ def scratch_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
             buffers[name] = statistic
 
 
-#: Kept beside the modules, which are copied and pickled.
+#: Kept beside the modules, because a lock in a module could not be copied or pickled.
 _locks: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
 
-#: The norms that this thread, or the one that it works for, has for itself.
+#: The norms that this thread, or the thread that it works for, has locked.
 _held: ContextVar[frozenset[nn.Module]] = ContextVar("_held", default=frozenset())
 
 
 @contextmanager
 def exclusive(norms: Iterable[nn.Module]) -> Iterator[None]:
-    """Keeps other threads from running ``norms`` for a ``with`` block.
+    """Keep other threads from running ``norms`` for a ``with`` block.
 
-    The workers of a pipeline inside it have its context, and may.
+    Workers of a pipeline within the block run in a copy of its context, so they may run ``norms``.
     """
     held = _held.get()
     wanted = {norm for norm in norms if norm not in held}

@@ -1,4 +1,4 @@
-"""The order in which cells run, as pure functions: no tensor, no device."""
+"""The order of cells, as pure functions of numbers."""
 
 from __future__ import annotations
 
