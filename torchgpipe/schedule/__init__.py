@@ -1,7 +1,24 @@
-"""The order of cells, as pure functions of numbers."""
+"""The order of the cells of a mini-batch, as plain data and pure functions: no tensor, no device."""
 
 from __future__ import annotations
 
+from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
+from torchgpipe.schedule.drawing import draw_svg, draw_text
+from torchgpipe.schedule.programs import NAMES, ScheduleName, program
+from torchgpipe.schedule.simulation import COSTS, Simulation, simulate
 
-__all__ = ["clock_cycles"]
+__all__ = [
+    "COSTS",
+    "NAMES",
+    "Action",
+    "Program",
+    "ScheduleName",
+    "Simulation",
+    "clock_cycles",
+    "draw_svg",
+    "draw_text",
+    "program",
+    "simulate",
+    "verify",
+]

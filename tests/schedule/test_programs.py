@@ -1,0 +1,131 @@
+"""The programs of the schedules run every cell once, without a deadlock, with the bubbles and peaks of their papers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchgpipe.schedule import NAMES, Action, ScheduleName, draw_svg, draw_text, program, simulate, verify
+
+#: The time of forward, with backward of twice that time, or of that time for each half.
+F = 1.0
+
+
+def places_of(name: str, n: int) -> list[int]:
+    """Return the devices of the partitions of ``n`` devices, as the schedule wants them."""
+    if name == "Interleaved1F1B":
+        return [*range(n)] * 2
+    if name == "V-Half":
+        return [*range(n), *reversed(range(n))]
+    return [*range(n)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_program_deadlocks(name: ScheduleName) -> None:
+    """All programs for up to eight devices and eight micro-batches."""
+    for n in range(1, 9):
+        places = places_of(name, n)
+        for m in range(1, 9):
+            verify(program(name, m, places), m, places)
+
+
+@given(n=st.integers(1, 4), laps=st.integers(1, 4), m=st.integers(1, 20))
+def test_any_number_of_laps(n: int, laps: int, m: int) -> None:
+    places = [*range(n)] * laps
+    verify(program("Interleaved1F1B", m, places), m, places)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_bubbles_and_peaks_are_those_of_the_papers(n: int, rounds: int) -> None:
+    m = rounds * n
+
+    def bubble(name: ScheduleName) -> float:
+        """The idle time of a device, as a share of its work."""
+        simulation = simulate(program(name, m, places_of(name, n)))
+        return simulation.seconds / simulation.busy[0] - 1
+
+    def peaks(name: ScheduleName) -> list[float]:
+        return simulate(program(name, m, places_of(name, n))).peaks
+
+    assert bubble("GPipe") == pytest.approx((n - 1) / m)
+    assert peaks("GPipe") == [m] * n
+    assert bubble("1F1B") == pytest.approx((n - 1) / m)
+    assert peaks("1F1B") == [n - k for k in range(n)]
+    assert bubble("Interleaved1F1B") == pytest.approx((n - 1) / (2 * m))
+    assert bubble("ZeroBubble") == pytest.approx((n - 1) / (3 * m))
+    assert peaks("ZeroBubble") == [n] * n
+    # Of V-Half, a partition is half of a device's layers, and 1F1B holds 2n halves.
+    assert max(peaks("V-Half")) <= n + 3
+    assert bubble("V-Half") <= bubble("1F1B") or n == 1
+
+
+def test_neighbouring_partitions_on_one_device_run_as_one() -> None:
+    assert program("1F1B", 1, [0, 0, 1]) == [
+        [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0)],
+        [Action("F", 0, 2), Action("B", 0, 2)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "message"),
+    [
+        ("2F2B", [0, 1], "schedule must be one of GPipe, 1F1B, Interleaved1F1B, ZeroBubble, V-Half, or a program"),
+        ("1F1B", [0, 1, 0], r"1F1B wants the partitions of a device next to each other, .* \[0, 1, 0\]"),
+        ("ZeroBubble", [0, 1, 0], "use schedule='Interleaved1F1B'"),
+        ("Interleaved1F1B", [0, 1, 1, 0], r"go round the devices, .* \[0, 1, 0\]; give devices=\[a, b, a, b\]"),
+        ("V-Half", [0, 1, 0, 1], r"placed like a V, .* \[0, 1, 0, 1\]; give devices=\[a, b, b, a\]"),
+    ],
+)
+def test_placements_that_do_not_fit_are_refused(name: ScheduleName, places: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        program(name, 4, places)
+
+
+def F_(i: int, j: int) -> Action:
+    return Action("F", i, j)
+
+
+def B_(i: int, j: int) -> Action:
+    return Action("B", i, j)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([[F_(0, 0)], [F_(0, 1), B_(0, 1)]], r"cell \(0,0\) has \['F'\], but needs F and B"),
+        ([[F_(0, 0), B_(0, 0), B_(0, 0)], [F_(0, 1), B_(0, 1)]], r"B\(0,0\) occurs twice"),
+        ([[F_(0, 0), F_(0, 1), B_(0, 1), B_(0, 0)], []], r"F\(0,1\) is on device 0, but partition 1 on device 1"),
+        ([[B_(0, 0), F_(0, 0)], [F_(0, 1), B_(0, 1)]], r"wait for each other, at B\(0,0\), F\(0,1\)"),
+        ([[F_(7, 0)], []], r"F\(7,0\) is no action of 1 micro-batches and 2 partitions"),
+    ],
+    ids=["incomplete", "twice", "elsewhere", "deadlock", "unknown"],
+)
+def test_a_program_that_cannot_run_is_refused(lists: list[list[Action]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify(lists, 1, [0, 1])
+
+
+def test_costs_memory_and_transfers_of_a_simulation() -> None:
+    lists = program("1F1B", 2, [0, 1])
+    simulation = simulate(lists, {"F": 2, "B": 3, "I": 0, "W": 0}, memory=[5, 7], transfer=1)
+    #    0   2   4 5     7 8    11
+    # 0  F0  F1  . . . . . . .  b0 ...
+    assert simulation.starts[0][0] == (F_(0, 0), 0)
+    assert simulation.starts[1][0] == (F_(0, 1), 3)
+    assert simulation.starts[0][2] == (B_(0, 0), 9)
+    assert simulation.busy == [10, 10]
+    assert simulation.peaks == [10, 7]
+    assert simulate(lists, lambda action: 10.0 * (action.j == 1)).seconds == 40
+
+
+def test_drawings() -> None:
+    simulation = simulate(program("1F1B", 3, [0, 1]))
+    assert draw_text(simulation).splitlines() == [
+        "device 0 F0 F1 ......b0    F2 b1    ...b2",
+        "device 1 ...F0 b0    F1 b1    F2 b2    ......",
+    ]
+    assert max(map(len, draw_text(simulation, columns=30).splitlines())) <= 30
+    svg = draw_svg(simulation)
+    assert svg.startswith("<svg") and svg.count("<rect") == 12

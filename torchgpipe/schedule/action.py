@@ -1,0 +1,121 @@
+"""Programs: the actions of every device, in their order, as plain data.
+
+A *cell* (i, j) is micro-batch i on partition j. An action computes a part of a cell:
+
+    F   forward
+    B   backward
+    I   the first half of backward: the gradient of the cell's input
+    W   the second half of backward: the gradients of the cell's weights
+
+A program splits the backward of a cell into I and W, or runs all of it as B. The lists alone tell what an action needs:
+
+    F(i, j) needs F(i, j-1);   B or I (i, j) needs F(i, j) and the B or I of (i, j+1);   W(i, j) needs I(i, j)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+__all__ = ["Action", "Kind", "Program", "needs", "splits_of", "verify"]
+
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """A part of a cell.
+
+    Attributes:
+        kind: the part
+        i: the micro-batch
+        j: the partition
+    """
+
+    kind: Kind
+    i: int
+    j: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.i},{self.j})"
+
+
+#: A list of actions for each device.
+Program: TypeAlias = Sequence[Sequence[Action]]
+
+
+def needs(action: Action, splits: Mapping[tuple[int, int], bool], n: int) -> Iterator[Action]:
+    """Yield the actions that ``action`` needs.
+
+    Args:
+        action: an action of a program
+        splits: for each cell, whether its backward is split into I and W
+        n: the number of partitions
+    """
+    kind, i, j = action
+    if kind == "W":
+        yield Action("I", i, j)
+    elif kind == "F":
+        if j > 0:
+            yield Action("F", i, j - 1)
+    else:
+        yield Action("F", i, j)
+        if j < n - 1:
+            yield Action("I" if splits[i, j + 1] else "B", i, j + 1)
+
+
+def splits_of(program: Program) -> dict[tuple[int, int], bool]:
+    """Return for each cell of a program whether its backward is split into I and W."""
+    return {(i, j): kind == "I" for actions in program for kind, i, j in actions if kind in ("B", "I")}
+
+
+def verify(program: Program, m: int, places: Sequence[int]) -> None:
+    """Check that a program runs every cell, on the right device, without a deadlock.
+
+    Args:
+        program: a list of actions for each device
+        m: the number of micro-batches
+        places: the index of the device of each partition
+
+    Raises:
+        ValueError: an action is missing, occurs twice or is on another device than its partition, or the devices would
+            wait for each other for ever. The message lists the actions.
+    """
+    n = len(places)
+    faults = []
+    seen: set[Action] = set()
+    for device, actions in enumerate(program):
+        for action in map(Action._make, actions):
+            if action.kind not in ("F", "B", "I", "W") or not (0 <= action.i < m and 0 <= action.j < n):
+                faults.append(f"{action} is no action of {m} micro-batches and {n} partitions")
+            elif places[action.j] != device:
+                faults.append(f"{action} is on device {device}, but partition {action.j} on device {places[action.j]}")
+            elif action in seen:
+                faults.append(f"{action} occurs twice")
+            seen.add(action)
+    for j in range(n):
+        for i in range(m):
+            kinds = {kind for kind in ("F", "B", "I", "W") if Action(kind, i, j) in seen}
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                faults.append(f"cell ({i},{j}) has {sorted(kinds) or 'no action'}, but needs F and B, or F, I and W")
+    if not faults:
+        stuck = _stuck(program, n)
+        if stuck:
+            faults.append(f"the devices would wait for each other, at {', '.join(map(str, stuck))}")
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ValueError(f"this program cannot run: {'; '.join(faults[:5])}{more}")
+
+
+def _stuck(program: Program, n: int) -> list[Action]:
+    """Return the next action of each device where no device can go on; an empty list if all devices finish."""
+    splits = splits_of(program)
+    done: set[Action] = set()
+    queues = [list(reversed([Action._make(action) for action in actions])) for actions in program]
+    runs = True
+    while runs:
+        runs = False
+        for queue in queues:
+            while queue and done.issuperset(needs(queue[-1], splits, n)):
+                done.add(queue.pop())
+                runs = True
+    return [queue[-1] for queue in queues if queue]

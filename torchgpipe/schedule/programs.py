@@ -1,0 +1,156 @@
+"""The programs of the literature, for any number of micro-batches. Here for two devices and three micro-batches:
+
+    GPipe     F0F1F2..b2  b1  b0        all forward, then all backward, in reverse
+              ..F0F1F2b2  b1  b0  ..
+    1F1B      F0F1..b0  F2b1    ..b2    a device holds one micro-batch for itself, and one for each device behind it
+              ..F0b0  F1b1  F2b2  ..
+
+Sources:
+
+- GPipe: Y. Huang et al., `GPipe <https://arxiv.org/abs/1811.06965>`_, 2018.
+- 1F1B: D. Narayanan et al., `PipeDream <https://arxiv.org/abs/1806.03377>`_, 2018, with a flush after each step.
+- Interleaved1F1B: D. Narayanan et al., `Efficient Large-Scale Language Model Training on GPU Clusters
+  <https://arxiv.org/abs/2104.04473>`_, 2021.
+- ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023.
+- V-Half: P. Qi et al., `Pipeline Parallelism with Controllable Memory <https://arxiv.org/abs/2405.15362>`_, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias, get_args
+
+from torchgpipe.schedule.action import Action
+from torchgpipe.schedule.v_half import v_half
+
+__all__ = ["NAMES", "ScheduleName", "program"]
+
+ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
+NAMES: tuple[str, ...] = get_args(ScheduleName)
+
+
+def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Action]]:
+    """Return the program of a schedule.
+
+    Neighbouring partitions on one device run one after the other, as one partition would.
+
+    Args:
+        name: the name of the schedule
+        m: the number of micro-batches
+        places: the index of the device of each partition; devices are counted in the order of their first partitions
+
+    Returns:
+        for each device, its actions
+
+    Raises:
+        ValueError: there is no such schedule, or its partitions have to be placed in another way.
+    """
+    if name == "V-Half":
+        return v_half(m, places)
+    if name not in _MAKERS:
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {name!r}")
+    blocks = _blocks(places)
+    devices = [places[block[0]] for block in blocks]
+    actions = _MAKERS[name](m, devices)
+    return [[Action(kind, i, j) for kind, i, k in own for j in _within(kind, blocks[k])] for own in actions]
+
+
+def _blocks(places: Sequence[int]) -> list[list[int]]:
+    """Return the runs of neighbouring partitions that are on one device."""
+    blocks: list[list[int]] = []
+    for j, place in enumerate(places):
+        if blocks and places[blocks[-1][0]] == place:
+            blocks[-1].append(j)
+        else:
+            blocks.append([j])
+    return blocks
+
+
+def _within(kind: str, block: list[int]) -> Iterator[int]:
+    return iter(block) if kind == "F" else reversed(block)
+
+
+def _one_block_each(name: str, devices: Sequence[int]) -> None:
+    if len(set(devices)) < len(devices):
+        raise ValueError(
+            f"{name} wants the partitions of a device next to each other, but they are on devices {list(devices)}; "
+            "use schedule='Interleaved1F1B' or 'V-Half', or other devices"
+        )
+
+
+def _gpipe(m: int, devices: Sequence[int]) -> list[list[Action]]:
+    """Return all forward in the order of the clock cycles, then all backward in the reverse order."""
+    cells = sorted([(i + k, k, i) for i in range(m) for k in range(len(devices))])
+    program: list[list[Action]] = [[] for _ in set(devices)]
+    for _, k, i in cells:
+        program[devices[k]].append(Action("F", i, k))
+    for _, k, i in reversed(cells):
+        program[devices[k]].append(Action("B", i, k))
+    return program
+
+
+def _one_f_one_b(m: int, devices: Sequence[int]) -> list[list[Action]]:
+    """Return forward and backward in turn, once a device holds a micro-batch for each device behind it, and one."""
+    _one_block_each("1F1B", devices)
+    n = len(devices)
+    return [
+        list(_in_turn([Action("F", i, k) for i in range(m)], [Action("B", i, k) for i in range(m)], ahead=n - 1 - k))
+        for k in range(n)
+    ]
+
+
+def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Iterator[Action]:
+    """Yield forward and backward in turn, with ``ahead`` forward actions in advance."""
+    yield from forward[:ahead]
+    for index, action in enumerate(backward):
+        yield from forward[ahead + index : ahead + index + 1]
+        yield action
+
+
+def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
+    """Return 1F1B where each device has several partitions: micro-batches go round in groups as large as the circle."""
+    d = len(set(devices))
+    if list(devices) != [k % d for k in range(len(devices))] or len(devices) % d:
+        raise ValueError(
+            f"Interleaved1F1B wants partitions that go round the devices, 0, 1, ..., 0, 1, ..., but they are on "
+            f"devices {list(devices)}; give devices=[a, b, a, b], for instance"
+        )
+    v = len(devices) // d
+    # Groups of d micro-batches; the last ones are shorter, and in the same group as those before them.
+    groups = max(1, m // d)
+    group = [min(i // d, groups - 1) for i in range(m)]
+    program = []
+    for device in range(d):
+        order = sorted([(group[i], lap, i) for i in range(m) for lap in range(v)])
+        forward = [Action("F", i, lap * d + device) for _, lap, i in order]
+        order = sorted([(group[i], v - 1 - lap, i) for i in range(m) for lap in range(v)])
+        backward = [Action("B", i, (v - 1 - lap) * d + device) for _, lap, i in order]
+        size = max([group.count(k) for k in range(groups)])
+        program.append(list(_in_turn(forward, backward, ahead=2 * (d - 1 - device) + (v - 1) * size)))
+    return program
+
+
+def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
+    """Return 1F1B with a split backward: device k computes the gradients of weights k micro-batches later."""
+    _one_block_each("ZeroBubble", devices)
+    n = len(devices)
+    program = []
+    for k in range(n):
+        actions = []
+        for action in _in_turn(
+            [Action("F", i, k) for i in range(m)], [Action("I", i, k) for i in range(m)], ahead=n - 1 - k
+        ):
+            actions.append(action)
+            if action.kind == "I" and action.i >= k:
+                actions.append(Action("W", action.i - k, k))
+        done = sum(action.kind == "W" for action in actions)
+        program.append(actions + [Action("W", i, k) for i in range(done, m)])
+    return program
+
+
+_MAKERS: dict[str, Callable[[int, Sequence[int]], list[list[Action]]]] = {
+    "GPipe": _gpipe,
+    "1F1B": _one_f_one_b,
+    "Interleaved1F1B": _interleaved,
+    "ZeroBubble": _zero_bubble,
+}
