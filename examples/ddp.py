@@ -99,7 +99,7 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     apart = difference(pipeline)
     if rank == 0:
         print(f"parameters and statistics of the processes differ by {apart}")
-        print(f"{evaluate(pipeline, held_out):.1%} of held-out excerpts are recognised, 1 in {CLASSES} by chance")
+        print(f"{evaluate(pipeline, held_out):.1%} of new excerpts are recognised, 1 in {CLASSES} by chance")
     dist.destroy_process_group()
 
 

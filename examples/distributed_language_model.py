@@ -8,7 +8,7 @@ takes about a minute on two CPU cores. The same training in one process, on the 
 
 The losses differ by rounding, which grows during training; with ``--dtype float64`` they agree to the digits shown.
 Every process runs this script and makes the same calls; only the first process prints and draws.
-After an interruption, start the script again with the same ``--checkpoints``, and it goes on from its last checkpoint.
+After an interruption, start the script again with the same ``--checkpoints`` to resume from the last checkpoint.
 
 The processes find each other over the loopback interface of this machine, which other machines cannot reach.
 docs/scaling.rst shows how to start them on several machines.

@@ -47,7 +47,7 @@ class _Apart(Streams):
 
 
 class _Counting(TorchDispatchMode):
-    """Be a recorder, which is told the partitions of each copy, and a dispatch mode, which sees the copied tensors."""
+    """A recorder, which gets the partitions of each copy, and a dispatch mode, which sees the copied tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -241,7 +241,7 @@ def test_any_exception_is_raised_as_it_is(pipe: Pipe, plan: Plan, error: BaseExc
 
 
 def test_one_instance_raised_again_and_again(pipe: Pipe, devices: Devices, plan: Plan) -> None:
-    """Its notes do not accumulate, and the last place is among them."""
+    """The notes do not accumulate, and the last place is among them."""
     error = ValueError("the only one")
     model = pipe(build(plan, 2), [2, 2], chunks=3, checkpoint="always")
     plan.add((0, 1), "forward", error)

@@ -148,7 +148,7 @@ def test_forward_drops_what_the_plain_model_drops(devices: Devices, data: st.Dat
 def test_without_gradients_a_layer_has_its_input_and_that_of_its_partition(
     watched: tuple[GPipe, Watch], off: Callable[[], Any]
 ) -> None:
-    """Of each micro-batch, only these are in memory, as in nested Sequentials, whose calls hold their arguments."""
+    """Only these two are in memory, as in nested Sequentials, whose calls hold their arguments."""
     model, watch = watched
     with off():
         output = model(torch.rand(3, 2))

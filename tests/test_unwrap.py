@@ -168,7 +168,7 @@ def test_modes_stay(pipe: Pipe) -> None:
 
 
 def test_an_unwrapped_pipeline_does_not_run(pipe: Pipe) -> None:
-    """Its layers may have moved to other devices, where the pipeline would not find them, or worse, not notice."""
+    """The layers may have moved to other devices, where the pipeline would not find them, or worse, not notice."""
     for module in (layers(), nn.Sequential()):
         model = pipe(module, [len(module)] if len(module) else [])
         model.unwrap()
