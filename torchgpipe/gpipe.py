@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.typing import Device
-from torchgpipe.engine.pipeline import Mechanisms, Pipeline
+from torchgpipe.engine.calls import Mechanisms
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.step import run_step
 from torchgpipe.model.data_parallel import verify_layers
+from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.microbatch import Batch, gather, scatter
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
@@ -27,6 +30,7 @@ from torchgpipe.model.verify import (
 )
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
+from torchgpipe.schedule import Program, ScheduleName, program, verify
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
@@ -93,6 +97,9 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
         deferred_batch_norm: bool = False,
+        schedule: ScheduleName | Program = "1F1B",
+        loss_fn: LossFunction | None = None,
+        weight: Weight | None = None,
     ) -> None:
         super().__init__()
         verify_module(module)
@@ -104,6 +111,8 @@ class GPipe(nn.Module):
         self.training = module.training
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
+        self._schedule = schedule
+        self._loss_fn, self._weight = loss_fn, weight
         self._defers = deferred_batch_norm
         self._unwrapped = False
         self._partitions: list[Partition] = []
@@ -205,6 +214,53 @@ class GPipe(nn.Module):
             pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
             pipeline.run(batches, self._checkpoint_stop(len(batches)))
             return self._gather(batches)
+
+    def step(self, input: Any, target: Any = None) -> Tensor:
+        """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
+
+            model = GPipe(layers, balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=F.cross_entropy)
+            loss = model.step(input, target)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was.
+
+        Args:
+            input: as in :meth:`forward`
+            target: the target of the loss function, of the same batch size
+
+        Returns:
+            the mean loss, a tensor without dimensions, on ``devices[-1]``
+
+        Raises:
+            TypeError, ValueError: the input or the target does not fit.
+            Exception: what a layer or the loss function raises, with a note of the micro-batch and the partition.
+        """
+        if self._loss_fn is None:
+            raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
+        inputs = self._scatter((input,), self.chunks, self.devices[0], {})
+        m = len(inputs)
+        mean = MeanLoss(self._loss_fn, self._weight, target, self.chunks, self.devices[-1])
+        mean.total = mean.prepare(inputs)
+        seen = list(dict.fromkeys(self.devices))
+        places = [seen.index(device) for device in self.devices]
+        if isinstance(self._schedule, str):
+            actions: Program = program(self._schedule, m, places)
+        else:
+            actions = self._schedule
+            verify(actions, m, places)
+        with mini_batch(m, self):
+            run_step(
+                self.partitions,
+                self.devices,
+                inputs,
+                actions,
+                mean.finish,
+                self._mechanisms,
+                checkpointed=self._checkpoint_stop(m),
+                backward=torch.is_grad_enabled(),
+            )
+        return mean.sum()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition separately, with the arguments of :func:`torch.compile`.

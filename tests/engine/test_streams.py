@@ -24,7 +24,7 @@ from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, NoChunk, is_recomputing
 from torchgpipe.engine.copy import Copy, Route, Wait, wait
 from torchgpipe.engine.copy import copy as copy_along
-from torchgpipe.engine.pipeline import Mechanisms
+from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES = ["always", "except_last", "never"]

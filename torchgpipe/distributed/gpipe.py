@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchgpipe.devices.device import canonical_device, default_device
 from torchgpipe.devices.typing import Device
 from torchgpipe.distributed.fake_model import FakeModel
-from torchgpipe.distributed.last_stage import LossFunction, MeanLoss, Outputs, Weight
+from torchgpipe.distributed.outputs import Outputs
 from torchgpipe.distributed.preparation import Preparation
 from torchgpipe.distributed.prepared_step import PreparedStep
 from torchgpipe.distributed.processes import Processes
@@ -30,6 +30,7 @@ from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, 
 from torchgpipe.distributed.stage import StepCall
 from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
 from torchgpipe.model import microbatch
+from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing

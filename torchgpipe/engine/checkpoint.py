@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
 from torchgpipe.engine.kept import KeptGraph
@@ -60,7 +61,7 @@ class Checkpoint(Function):
         else:
             if not recomputation.is_ready:
                 recomputation.second_run(ctx.saved_tensors)
-            result = recomputation.differentiate(grads)
+            result = recomputation.differentiate(grads, runs_again=keeps_graph())
         return None, _on_the_lane(ctx), None, *result
 
 
@@ -101,7 +102,7 @@ class Keep(Function):
         needed = ctx.needs_input_grad[3:]
         result: list[Leaf] = [None] * len(needed)
         if any([grad is not None for grad in grads]):
-            result = ctx.kept.differentiate(grads, needed)
+            result = ctx.kept.differentiate(grads, needed, keep_graph=keeps_graph())
         return None, _on_the_lane(ctx), None, *result
 
 

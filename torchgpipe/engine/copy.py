@@ -32,7 +32,7 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
 from torchgpipe.engine.record import Step, recorded
 
-__all__ = ["Copy", "Route", "Wait", "copy", "wait"]
+__all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_ready", "wait", "wait_back"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +69,12 @@ def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
     if _needs_graph(leaves):
         waiting: Leaves = Wait.apply(routes, i, *leaves)
         return waiting
-    _mark_ready(routes, i)
+    mark_ready(routes, i)
     return leaves
 
 
-def _mark_ready(routes: Sequence[Route], i: int) -> None:
+def mark_ready(routes: Sequence[Route], i: int) -> None:
+    """Mark on the sources of ``routes`` where the leaves of micro-batch ``i`` are computed."""
     for route in routes:
         route.ready[i] = route.source.mark()
 
@@ -81,6 +82,16 @@ def _mark_ready(routes: Sequence[Route], i: int) -> None:
 def copy(route: Route, i: int, leaves: Leaves) -> Leaves:
     """Copy ``leaves`` of micro-batch ``i`` to the target of ``route``: the start of the cell that receives."""
     moved: Leaves = Copy.apply(route, i, *leaves) if _needs_graph(leaves) else _copy(route, i, leaves)
+    return moved
+
+
+def copy_forward(route: Route, i: int, leaves: Leaves) -> Leaves:
+    """Copy ``leaves`` of micro-batch ``i`` to the target of ``route``, where they are leaves of a graph again."""
+    with torch.no_grad():
+        moved = _copy(route, i, leaves)
+    for old, new in zip(leaves, moved):
+        if old is not None and new is not None:
+            new.requires_grad_(old.requires_grad)
     return moved
 
 
@@ -96,6 +107,25 @@ def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
     with recorded(route.step, "wait", i, c, a, route.target):
         route.target.wait(route.arriving.mark())
     return moved
+
+
+def copy_back(route: Route, i: int, grads: Leaves) -> Leaves:
+    """Copy the gradients of what ``route`` has brought back to its source."""
+    a, c = route.ends
+    route.arriving.wait(route.target.mark())
+    with recorded(route.step, "copy", i, c, a, route.arriving):
+        moved = _move(route.arriving, route.leaving, route.source, grads)
+    route.back[i] = route.leaving.mark()
+    return moved
+
+
+def wait_back(routes: Sequence[Route], i: int) -> None:
+    """Let the sources of ``routes`` wait for the gradients that are on their way back."""
+    for route in routes:
+        if i in route.back:  # Leaves that the target has not used have no gradient.
+            a, c = route.ends
+            with recorded(route.step, "wait", i, a, c, route.source):
+                route.source.wait(route.back[i])
 
 
 def _move(leaving: Stream, arriving: Stream, target: Stream, leaves: Leaves) -> Leaves:
@@ -116,16 +146,12 @@ class Wait(Function):
     def forward(ctx: Any, routes: Sequence[Route], i: int, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.routes, ctx.i = routes, i
-        _mark_ready(routes, i)
+        mark_ready(routes, i)
         return tuple([None if leaf is None else leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
-        for route in ctx.routes:
-            if ctx.i in route.back:  # Leaves that the target has not used have no gradient.
-                a, c = route.ends
-                with recorded(route.step, "wait", ctx.i, a, c, route.source):
-                    route.source.wait(route.back[ctx.i])
+        wait_back(ctx.routes, ctx.i)
         return None, None, *grads
 
 
@@ -140,10 +166,4 @@ class Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
-        route: Route = ctx.route
-        a, c = route.ends
-        route.arriving.wait(route.target.mark())
-        with recorded(route.step, "copy", ctx.i, c, a, route.arriving):
-            moved = _move(route.arriving, route.leaving, route.source, grads)
-        route.back[ctx.i] = route.leaving.mark()
-        return None, None, *moved
+        return None, None, *copy_back(ctx.route, ctx.i, grads)

@@ -29,7 +29,7 @@ from torchgpipe.engine.function import Edge, Function, accumulate, gradients
 from torchgpipe.engine.hooks import has_hooks, without_hooks
 from torchgpipe.engine.phony import get_phony
 
-__all__ = ["ParameterGradients"]
+__all__ = ["ParameterGradients", "refuse_captured", "sum_of"]
 
 
 class ParameterGradients:
@@ -87,10 +87,10 @@ class ParameterGradients:
                 accumulate(roots, grads, keep_graph)
             except RuntimeError:
                 # The first cell that uses a captured non-leaf frees what that was computed from.
-                self._refuse_captured(roots, leaves)
+                refuse_captured(roots, [*leaves, *self._known])
                 raise
             return [leaf.grad for leaf in leaves]
-        self._refuse_captured(roots, leaves)
+        refuse_captured(roots, [*leaves, *self._known])
         wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
         parameters = [self._parameters[k] for k in wanted]
         if not leaves and not parameters:
@@ -98,7 +98,7 @@ class ParameterGradients:
         with without_hooks(parameters):
             result = gradients(roots, grads, [*leaves, *parameters], keep_graph)
         for k, grad in zip(wanted, result[len(leaves) :]):
-            this.sums[k] = _sum(this.sums[k], grad)
+            this.sums[k] = sum_of(this.sums[k], grad)
         return result[: len(leaves)]
 
     def _begin_pass(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> _Pass:
@@ -108,7 +108,7 @@ class ParameterGradients:
         this = _Pass()
         this.adds_to_grad = takes_all and not self._anything_listens()
         if this.adds_to_grad:
-            for tensor, node in self._captured(roots, leaves):
+            for tensor, node in _captured(roots, [*leaves, *self._known]):
                 if has_hooks(tensor, node):
                     raise _refusal(tensor)
         elif takes_all or will_run(self.phony.grad_fn):
@@ -122,17 +122,6 @@ class ParameterGradients:
             or any([parameter.requires_grad for parameter in self._known[len(self._parameters) :]])
             or any([has_hooks(parameter, end) for parameter, end in zip(self._parameters, self._ends)])
         )
-
-    def _refuse_captured(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> None:
-        for tensor, _ in self._captured(roots, leaves):
-            raise _refusal(tensor)
-
-    def _captured(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-        """Yield the leaves that a graph ends in, with their nodes, but for phonies and what the cell may use."""
-        known = set(map(id, [*leaves, *self._known]))
-        for node in _nodes(roots):
-            if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known:
-                yield node.variable, node
 
 
 class _Pass:
@@ -168,11 +157,30 @@ class Deliver(Function):
         return None, None, *((this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2))
 
 
-def _sum(total: Leaf, grad: Leaf) -> Leaf:
+def sum_of(total: Leaf, grad: Leaf) -> Leaf:
+    """Return a sum of gradients, either of which may be None or sparse."""
     if total is None or grad is None:
         return grad if total is None else total
     # Sparse + dense is not defined, dense + sparse is.
     return total + grad if total.layout is torch.strided else grad + total
+
+
+def refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
+    """Raise if the graph of a cell ends in a leaf that is not known.
+
+    Raises:
+        RuntimeError: the gradient of that leaf would be lost, or arrive in parts where a hook listens.
+    """
+    for tensor, _ in _captured(roots, known):
+        raise _refusal(tensor)
+
+
+def _captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+    """Yield the leaves that a graph ends in, with their nodes, but for phonies and what is known."""
+    known_ids = set(map(id, known))
+    for node in _nodes(roots):
+        if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
+            yield node.variable, node
 
 
 def _nodes(roots: Iterable[Edge]) -> Iterator[Any]:

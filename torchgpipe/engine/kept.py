@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, keeps_graph
+from torchgpipe.devices.torch_internals import forget_parametrizations
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge, Function
@@ -52,19 +52,20 @@ class KeptGraph:
         self._roots = roots_of(outputs)
         return outputs
 
-    def differentiate(self, grads: Leaves, needed: Sequence[bool]) -> list[Leaf]:
+    def differentiate(self, grads: Leaves, needed: Sequence[bool], *, keep_graph: bool) -> list[Leaf]:
         """Differentiate the graph.
 
         Args:
             grads: the gradients of the outputs
             needed: for each input, whether it requires grad
+            keep_graph: whether the graph will be differentiated again
 
         Returns:
             the gradients of the inputs
         """
         with self._entrance.taking() as taken:
             leaves = [self._entrance.leaf] if any(needed) else []
-            differentiate(self.cell, self._roots, grads, leaves, keep_graph=keeps_graph())
+            differentiate(self.cell, self._roots, grads, leaves, keep_graph=keep_graph)
         result = iter(taken or [None] * sum(needed))
         return [next(result) if need else None for need in needed]
 

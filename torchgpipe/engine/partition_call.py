@@ -19,6 +19,7 @@ from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.torch_internals import current_pass, versions
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine.copy import Route
+from torchgpipe.engine.direct_gradients import DirectGradients
 from torchgpipe.engine.gradients import ParameterGradients
 from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Step
@@ -52,9 +53,11 @@ class PartitionCall:
         step: the listener of this mini-batch, if there is one
 
     Attributes:
+        direct: the gradients of the parameters in a step, where no backward pass of the caller takes them
         where: names the partition, for errors
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
+        frozen: the parameters that do not
         run_layers: maps the input of a cell to its output. Skips that arrive follow the leaves of the input, and skips
             that leave follow the leaves of the output.
     """
@@ -88,6 +91,7 @@ class PartitionCall:
         self.random = random
         self.lane_device = stream.device if ordered else None
         self.step = step
+        self.direct: DirectGradients | None = None
         self._replicated = replicated
 
         names = list(partition._modules)
@@ -108,7 +112,7 @@ class PartitionCall:
         parameters = [parameter for parameter in owned if not is_lazy(parameter)]
         self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
-        self._frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
+        self.frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
         self._trains = ambient.builds_graph and any([parameter.requires_grad for parameter in owned])
         #: The backward pass in which the layers were last found unchanged.
         self._unchanged_in: int | None = None
@@ -131,7 +135,7 @@ class PartitionCall:
     @cached_property
     def gradients(self) -> ParameterGradients:
         """The gradients of the parameters; made by the first cell that is a graph of its own."""
-        return ParameterGradients(self.parameters, self._frozen, self.device, replicated=self._replicated)
+        return ParameterGradients(self.parameters, self.frozen, self.device, replicated=self._replicated)
 
     def versions(self) -> list[int]:
         """Return the versions of all parameters, which count changes in place."""

@@ -14,22 +14,15 @@ threads say nothing about each other, so there the cells of each partition are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-from torch import nn
 
-from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import transforms_are_active
+from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.copy import Route
 from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.label import labelled
-from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
-from torchgpipe.engine.portal import Portal
-from torchgpipe.engine.record import Place, Recorder, Step
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
 from torchgpipe.model.microbatch import Batch
@@ -37,24 +30,8 @@ from torchgpipe.model.partition import Partition
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles
-from torchgpipe.skip.layout import inspect_skip_layout
 
-__all__ = ["Mechanisms", "Pipeline"]
-
-
-@dataclass(frozen=True)
-class Mechanisms:
-    """The mechanisms of a pipeline beside its schedule. A test or a benchmark can exchange each of them.
-
-    Attributes:
-        streams: the source of streams
-        dependency: whether to fix the order of micro-batches at backward
-        recorder: the listener to what runs when, if there is one
-    """
-
-    streams: Streams = field(default_factory=Streams)
-    dependency: bool = True
-    recorder: Recorder | None = None
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -74,44 +51,19 @@ class Pipeline:
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
         self._in_turn = sharing_generator(devices)
-        streams = mechanisms.streams
-        computing = [streams.current(device) for device in devices]
-        self._step = _begin_step(m, partitions, computing, mechanisms.recorder)
-
-        def route(a: int, c: int, load: str = "") -> Route | None:
-            return _route(streams, computing, (a, c), load, self._step)
-
-        routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
-
-        # Looked up at every call, because layers can be replaced between two calls.
-        modules = [list(partition.modules()) for partition in partitions]
-        skips = inspect_skip_layout(modules)
-        portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
-        there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
-        for device, own in zip(devices, modules):
-            there[device] += own
-        random = {
-            device: RandomStates(device, own, beside=device not in self._in_turn, between=not self._inline)
-            for device, own in there.items()
-        }
-        self._calls = [
-            PartitionCall(
-                j,
-                partition,
-                modules[j],
-                computing[j],
-                arriving=routes[j - 1] if j > 0 else None,
-                leaving=routes[j] if j < len(routes) else None,
-                sending=[portals[key] for key, _, _ in skips.leaving[j]],
-                receiving=[portals[key] for key, _, _ in skips.arriving[j]],
-                ambient=self._ambient,
-                random=random[devices[j]],
-                ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
-                replicated=is_replicated(),
-                step=self._step,
-            )
-            for j, partition in enumerate(partitions)
-        ]
+        self._step = begin_step(m, partitions, devices, mechanisms)
+        self._calls = make_calls(
+            partitions,
+            devices,
+            mechanisms,
+            lambda device, modules: RandomStates(
+                device, modules, beside=device not in self._in_turn, between=not self._inline
+            ),
+            ambient=self._ambient,
+            ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
+            replicated=is_replicated(),
+            step=self._step,
+        )
 
     def run(self, batches: list[Batch], checkpoint_stop: int) -> None:
         """Replace every micro-batch by the output of the last partition.
@@ -174,23 +126,3 @@ class Pipeline:
         # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
         is_recorded = self._step is not None and not transforms_are_active()
         return "keep" if checkpoint_stop > 0 or is_recorded else "plain"
-
-
-def _begin_step(
-    m: int, partitions: Sequence[Partition], computing: Sequence[Stream], recorder: Recorder | None
-) -> Step | None:
-    if recorder is None:
-        return labelled(None)
-    places = [Place(stream, list(partition._modules)) for stream, partition in zip(computing, partitions)]
-    return labelled(recorder.begin_step(m, places))
-
-
-def _route(
-    streams: Streams, computing: Sequence[Stream], ends: tuple[int, int], load: str, step: Step | None
-) -> Route | None:
-    source, target = (computing[j] for j in ends)
-    if not streams.moves(source.device, target.device):
-        return None
-    leaving = streams.side(source.device, f"{load}leaving")
-    arriving = streams.side(target.device, f"{load}arriving")
-    return Route(source, leaving, arriving, target, ends, step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, gradient_hooks, keeps_graph, versions
+from torchgpipe.devices.torch_internals import forget_parametrizations, gradient_hooks, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
@@ -108,11 +108,12 @@ class Recomputation:
         """Drop the graph of the second run, whose outputs need no gradient in this pass."""
         self._graph = None
 
-    def differentiate(self, grads: Leaves) -> list[Leaf]:
-        """Differentiate the graph of the second run, and let go of the graph.
+    def differentiate(self, grads: Leaves, *, runs_again: bool) -> list[Leaf]:
+        """Differentiate the graph of the second run, and drop the graph.
 
         Args:
             grads: the gradients of the outputs
+            runs_again: whether the cell may have to run once more, for another backward pass
 
         Returns:
             the gradients of the input leaves
@@ -121,7 +122,7 @@ class Recomputation:
         (leaves, roots), self._graph = self._graph, None
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         result = iter(differentiate(self.cell, roots, grads, wanted, keep_graph=False))
-        if self._drawn and not keeps_graph():
+        if self._drawn and not runs_again:
             self._drawn = None  # The state of a generator takes kilobytes, and the engine drops its part now as well.
         return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
@@ -168,7 +169,8 @@ def differentiate(
             if not entered:
                 return [None] * len(leaves)
             edges, gradients = zip(*entered)
-            return cell.call.gradients.differentiate(edges, gradients, leaves, keep_graph=keep_graph)
+            sink = cell.call.direct or cell.call.gradients
+            return sink.differentiate(edges, gradients, leaves, keep_graph=keep_graph)
     except BaseException as error:
         cell.failed(error, "backward")
         raise

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
+
+from torchgpipe.replay.seeds import current_seeds
 
 __all__ = ["Partition", "layers_of", "split"]
 
@@ -20,7 +23,14 @@ class Partition(nn.Sequential):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
+        # In a step each layer has a seed of its own. A compiled partition runs as a whole, which has one seed.
+        run = None if torch.compiler.is_compiling() else current_seeds()
         # Only the first layer can have several arguments: a layer returns one value.
+        if run is not None:
+            value = run(next(layers), *inputs, **keywords)
+            for layer in layers:
+                value = run(layer, value)
+            return value
         value = next(layers)(*inputs, **keywords)
         for layer in layers:
             value = layer(value)

@@ -66,9 +66,19 @@ class RandomStates:
         modules: all modules on the device, which may have generators
         beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether other cells may draw from the generators between two cells
+        seeded: whether layers have seeds of their own, so that only generators of layers have to be noted
     """
 
-    def __init__(self, device: torch.device, modules: Iterable[nn.Module], *, beside: bool, between: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Iterable[nn.Module],
+        *,
+        beside: bool,
+        between: bool,
+        seeded: bool = False,
+    ) -> None:
+        self._seeded = seeded
         self._device = device
         self._modules = modules
         self._beside = beside
@@ -79,7 +89,7 @@ class RandomStates:
     @cached_property
     def _generators(self) -> tuple[_Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return _generators(self._device) + _generators_of(self._modules)
+        return (() if self._seeded else _generators(self._device)) + _generators_of(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""

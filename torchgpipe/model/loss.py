@@ -1,7 +1,4 @@
-"""Finish a micro-batch in the last stage: compute its share of the mean loss, or keep its output.
-
-PyTorch's schedules differentiate the tensor that `finish` returns.
-"""
+"""The loss of a mini-batch: the weighted mean of the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model import microbatch
-from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.microbatch import Batch, scatter
 
-__all__ = ["LossFunction", "MeanLoss", "Outputs", "Weight"]
+__all__ = ["LossFunction", "MeanLoss", "Weight"]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
@@ -30,10 +26,10 @@ class MeanLoss:
         weight: returns the weight of that loss; None for the size of the micro-batch
         target: the target of the mini-batch
         chunks: the number of micro-batches that a mini-batch is split into
-        device: where the last stage computes
+        device: where the last partition computes
 
     Attributes:
-        total: the weight of the targets of all replicas; set when all processes are ready
+        total: the weight of the targets of all replicas; to be set before the first micro-batch is finished
     """
 
     def __init__(
@@ -41,16 +37,17 @@ class MeanLoss:
     ) -> None:
         self._loss_fn, self._weight = loss_fn, weight
         self._target, self._chunks, self._device = target, chunks, device
-        self._losses: list[Tensor] = []
+        #: By micro-batch. A micro-batch whose last cell is recomputed is finished twice.
+        self._losses: dict[int, Tensor] = {}
         self.total = 0.0
 
-    def prepare(self, inputs: list[Batch]) -> float:
+    def prepare(self, inputs: Sequence[Batch]) -> float:
         """Split the target like the input, and return its weight.
 
         Raises:
             ValueError: input and target have different sizes.
         """
-        self._targets = microbatch.scatter((self._target,), self._chunks, self._device)
+        self._targets = scatter((self._target,), self._chunks, self._device)
         rows, its = _rows(inputs), _rows(self._targets)
         if (len(inputs), rows) != (len(self._targets), its):
             raise ValueError(
@@ -62,13 +59,13 @@ class MeanLoss:
     def finish(self, i: int, output: Batch) -> Tensor:
         """Return the share of micro-batch ``i`` in the mean loss, of shape (1,)."""
         loss = self._share(output, self._targets[i], self._weights[i])
-        self._losses.append(loss.detach())
+        self._losses[i] = loss.detach()
         return loss
 
     def sum(self) -> Tensor:
-        """Return the sum of the shares, a tensor without dimensions; 0 in a process without the last stage."""
+        """Return the sum of the shares, a tensor without dimensions; 0 in a process without the last partition."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for loss in self._losses:
+        for _, loss in sorted(self._losses.items()):
             total += loss.squeeze()
         return total
 
@@ -89,40 +86,7 @@ class MeanLoss:
         return loss.reshape(1) * (weight / self.total)
 
 
-class Outputs:
-    """The outputs of a mini-batch that has no loss.
-
-    Args:
-        device: where the last stage computes
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._batches: dict[int, Batch] = {}
-        self.total = 0.0
-
-    def prepare(self, inputs: list[Batch]) -> float:
-        """Return 0: there are no targets."""
-        return 0.0
-
-    def finish(self, i: int, output: Batch) -> Tensor:
-        """Keep a copy of the output of micro-batch ``i``, and return zero as its loss."""
-        self._batches[i] = output.replace(tuple([None if leaf is None else leaf.clone() for leaf in output.leaves]))
-        return torch.zeros(1, device=self._device)
-
-    def batches(self, forms: Sequence[Batch]) -> list[Batch]:
-        """Return the outputs; in a process without the last stage, empty tensors to receive them."""
-        if self._batches:
-            return [self._batches[i] for i in range(len(forms))]
-        return [
-            form.replace(
-                tuple([leaf if leaf is None else torch.empty_like(leaf, device=self._device) for leaf in form.leaves])
-            )
-            for form in forms
-        ]
-
-
-def _rows(batches: list[Batch]) -> int:
+def _rows(batches: Sequence[Batch]) -> int:
     """Return the size of a mini-batch that was split, which is the largest sum over the parts of a leaf."""
     return max(
         sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])

@@ -1,0 +1,116 @@
+"""Look up what one call of a pipeline needs: streams, routes, portals, and what the cells of a partition share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.engine.copy import Route
+from torchgpipe.engine.label import labelled
+from torchgpipe.engine.partition_call import PartitionCall
+from torchgpipe.engine.portal import Portal
+from torchgpipe.engine.record import Place, Recorder, Step
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.skip.layout import inspect_skip_layout
+
+__all__ = ["Mechanisms", "begin_step", "make_calls"]
+
+
+@dataclass(frozen=True)
+class Mechanisms:
+    """The mechanisms of a pipeline beside its schedule. A test or a benchmark can exchange each of them.
+
+    Attributes:
+        streams: the source of streams
+        dependency: whether to fix the order of micro-batches at backward
+        recorder: the listener to what runs when, if there is one
+    """
+
+    streams: Streams = field(default_factory=Streams)
+    dependency: bool = True
+    recorder: Recorder | None = None
+
+
+def begin_step(
+    m: int, partitions: Sequence[Partition], devices: Sequence[torch.device], mechanisms: Mechanisms
+) -> Step | None:
+    """Return the listener of a mini-batch of ``m`` micro-batches, or None."""
+    if mechanisms.recorder is None:
+        return labelled(None)
+    streams = [mechanisms.streams.current(device) for device in devices]
+    places = [Place(stream, list(partition._modules)) for stream, partition in zip(streams, partitions)]
+    return labelled(mechanisms.recorder.begin_step(m, places))
+
+
+def make_calls(
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    mechanisms: Mechanisms,
+    random: Callable[[torch.device, list[nn.Module]], RandomStates],
+    *,
+    ambient: Ambient,
+    ordered: bool,
+    replicated: bool,
+    step: Step | None,
+) -> list[PartitionCall]:
+    """Return what the cells of each partition share during a call.
+
+    Args:
+        partitions: the layers, on their devices
+        devices: the device of each partition
+        mechanisms: the mechanisms of the pipeline
+        random: makes the notes of random numbers, for a device and all modules on it
+        ambient: the caller's settings
+        ordered: whether cells have to be tied to each other, because several threads run them
+        replicated: whether DistributedDataParallel is around the call
+        step: the listener of the mini-batch, if there is one
+    """
+    streams = mechanisms.streams
+    computing = [streams.current(device) for device in devices]
+
+    def route(a: int, c: int, load: str = "") -> Route | None:
+        return _route(streams, computing, (a, c), load, step)
+
+    routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
+    modules = [list(partition.modules()) for partition in partitions]
+    skips = inspect_skip_layout(modules)
+    portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
+    there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
+    for device, own in zip(devices, modules):
+        there[device] += own
+    states = {device: random(device, own) for device, own in there.items()}
+    return [
+        PartitionCall(
+            j,
+            partition,
+            modules[j],
+            computing[j],
+            arriving=routes[j - 1] if j > 0 else None,
+            leaving=routes[j] if j < len(routes) else None,
+            sending=[portals[key] for key, _, _ in skips.leaving[j]],
+            receiving=[portals[key] for key, _, _ in skips.arriving[j]],
+            ambient=ambient,
+            random=states[devices[j]],
+            ordered=ordered,
+            replicated=replicated,
+            step=step,
+        )
+        for j, partition in enumerate(partitions)
+    ]
+
+
+def _route(
+    streams: Streams, computing: Sequence[Stream], ends: tuple[int, int], load: str, step: Step | None
+) -> Route | None:
+    source, target = (computing[j] for j in ends)
+    if not streams.moves(source.device, target.device):
+        return None
+    leaving = streams.side(source.device, f"{load}leaving")
+    arriving = streams.side(target.device, f"{load}arriving")
+    return Route(source, leaving, arriving, target, ends, step)

@@ -1,0 +1,92 @@
+"""The gradients of parameters in a step, where the pipeline itself runs backward.
+
+No backward pass of the caller is around a step. So each cell adds to ``.grad``, one gradient at a time, and there is
+nothing to hand over, unless something listens: a hook of a parameter must hear the gradient of the mini-batch, once.
+Then the gradients of the cells are summed beside ``.grad``, and go through the hooks at the end of the step. So are the
+gradients of parameters that several partitions share, or the last bit would depend on the schedule.
+
+Gradients that are there when a step begins are set aside and added at its end. A step that fails puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.function import Edge, accumulate, gradients
+from torchgpipe.engine.gradients import refuse_captured, sum_of
+from torchgpipe.engine.hooks import has_hooks, without_hooks
+
+__all__ = ["DirectGradients", "deliver"]
+
+
+class DirectGradients:
+    """The gradients of the parameters of a partition during a step.
+
+    Args:
+        parameters: the parameters; each requires grad
+        frozen: the parameters that do not
+        shared: whether another partition has one of the parameters, too
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], *, shared: bool) -> None:
+        self._parameters = parameters
+        self._known = (*parameters, *frozen)
+        self._sums: list[Leaf] | None = None
+        self._before: list[Leaf] = []
+        if shared or any([_listens(parameter) for parameter in parameters]):
+            self._sums = [None] * len(parameters)
+            return
+        self._before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def differentiate(
+        self, roots: Sequence[Edge], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, keep_graph: bool
+    ) -> list[Leaf]:
+        """Differentiate the graph of a cell; see :meth:`ParameterGradients.differentiate`."""
+        if self._sums is None:
+            try:
+                accumulate(roots, grads, keep_graph)
+            except RuntimeError:
+                refuse_captured(roots, [*leaves, *self._known])
+                raise
+            return [leaf.grad for leaf in leaves]
+        refuse_captured(roots, [*leaves, *self._known])
+        with without_hooks(self._parameters):
+            result = gradients(roots, grads, [*leaves, *self._parameters], keep_graph)
+        for k, grad in enumerate(result[len(leaves) :]):
+            self._sums[k] = sum_of(self._sums[k], grad)
+        return result[: len(leaves)]
+
+    def commit(self) -> list[tuple[Tensor, Tensor]]:
+        """Add the gradients that were set aside, and return parameters and sums that are still to be delivered."""
+        for parameter, before in zip(self._parameters, self._before):
+            if before is not None:
+                if parameter.grad is not None and before.layout is torch.strided:
+                    parameter.grad = before.add_(parameter.grad)
+                else:
+                    parameter.grad = sum_of(before, parameter.grad)
+        return [(one, total) for one, total in zip(self._parameters, self._sums or ()) if total is not None]
+
+    def restore(self) -> None:
+        """Put the gradients back that were there when the step began."""
+        for parameter, before in zip(self._parameters, self._before):
+            parameter.grad = before
+
+
+def deliver(sums: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Let sums arrive at their parameters as the gradients of a backward pass do, hooks included."""
+    if sums:
+        parameters, totals = zip(*sums)
+        accumulate([get_gradient_edge(parameter) for parameter in parameters], totals, keep_graph=False)
+
+
+def _listens(parameter: Tensor) -> bool:
+    node: Any = get_gradient_edge(parameter).node
+    return not parameter.is_leaf or has_hooks(parameter, node)

@@ -1,0 +1,305 @@
+"""A step: forward and backward of a mini-batch under a program, without a graph between the cells.
+
+The graph is cut where a partition begins, so the backward of a cell is a call, and a program says when it comes. What
+travels between cells is in four tables, each entry written by one action and taken by another:
+
+    activations (i, j)   from F(i, j-1) to F(i, j)          gradients (i, j)   from B(i, j+1) to B(i, j)
+    skips (i, key)       from the stash to the pop          and their gradients, from the pop to the stash
+
+A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
+their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
+worker: a device thread of the autograd engine could not run them while it waits for another cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_back
+from torchgpipe.engine.direct_gradients import DirectGradients, deliver
+from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.kept import KeptGraph
+from torchgpipe.engine.partition_call import PartitionCall
+from torchgpipe.engine.recomputation import Recomputation
+from torchgpipe.engine.workers import Task, run_in_workers
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.replay.seeds import LayerSeeds
+from torchgpipe.schedule import Action, Program, simulate
+from torchgpipe.schedule.action import needs, splits_of
+from torchgpipe.skip.namespace import SkipKey
+
+__all__ = ["run_step"]
+
+#: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
+Finish = Callable[[int, Batch], Tensor]
+
+
+def run_step(
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    inputs: list[Batch],
+    program: Program,
+    finish: Finish,
+    mechanisms: Mechanisms,
+    *,
+    checkpointed: int,
+    backward: bool,
+) -> None:
+    """Run a mini-batch, and add the gradients of its loss to ``.grad``.
+
+    Args:
+        partitions: the layers, on their devices
+        devices: the device of each partition
+        inputs: the micro-batches, on the first device
+        program: a list of actions for each device, which can run
+        finish: computes the loss of a micro-batch from its output
+        mechanisms: the mechanisms of the pipeline
+        checkpointed: how many micro-batches, from the first on, may be recomputed
+        backward: whether to run backward
+
+    Raises:
+        BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
+    """
+    refuse_transforms()
+    _Step(partitions, devices, inputs, finish, mechanisms, checkpointed, backward).run(program)
+
+
+class _Step:
+    """The cells of a step, and what travels between them. See `run_step` for the arguments."""
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        devices: Sequence[torch.device],
+        inputs: list[Batch],
+        finish: Finish,
+        mechanisms: Mechanisms,
+        checkpointed: int,
+        backward: bool,
+    ) -> None:
+        self._m, self._n = len(inputs), len(partitions)
+        self._finish = finish
+        self._checkpointed = checkpointed
+        self._backward_runs = backward
+        self._ambient = Ambient()
+        layers: list[nn.Module] = [layer for partition in partitions for layer in partition]
+        self._seeds = LayerSeeds({layer: k for k, layer in enumerate(layers)})
+        self._calls = make_calls(
+            partitions,
+            devices,
+            mechanisms,
+            lambda device, modules: RandomStates(device, modules, beside=False, between=True, seeded=True),
+            ambient=self._ambient,
+            ordered=False,
+            replicated=False,
+            step=begin_step(self._m, partitions, devices, mechanisms),
+        )
+        self._activations = {(i, 0): _cut(batch) for i, batch in enumerate(inputs)}
+        self._inputs = inputs
+        self._skips: dict[tuple[int, SkipKey], Leaf] = {}
+        self._gradients: dict[tuple[int, int], Leaves] = {}
+        self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
+        self._cells: dict[tuple[int, int], _CutCell] = {}
+
+    def run(self, program: Program) -> None:
+        """Run the actions of a program."""
+        actions = _in_order(program, self._backward_runs)
+        keeps = _next_is_backward(program)
+        try:
+            if self._backward_runs:
+                self._begin_gradients()
+
+            def run(number: int) -> None:
+                kind, i, j = actions[number]
+                if kind == "F":
+                    self._forward(i, j, (i, j) in keeps)
+                else:
+                    self._backward(i, j)
+
+            calls = self._calls
+            if len({call.device for call in calls}) == 1:
+                with calls[0].stream.use():
+                    for number in range(len(actions)):
+                        run(number)
+            else:
+                numbers = {action: number for number, action in enumerate(actions)}
+                splits = splits_of(program)
+                tasks = [
+                    Task(calls[action.j].stream, [numbers[one] for one in needs(action, splits, self._n)])
+                    for action in actions
+                ]
+                run_in_workers(tasks, run, self._ambient)
+            self._seeds.verify()
+        except BaseException:
+            for call in self._calls:
+                if call.direct is not None:
+                    call.direct.restore()
+            raise
+        if self._backward_runs:
+            self._end_gradients()
+
+    def _begin_gradients(self) -> None:
+        owners: dict[Tensor, int] = {}
+        for call in self._calls:
+            for parameter in call.parameters:
+                owners[parameter] = owners.get(parameter, 0) + 1
+        for call in self._calls:
+            shared = any([owners[parameter] > 1 for parameter in call.parameters])
+            call.direct = DirectGradients(call.parameters, call.frozen, shared=shared)
+
+    def _end_gradients(self) -> None:
+        sums = []
+        for call in self._calls:
+            assert call.direct is not None
+            sums += call.direct.commit()
+        deliver(sums)
+        roots, grads = [], []
+        for i, batch in enumerate(self._inputs):
+            for leaf, grad in zip(batch.leaves, self._gradients.get((i, -1)) or ()):
+                if leaf is not None and grad is not None and leaf.requires_grad:
+                    roots.append(leaf)
+                    grads.append(grad)
+        if roots:
+            torch.autograd.backward(roots, grads)
+
+    def _forward(self, i: int, j: int, keeps: bool) -> None:
+        call = self._calls[j]
+        cell = _SeededCell(call, i, self._m, self._seeds, self._finish if j == self._n - 1 else None)
+        try:
+            batch = self._activations.pop((i, j))
+            leaves = batch.leaves if call.arriving is None else copy_forward(call.arriving, i, batch.leaves)
+            for portal in call.receiving:
+                skip = self._skips.pop((i, portal.key))
+                leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
+            cell.begin(batch)
+            cut = _CutCell(cell, recompute=i < self._checkpointed and not keeps)
+            outputs = cut.run(leaves, needs_grad=self._backward_runs and call.needs_grad(leaves))
+            if self._backward_runs:
+                self._cells[i, j] = cut
+            mark_ready(call.leaving, i)
+            if j < self._n - 1:
+                width = len(outputs) - len(call.sending)
+                self._skips.update({(i, portal.key): leaf for portal, leaf in zip(call.sending, outputs[width:])})
+                self._activations[i, j + 1] = cell.end(outputs[:width])
+        except BaseException as error:
+            cell.failed(error, "forward")
+            raise
+
+    def _backward(self, i: int, j: int) -> None:
+        call, cut = self._calls[j], self._cells.pop((i, j))
+        grads: Leaves = (torch.ones(1, device=call.device),)
+        if j < self._n - 1:
+            wait_back(call.leaving, i)
+            grads = self._gradients.pop((i, j))
+            grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
+        with torch.autograd.set_multithreading_enabled(False):
+            result = cut.differentiate(grads)
+        width = len(result) - len(call.receiving)
+        for portal, grad in zip(call.receiving, result[width:]):
+            back = (grad,) if portal.route is None else copy_back(portal.route, i, (grad,))
+            self._skip_gradients[i, portal.key] = back[0]
+        result = result[:width]
+        if call.arriving is not None:
+            result = copy_back(call.arriving, i, result)
+        self._gradients[i, j - 1] = result
+
+
+class _SeededCell(Cell):
+    """A cell whose layers have seeds of their own; in the last partition, its output is the loss."""
+
+    __slots__ = ("_finish", "_seeds")
+
+    def __init__(self, call: PartitionCall, i: int, m: int, seeds: LayerSeeds, finish: Finish | None) -> None:
+        super().__init__(call, i, m)
+        self._seeds = seeds
+        self._finish = finish
+
+    def compute(self, leaves: Leaves) -> Leaves:
+        """Run the layers, and the loss function behind the last ones."""
+        with self._seeds.at(self.i, self.call.device):
+            if self._finish is None:
+                return super().compute(leaves)
+            return (self._finish(self.i, self.call.run_layers(self._input.replace(leaves))),)
+
+
+class _CutCell:
+    """A cell whose inputs are the leaves of its graph.
+
+    Args:
+        cell: the cell
+        recompute: whether to keep the inputs only, and to run again at backward
+    """
+
+    __slots__ = ("_cell", "_leaves", "_recompute", "_run")
+
+    def __init__(self, cell: Cell, *, recompute: bool) -> None:
+        self._cell = cell
+        self._recompute = recompute
+        self._run: Recomputation | KeptGraph | None = None
+        self._leaves: Leaves = ()
+
+    def run(self, leaves: Leaves, *, needs_grad: bool) -> Leaves:
+        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients."""
+        self._leaves = tuple([None] * len(leaves))
+        if not needs_grad:
+            with self._cell.recorded("forward"), torch.no_grad():
+                return self._cell.compute(leaves)
+        if self._recompute:
+            self._run, self._leaves = Recomputation(self._cell), leaves
+            with torch.no_grad():
+                outputs = self._run.first_run(leaves)
+            # Which outputs need a gradient is known in the second run only.
+            return tuple([x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in outputs])
+        self._run = KeptGraph(self._cell)
+        outputs = self._run.only_run(leaves)
+        self._leaves = leaves
+        return tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in outputs])
+
+    def differentiate(self, grads: Leaves) -> Leaves:
+        """Return the gradients of the input leaves, given those of the outputs, and drop the graph."""
+        run, leaves = self._run, self._leaves
+        self._run, self._leaves = None, ()
+        if run is None or all([grad is None for grad in grads]):
+            return tuple([None] * len(leaves))
+        if isinstance(run, Recomputation):
+            run.second_run(leaves)
+            return tuple(run.differentiate(grads, runs_again=False))
+        needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
+        return tuple(run.differentiate(grads, needed, keep_graph=False))
+
+
+def _cut(batch: Batch) -> Batch:
+    """Return a batch whose leaves have no history."""
+    return batch.replace(tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]))
+
+
+def _in_order(program: Program, backward: bool) -> list[Action]:
+    """Return all actions, by clock and device: the order in which errors count."""
+    if not backward:
+        program = [[action for action in own if action[0] == "F"] for own in program]
+    starts = simulate(program).starts
+    return [action for _, _, action in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
+
+
+def _next_is_backward(program: Program) -> set[tuple[int, int]]:
+    """Return the cells whose backward follows their forward, with at most cells of the same micro-batch between."""
+    keeps = set()
+    for own in program:
+        open_: list[tuple[int, int]] = []
+        for kind, i, j in own:
+            if kind == "F":
+                open_ = [*[cell for cell in open_ if cell[0] == i], (i, j)]
+            elif (i, j) in open_:
+                keeps.add((i, j))
+            else:
+                open_ = []
+    return keeps

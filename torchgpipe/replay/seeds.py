@@ -1,0 +1,139 @@
+"""Seeds for layers: in a step, the random numbers of a layer depend on the step, the micro-batch and the layer only.
+
+So dropout is the same for any balance, schedule, checkpoint mode and number of devices, and a recomputation draws the
+numbers of the first run without noting anything.
+
+Only layers that draw pay. The first run of a layer shows whether the layer draws. `LayerSeeds.run` seeds the generator
+of the device before every run of a layer that draws, and puts the generator back afterwards. The CPU has one generator
+for all threads, so such layers of the CPU run one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.device import device_module
+
+__all__ = ["LayerSeeds", "current_seeds"]
+
+#: For a layer, and the training modes of all modules in it, whether it draws.
+_Draws = WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]]
+
+_draws: _Draws = WeakKeyDictionary()
+#: Held while a generator of the CPU has the seed of a layer.
+_cpu_lock = threading.RLock()
+
+
+class LayerSeeds:
+    """The seeds of a step.
+
+    Args:
+        layers: the position of each layer in the model
+    """
+
+    def __init__(self, layers: Mapping[nn.Module, int]) -> None:
+        self._positions = layers
+        self._modes = {layer: tuple([module.training for module in layer.modules()]) for layer in layers}
+        # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
+        self._base = int(torch.randint(2**62, (), dtype=torch.int64))
+        self._before = _state(torch.default_generator)
+
+    def at(self, i: int, device: torch.device) -> AbstractContextManager[None]:
+        """Let `Partition` run its layers with the seeds of micro-batch ``i`` in a ``with`` block."""
+        return _At(self, i, device)
+
+    def run(self, i: int, device: torch.device, layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        """Run a layer on micro-batch ``i``, with its own seed if it draws."""
+        modes = self._modes[layer]
+        known = _draws.get(layer, {}).get(modes)
+        if known is False:
+            return layer(*inputs, **keywords)
+        generators = _generators(device)
+        seed = _hash(self._base, i, self._positions[layer])
+        with _cpu_lock if device.type == "cpu" or known is None else nullcontext():
+            before = [_state(generator) for generator in generators]
+            for generator in generators:
+                generator.manual_seed(seed)
+            seeded = [_state(generator) for generator in generators] if known is None else []
+            try:
+                return layer(*inputs, **keywords)
+            finally:
+                if known is None:
+                    drew = any(not torch.equal(_state(one), old) for one, old in zip(generators, seeded))
+                    _draws.setdefault(layer, {})[modes] = drew
+                for generator, state in zip(generators, before):
+                    generator.set_state(state)
+
+    def verify(self) -> None:
+        """Check at the end of a step that no layer has drawn which had not drawn in earlier steps.
+
+        Raises:
+            RuntimeError: a layer has, so its numbers were not its own, and a recomputation may have drawn others.
+        """
+        with _cpu_lock:
+            if torch.equal(_state(torch.default_generator), self._before):
+                return
+        for layer in self._positions:
+            _draws.pop(layer, None)
+        raise RuntimeError(
+            "a layer has drawn random numbers in this step that drew none when it first ran in this mode, so its "
+            "numbers were not seeded, and the gradients of this step are dropped; call step() again, which finds such "
+            "layers anew, and let no other thread draw from the CPU's generator meanwhile"
+        )
+
+
+class _At:
+    __slots__ = ("_run", "_token")
+
+    def __init__(self, seeds: LayerSeeds, i: int, device: torch.device) -> None:
+        def run(layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+            return seeds.run(i, device, layer, *inputs, **keywords)
+
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._run)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
+_current: ContextVar[Callable[..., Any] | None] = ContextVar("torchgpipe_layer_seeds", default=None)
+
+
+def current_seeds() -> Callable[..., Any] | None:
+    """Return what runs a layer with its seed, as ``run(layer, *inputs)``, or None outside of a step."""
+    return _current.get()
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that layers on ``device`` draw from."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    return [device_module(device).default_generators[device.index]]
+
+
+def _state(generator: torch.Generator) -> Tensor:
+    return generator.get_state()
+
+
+def _hash(base: int, i: int, position: int) -> int:
+    """Return a seed of 32 bits, all that the generator of the CPU uses, by the mixing function of SplitMix64.
+
+    Source: G. L. Steele, D. Lea, C. H. Flood, Fast Splittable Pseudorandom Number Generators, 2014.
+    """
+    value = base
+    for part in (i, position):
+        value = (value + (part + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    return (value ^ (value >> 32)) & 0xFFFFFFFF
