@@ -5,7 +5,8 @@ A cell does not know what schedules it, and keeps no tensor: only the structure 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine.partition_call import PartitionCall
@@ -45,6 +46,16 @@ class Cell:
         """Tell the listener of the mini-batch, if there is one, what runs in a ``with`` block."""
         call = self.call
         return recorded(call.step, kind, self.i, call.j, None, call.stream)
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Tell the listener of a backward in a ``with`` block, and add a note to its errors."""
+        try:
+            with self.recorded("backward"):
+                yield
+        except BaseException as error:
+            self.failed(error, "backward")
+            raise
 
     def failed(self, error: BaseException, phase: str) -> None:
         """Add a note to ``error`` that tells the cell and the phase: forward, recomputation or backward."""

@@ -64,6 +64,11 @@ class DirectGradients:
             self._sums[k] = sum_of(self._sums[k], grad)
         return result[: len(leaves)]
 
+    @property
+    def adds_to_grad(self) -> bool:
+        """Whether each cell adds to ``.grad``."""
+        return self._sums is None
+
     def commit(self) -> list[tuple[Tensor, Tensor]]:
         """Add the gradients that were set aside, and return parameters and sums that are still to be delivered."""
         for parameter, before in zip(self._parameters, self._before):

@@ -37,15 +37,18 @@ def refuse_transforms() -> None:
         )
 
 
-def accumulate(roots: Sequence[Edge], grads: Sequence[Tensor], keep_graph: bool) -> None:
-    """Add the gradients of all leaves of a graph to their ``.grad``, as `torch.autograd.backward` does.
+def accumulate(roots: Sequence[Edge], grads: Sequence[Tensor], keep_graph: bool, leaves: Sequence[Tensor] = ()) -> None:
+    """Add the gradients of the leaves of a graph to their ``.grad``, as `torch.autograd.backward` does.
 
     Args:
         roots: where the graph is entered
         grads: a gradient for each root
         keep_graph: whether the graph will be differentiated again
+        leaves: the leaves that get a gradient (default: all)
     """
-    run_backward(tuple(roots), tuple(grads), keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+    run_backward(
+        tuple(roots), tuple(grads), keep_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def gradients(roots: Sequence[Edge], grads: Sequence[Tensor], inputs: Sequence[Tensor], keep_graph: bool) -> list[Leaf]:

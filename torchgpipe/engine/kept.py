@@ -22,6 +22,7 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge, Function
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.recomputation import differentiate, roots_of
+from torchgpipe.engine.split_backward import SplitBackward
 
 __all__ = ["Enter", "KeptGraph"]
 
@@ -33,9 +34,10 @@ class KeptGraph:
         cell: the cell
     """
 
-    __slots__ = ("_entrance", "_roots", "cell")
+    __slots__ = ("_entrance", "_roots", "_split", "cell")
 
     _roots: list[Edge | None]
+    _split: SplitBackward
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
@@ -68,6 +70,29 @@ class KeptGraph:
             differentiate(self.cell, self._roots, grads, leaves, keep_graph=keep_graph)
         result = iter(taken or [None] * sum(needed))
         return [next(result) if need else None for need in needed]
+
+    def differentiate_inputs(self, grads: Leaves, needed: Sequence[bool]) -> list[Leaf] | None:
+        """Return the gradients of the inputs, and leave those of the weights to `differentiate_weights`.
+
+        None, if the graph has to be differentiated at once.
+        """
+        entered = [(root, grad) for root, grad in zip(self._roots, grads) if root is not None and grad is not None]
+        if not entered:
+            return None
+        edges, arriving = zip(*entered)
+        split = SplitBackward(edges, self._entrance.leaf)
+        if not split.is_possible:
+            return None
+        with self._entrance.taking() as taken, self.cell.differentiating():
+            split.differentiate_inputs(arriving)
+        self._split, self._roots = split, []
+        result = iter(taken or [None] * sum(needed))
+        return [next(result) if need else None for need in needed]
+
+    def differentiate_weights(self) -> None:
+        """Add the gradients of the weights to ``.grad``, after `differentiate_inputs`."""
+        with self.cell.differentiating():
+            self._split.differentiate_weights()
 
 
 class _Entrance:

@@ -158,22 +158,18 @@ def differentiate(
         RuntimeError: the cell had another number of outputs in its first run.
         Exception: what the backward of a layer raises, with a note of the cell.
     """
-    try:
-        with cell.recorded("backward"):
-            if len(roots) != len(grads):
-                raise RuntimeError(
-                    f"{cell.call.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "
-                    "must do the same both times, or run with checkpoint='never'"
-                )
-            entered = [(root, grad) for root, grad in zip(roots, grads) if root is not None and grad is not None]
-            if not entered:
-                return [None] * len(leaves)
-            edges, gradients = zip(*entered)
-            sink = cell.call.direct or cell.call.gradients
-            return sink.differentiate(edges, gradients, leaves, keep_graph=keep_graph)
-    except BaseException as error:
-        cell.failed(error, "backward")
-        raise
+    with cell.differentiating():
+        if len(roots) != len(grads):
+            raise RuntimeError(
+                f"{cell.call.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "
+                "must do the same both times, or run with checkpoint='never'"
+            )
+        entered = [(root, grad) for root, grad in zip(roots, grads) if root is not None and grad is not None]
+        if not entered:
+            return [None] * len(leaves)
+        edges, gradients = zip(*entered)
+        sink = cell.call.direct or cell.call.gradients
+        return sink.differentiate(edges, gradients, leaves, keep_graph=keep_graph)
 
 
 def roots_of(outputs: Leaves) -> list[Edge | None]:

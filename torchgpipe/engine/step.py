@@ -14,6 +14,8 @@ worker: a device thread of the autograd engine could not run them while it waits
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +124,11 @@ class _Step:
                 kind, i, j = actions[number]
                 if kind == "F":
                     self._forward(i, j, (i, j) in keeps)
+                elif kind == "W":
+                    with torch.autograd.set_multithreading_enabled(False):
+                        self._cells.pop((i, j)).differentiate_weights()
                 else:
-                    self._backward(i, j)
+                    self._backward(i, j, split=kind == "I")
 
             calls = self._calls
             if len({call.device for call in calls}) == 1:
@@ -194,15 +199,17 @@ class _Step:
             cell.failed(error, "forward")
             raise
 
-    def _backward(self, i: int, j: int) -> None:
-        call, cut = self._calls[j], self._cells.pop((i, j))
+    def _backward(self, i: int, j: int, *, split: bool) -> None:
+        call, cut = self._calls[j], self._cells[i, j]
+        if not split:
+            del self._cells[i, j]
         grads: Leaves = (torch.ones(1, device=call.device),)
         if j < self._n - 1:
             wait_back(call.leaving, i)
             grads = self._gradients.pop((i, j))
             grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
         with torch.autograd.set_multithreading_enabled(False):
-            result = cut.differentiate(grads)
+            result = cut.differentiate(grads, split=split)
         width = len(result) - len(call.receiving)
         for portal, grad in zip(call.receiving, result[width:]):
             back = (grad,) if portal.route is None else copy_back(portal.route, i, (grad,))
@@ -239,13 +246,14 @@ class _CutCell:
         recompute: whether to keep the inputs only, and to run again at backward
     """
 
-    __slots__ = ("_cell", "_leaves", "_recompute", "_run")
+    __slots__ = ("_cell", "_leaves", "_recompute", "_rest", "_run")
 
     def __init__(self, cell: Cell, *, recompute: bool) -> None:
         self._cell = cell
         self._recompute = recompute
         self._run: Recomputation | KeptGraph | None = None
         self._leaves: Leaves = ()
+        self._rest: Callable[[], Any] | None = None
 
     def run(self, leaves: Leaves, *, needs_grad: bool) -> Leaves:
         """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients."""
@@ -264,8 +272,13 @@ class _CutCell:
         self._leaves = leaves
         return tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in outputs])
 
-    def differentiate(self, grads: Leaves) -> Leaves:
-        """Return the gradients of the input leaves, given those of the outputs, and drop the graph."""
+    def differentiate(self, grads: Leaves, *, split: bool) -> Leaves:
+        """Return the gradients of the input leaves, given those of the outputs, and drop the graph.
+
+        Args:
+            grads: the gradients of the outputs
+            split: whether to leave the gradients of weights to `differentiate_weights`, if that is possible
+        """
         run, leaves = self._run, self._leaves
         self._run, self._leaves = None, ()
         if run is None or all([grad is None for grad in grads]):
@@ -274,7 +287,21 @@ class _CutCell:
             run.second_run(leaves)
             return tuple(run.differentiate(grads, runs_again=False))
         needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
+        direct = self._cell.call.direct
+        if split and direct is not None and direct.adds_to_grad:
+            if not any(needed):
+                self._rest = partial(run.differentiate, grads, needed, keep_graph=False)
+                return tuple([None] * len(leaves))
+            result = run.differentiate_inputs(grads, needed)
+            if result is not None:
+                self._rest = run.differentiate_weights
+                return tuple(result)
         return tuple(run.differentiate(grads, needed, keep_graph=False))
+
+    def differentiate_weights(self) -> None:
+        """Run what `differentiate` has left, if anything."""
+        if self._rest is not None:
+            self._rest()
 
 
 def _cut(batch: Batch) -> Batch:

@@ -1,0 +1,309 @@
+"""A step gives the gradients of the plain model run micro-batch by micro-batch, to the last bit, in all schedules."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.conftest import Devices, Pipe
+from tests.fake_accelerator import on_fake_devices
+from tests.skip.layers import pair
+from tests.test_transparency import Case, cases
+from torchgpipe import GPipe
+from torchgpipe.schedule import program
+
+SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
+
+
+def plain_step(module: nn.Module, inputs: list[Any], losses: Callable[[int, Any], Tensor], schedule: str) -> Tensor:
+    """Run micro-batches forward, and then backward one by one, in the order of the schedule; return the loss."""
+    shares = [losses(i, module(value)) for i, value in enumerate(inputs)]
+    order = reversed(range(len(shares))) if schedule == "GPipe" else range(len(shares))
+    for i in order:
+        if shares[i].requires_grad:
+            shares[i].backward()
+    return torch.stack([share.detach().double() for share in shares]).sum()
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        other = actual[name]
+        same = other is value is None or (other is not None and value is not None and torch.equal(other, value))
+        assert same, f"{name} differs"
+
+
+@given(case=cases(training=st.just(True)), schedule=st.sampled_from(SCHEDULES))
+def test_any_model_gives_what_the_plain_model_gives(pipe: Pipe, devices: Devices, case: Case, schedule: str) -> None:
+    assume(len(case.inputs) == 1 and isinstance(case.inputs[0], Tensor) and len(case.inputs[0]) > 0)
+    x: Tensor = case.inputs[0]
+    m = len(x.chunk(case.chunks))
+
+    def loss_fn(output: Any, _: Any) -> Tensor:
+        loss = case.loss(output)
+        return torch.zeros((), dtype=torch.float64) if loss is None else loss
+
+    plain, mine, its = case.set_mode(copy.deepcopy(case.module)), copy.deepcopy(x), copy.deepcopy(x)
+    with torch.set_grad_enabled(True):
+        expected = plain_step(
+            plain,
+            [part.clone() for part in mine.chunk(case.chunks)],
+            lambda _, output: loss_fn(output, None) * (1 / m),
+            schedule,
+        )
+    model: Any = case.pipeline(pipe, devices)
+    places = [model.devices.index(device) for device in model.devices]
+    contiguous = all(a == b or b not in places[: k + 1] for k, (a, b) in enumerate(itertools.pairwise(places)))
+    assume(schedule == "GPipe" or contiguous)
+    model._schedule, model._loss_fn, model._weight = schedule, loss_fn, lambda _: 1
+    loss = model.step(its, torch.zeros(len(x)))
+    assert torch.equal(loss, expected.to(loss))
+    assert_equal(grads_of(model), grads_of(plain))
+    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_equal({"input": its.grad}, {"input": mine.grad})
+
+
+# ------------------------------------------------------------------------------------------------ particular models
+
+
+def mlp(width: int = 6, layers: int = 4, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh()) for _ in range(layers)]
+    ).double()
+
+
+def data(rows: int = 8, width: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, width, dtype=torch.float64), torch.randn(rows, width, dtype=torch.float64)
+
+
+def stepping(module: nn.Sequential, devices: list[str], **options: Any) -> GPipe:
+    options = {"chunks": 4, "loss_fn": F.mse_loss, **options}
+    balance = options.pop("balance", [1] * len(devices))
+    return GPipe(module, balance, devices=devices, **options)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_dropout_is_the_same_however_the_model_is_cut(schedule: str, checkpoint: str) -> None:
+    """The reference is a step on one device without checkpointing."""
+    x, y = data()
+
+    def run(devices: list[str], balance: list[int], schedule: str, checkpoint: str) -> list[Tensor]:
+        model = stepping(mlp(dropout=0.3), devices, balance=balance, schedule=schedule, checkpoint=checkpoint)
+        torch.manual_seed(2)
+        losses = [model.step(x, y) for _ in range(3)]
+        return [*losses, torch.rand(1)]
+
+    expected = run(["cpu"], [4], "1F1B", "never")
+    assert len({float(loss) for loss in expected}) == 4
+    looped = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+    cuts = [(["cpu:0", "cpu:1"], [1, 3]), (["cpu:0", "cpu:1"], [2, 2]), (["cpu"] * 4, [1] * 4)]
+    for devices, balance in [(looped, [1] * 4)] if schedule == "Interleaved1F1B" else cuts:
+        assert run(devices, balance, schedule, checkpoint) == expected
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "Interleaved1F1B"])
+def test_on_accelerators_every_wait_is_there(schedule: str, checkpoint: str) -> None:
+    """Skips go straight from device to device, forward and backward."""
+    x, y = data()
+    stash, pop = pair()
+    torch.manual_seed(0)
+    lines = [nn.Linear(6, 6).double() for _ in range(3)]
+    module = nn.Sequential(nn.Sequential(lines[0], stash), lines[1], nn.Tanh(), nn.Sequential(pop, lines[2]))
+    plain = copy.deepcopy(module)
+    names = [f"cpu:{k % (2 if schedule == 'Interleaved1F1B' else 4)}" for k in range(4)]
+    model = stepping(module, names, schedule=schedule, checkpoint=checkpoint)
+    with on_fake_devices(model):
+        loss = model.step(x, y)
+        result = float(loss)
+    expected = plain_step(
+        plain,
+        list(x.chunk(4)),
+        lambda i, output: F.mse_loss(output, y.chunk(4)[i]) * (1 / 4),
+        "GPipe" if schedule == "GPipe" else "1F1B",
+    )
+    assert result == float(expected)
+    assert_equal(grads_of(model), grads_of(plain))
+
+
+def test_a_smaller_last_mini_batch_and_weights(devices: Devices) -> None:
+    """The mean over tokens: padded targets weigh nothing, in a micro-batch of nothing else as well."""
+    x, _ = data(rows=7)
+    y = torch.tensor([0, 1, -100, -100, 2, -100, 3])
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
+    plain = copy.deepcopy(module)
+    model = stepping(
+        module, devices(2), loss_fn=F.cross_entropy, weight=lambda target: (target != -100).sum(), chunks=4
+    )
+    loss = model.step(x, y)
+    expected = F.cross_entropy(plain(x), y)
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_gradients_of_earlier_steps_are_added_to_in_place(devices: Devices) -> None:
+    x, y = data()
+    model = stepping(mlp(), devices(4))
+    model.step(x, y)
+    before = [parameter.grad for parameter in model.parameters()]
+    once = [None if grad is None else grad.clone() for grad in before]
+    model.step(x, y)
+    for parameter, grad, single in zip(model.parameters(), before, once, strict=True):
+        assert parameter.grad is grad
+        assert single is not None and torch.equal(parameter.grad, single + single)
+
+
+def test_hooks_of_parameters_are_called_once_with_the_whole_gradient(devices: Devices) -> None:
+    x, y = data()
+    model, other = stepping(mlp(), devices(4)), stepping(mlp(), devices(4))
+    heard: list[Tensor] = []
+    accumulated: list[Tensor] = []
+    weight = model[1][0].weight
+    weight.register_hook(lambda grad: heard.append(grad.clone()) or grad * 2)
+    weight.register_post_accumulate_grad_hook(lambda parameter: accumulated.append(parameter.grad.clone()))
+    model.step(x, y)
+    other.step(x, y)
+    (whole,) = heard
+    assert torch.equal(whole, other[1][0].weight.grad)
+    assert torch.equal(weight.grad, whole * 2)
+    assert [torch.equal(grad, weight.grad) for grad in accumulated] == [True]
+
+
+def test_shared_parameters_are_summed_partition_by_partition() -> None:
+    """One device, two partitions, one weight: the sum of each partition comes first."""
+    x, y = data()
+    first, last = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+    last.weight = first.weight
+    model = stepping(nn.Sequential(first, last), ["cpu", "cpu"])
+    model.step(x, y)
+    parts: list[Tensor] = []
+    for own in (0, 1):
+        a, b = copy.deepcopy(first), copy.deepcopy(last)
+        shared = [a, b][own].weight
+        [a, b][own].weight.grad = None
+        plain = nn.Sequential(a, b)
+        for k, chunk in enumerate(x.chunk(4)):
+            (F.mse_loss(plain(chunk), y.chunk(4)[k]) * (1 / 4)).backward()
+        assert shared.grad is not None
+        parts.append(shared.grad)
+    assert torch.equal(first.weight.grad, parts[0] + parts[1])
+
+
+def test_frozen_layers_get_nothing_and_no_backward_before_the_first_trained_one(devices: Devices) -> None:
+    x, y = data()
+    ran: list[int] = []
+
+    class Watch(nn.Module):
+        def __init__(self, k: int) -> None:
+            super().__init__()
+            self.k = k
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda _: ran.append(self.k))
+            return x
+
+    layers = [nn.Sequential(nn.Linear(6, 6).double(), Watch(k)) for k in range(4)]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    model = stepping(nn.Sequential(*layers), devices(4), checkpoint="never")
+    model.step(x, y)
+    assert set(ran) == {2, 3}
+    assert [layer[0].weight.grad is None for layer in layers] == [True, True, False, False]
+
+
+def test_without_grad_there_is_a_loss_only(devices: Devices) -> None:
+    x, y = data()
+    model = stepping(mlp(), devices(4))
+    with torch.no_grad():
+        loss = model.step(x, y)
+    assert float(loss) == float(model.step(x, y))
+    assert loss.dim() == 0
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+class Fault(Exception):
+    pass
+
+
+class Failing(nn.Module):
+    """Fails forward, or backward, at one micro-batch."""
+
+    def __init__(self, i: int, phase: str) -> None:
+        super().__init__()
+        self.i, self.phase, self.runs = i, phase, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        i, self.runs = self.runs, self.runs + 1
+        if self.phase == "forward" and i == self.i:
+            raise Fault
+        if self.phase == "backward" and x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda _: self._fail() if i == self.i else None)
+        return x
+
+    def _fail(self) -> None:
+        raise Fault
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("j", [0, 1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("present", [True, False], ids=["gradients present", "no gradients"])
+def test_a_failing_step_leaves_gradients_as_they_were(
+    devices: Devices, schedule: str, j: int, phase: str, present: bool
+) -> None:
+    x, y = data()
+    layers = list(mlp())
+    failing = Failing(2, phase)
+    layers[j] = nn.Sequential(layers[j], failing)
+    model = stepping(nn.Sequential(*layers), devices(4), schedule=schedule, checkpoint="never")
+    before: list[Tensor | None] = [None for _ in model.parameters()]
+    if present:
+        failing.i = -1
+        model.step(x, y)
+        failing.i, failing.runs = 2, 0
+        before = [parameter.grad for parameter in model.parameters()]
+    kept = [grad if grad is None else grad.clone() for grad in before]
+    threads = threading.active_count()
+    with pytest.raises(Fault) as info:
+        model.step(x, y)
+    assert f"micro-batch 2 of 4, partition {j}" in info.value.__notes__[0]
+    assert info.value.__notes__[0].endswith(f"during {phase}")
+    assert threading.active_count() == threads
+    for parameter, grad, copied in zip(model.parameters(), before, kept, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or (copied is not None and torch.equal(grad, copied))
+    failing.i, failing.runs = -1, 0
+    model.step(x, y)
+
+
+def test_what_is_missing_or_does_not_fit_is_refused(devices: Devices) -> None:
+    x, y = data()
+    with pytest.raises(ValueError, match="a step needs a loss"):
+        GPipe(mlp(), [4], devices=["cpu"]).step(x, y)
+    with pytest.raises(ValueError, match="input and target must have the same size in dimension 0"):
+        stepping(mlp(), devices(4)).step(x, y[:5])
+    with pytest.raises(ValueError, match="this program cannot run"):
+        stepping(mlp(), devices(4), schedule=program("1F1B", 2, [0])).step(x, y)
