@@ -307,3 +307,52 @@ def test_what_is_missing_or_does_not_fit_is_refused(devices: Devices) -> None:
         stepping(mlp(), devices(4)).step(x, y[:5])
     with pytest.raises(ValueError, match="this program cannot run"):
         stepping(mlp(), devices(4), schedule=program("1F1B", 2, [0])).step(x, y)
+
+
+# ------------------------------------------------------------------------------------------------ the caller's settings
+
+
+def test_backward_is_outside_of_autocast(devices: Devices) -> None:
+    """As ``loss.backward()`` is; the gradients are those of a plain model whose forward alone is inside."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    plain = copy.deepcopy(module)
+    x, y = (value.float() for value in data())
+    model = stepping(module, devices(4), schedule="1F1B")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.step(x, y)
+    for k, part in enumerate(x.chunk(4)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.mse_loss(plain(part), y.chunk(4)[k]) * (1 / 4)
+        loss.backward()
+    assert_equal(grads_of(model), grads_of(plain))
+
+
+def test_a_loss_that_draws(devices: Devices) -> None:
+    """The numbers of the loss function depend on the step and the micro-batch only, as those of layers do."""
+    x, y = data()
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target + torch.rand_like(target))
+
+    def run(names: list[str], schedule: str) -> Tensor:
+        model = stepping(mlp(), names, balance=[4] if len(names) == 1 else [1] * 4, loss_fn=noisy, schedule=schedule)
+        torch.manual_seed(3)
+        return model.step(x, y)
+
+    assert run(devices(4), "GPipe") == run(["cpu"], "1F1B")
+
+
+def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:
+    """Its numbers were not seeded, so a recomputation may have drawn others; the next step finds it."""
+    x, y = data()
+    module = mlp()
+    model = stepping(module, devices(4), checkpoint="always")
+    model.step(x, y)
+    model.zero_grad()
+    for layer in module:
+        layer[1].p = 0.5
+    with pytest.raises(RuntimeError, match="drew none when it first ran"):
+        model.step(x, y)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.step(x, y)

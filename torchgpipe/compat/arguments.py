@@ -6,10 +6,11 @@ leaves, so that the engine needs no special case for them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.model import microbatch
@@ -41,7 +42,7 @@ class Arguments(Batch):
             raise TypeError(f"{source} must have a tensor in it, but is {type(value).__name__} without one")
         return cls(tuple(leaves), spec)
 
-    def pass_to(self, module: nn.Module) -> Any:
+    def pass_to(self, module: Callable[..., Any]) -> Any:
         """Call a module with the value, or with the items of a tuple as arguments, and return the output."""
         value = self.value
         if isinstance(value, tuple) and not isinstance(value, Inputs):

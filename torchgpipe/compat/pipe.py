@@ -213,6 +213,14 @@ class Pipe(GPipe):
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to run a step: the removed Pipe had none.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a Pipe has no step; wrap the layers in torchgpipe.GPipe(..., schedule=..., loss_fn=...)")
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, overrides
+from torch import Tensor, nn, overrides
 from torch.autograd import profiler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +39,7 @@ __all__ = [
     "function_modes",
     "gradient_hooks",
     "has_gradient_hooks",
+    "is_compiled",
     "joins_unevenly",
     "keeps_graph",
     "pop_dispatch_mode",
@@ -207,6 +208,15 @@ def forget_parametrizations() -> None:
     """
     if parametrize._cache_enabled:
         parametrize._cache.clear()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called.
+
+    In a step, each layer of a partition has a seed of its own, but a compiled partition runs as a whole. Since 2.2. A
+    flag that `Partition.compile` sets could take its place.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def active_data_parallel() -> Any:

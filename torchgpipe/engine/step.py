@@ -13,22 +13,18 @@ worker: a device thread of the autograd engine could not run them while it waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
-from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_back
+from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver
 from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.kept import KeptGraph
-from torchgpipe.engine.partition_call import PartitionCall
-from torchgpipe.engine.recomputation import Recomputation
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
@@ -40,9 +36,6 @@ from torchgpipe.schedule.action import needs, splits_of
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = ["run_step"]
-
-#: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
-Finish = Callable[[int, Batch], Tensor]
 
 
 def run_step(
@@ -93,8 +86,7 @@ class _Step:
         self._checkpointed = checkpointed
         self._backward_runs = backward
         self._ambient = Ambient()
-        layers: list[nn.Module] = [layer for partition in partitions for layer in partition]
-        self._seeds = LayerSeeds({layer: k for k, layer in enumerate(layers)})
+        self._seeds = LayerSeeds(partitions)
         self._calls = make_calls(
             partitions,
             devices,
@@ -110,7 +102,7 @@ class _Step:
         self._skips: dict[tuple[int, SkipKey], Leaf] = {}
         self._gradients: dict[tuple[int, int], Leaves] = {}
         self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
-        self._cells: dict[tuple[int, int], _CutCell] = {}
+        self._cells: dict[tuple[int, int], CutCell] = {}
 
     def run(self, program: Program) -> None:
         """Run the actions of a program."""
@@ -125,7 +117,7 @@ class _Step:
                 if kind == "F":
                     self._forward(i, j, (i, j) in keeps)
                 elif kind == "W":
-                    with torch.autograd.set_multithreading_enabled(False):
+                    with self._differentiating():
                         self._cells.pop((i, j)).differentiate_weights()
                 else:
                     self._backward(i, j, split=kind == "I")
@@ -151,6 +143,12 @@ class _Step:
             raise
         if self._backward_runs:
             self._end_gradients()
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        """Run backward in a ``with`` block: in this thread, and outside of autocast, as ``loss.backward()`` is."""
+        with torch.autograd.set_multithreading_enabled(False), self._ambient.without_autocast():
+            yield
 
     def _begin_gradients(self) -> None:
         owners: dict[Tensor, int] = {}
@@ -178,7 +176,7 @@ class _Step:
 
     def _forward(self, i: int, j: int, keeps: bool) -> None:
         call = self._calls[j]
-        cell = _SeededCell(call, i, self._m, self._seeds, self._finish if j == self._n - 1 else None)
+        cell = SeededCell(call, i, self._m, self._seeds, self._finish if j == self._n - 1 else None)
         try:
             batch = self._activations.pop((i, j))
             leaves = batch.leaves if call.arriving is None else copy_forward(call.arriving, i, batch.leaves)
@@ -186,7 +184,7 @@ class _Step:
                 skip = self._skips.pop((i, portal.key))
                 leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
             cell.begin(batch)
-            cut = _CutCell(cell, recompute=i < self._checkpointed and not keeps)
+            cut = CutCell(cell, recompute=i < self._checkpointed and not keeps)
             outputs = cut.run(leaves, needs_grad=self._backward_runs and call.needs_grad(leaves))
             if self._backward_runs:
                 self._cells[i, j] = cut
@@ -208,7 +206,7 @@ class _Step:
             wait_back(call.leaving, i)
             grads = self._gradients.pop((i, j))
             grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
-        with torch.autograd.set_multithreading_enabled(False):
+        with self._differentiating():
             result = cut.differentiate(grads, split=split)
         width = len(result) - len(call.receiving)
         for portal, grad in zip(call.receiving, result[width:]):
@@ -218,90 +216,6 @@ class _Step:
         if call.arriving is not None:
             result = copy_back(call.arriving, i, result)
         self._gradients[i, j - 1] = result
-
-
-class _SeededCell(Cell):
-    """A cell whose layers have seeds of their own; in the last partition, its output is the loss."""
-
-    __slots__ = ("_finish", "_seeds")
-
-    def __init__(self, call: PartitionCall, i: int, m: int, seeds: LayerSeeds, finish: Finish | None) -> None:
-        super().__init__(call, i, m)
-        self._seeds = seeds
-        self._finish = finish
-
-    def compute(self, leaves: Leaves) -> Leaves:
-        """Run the layers, and the loss function behind the last ones."""
-        with self._seeds.at(self.i, self.call.device):
-            if self._finish is None:
-                return super().compute(leaves)
-            return (self._finish(self.i, self.call.run_layers(self._input.replace(leaves))),)
-
-
-class _CutCell:
-    """A cell whose inputs are the leaves of its graph.
-
-    Args:
-        cell: the cell
-        recompute: whether to keep the inputs only, and to run again at backward
-    """
-
-    __slots__ = ("_cell", "_leaves", "_recompute", "_rest", "_run")
-
-    def __init__(self, cell: Cell, *, recompute: bool) -> None:
-        self._cell = cell
-        self._recompute = recompute
-        self._run: Recomputation | KeptGraph | None = None
-        self._leaves: Leaves = ()
-        self._rest: Callable[[], Any] | None = None
-
-    def run(self, leaves: Leaves, *, needs_grad: bool) -> Leaves:
-        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients."""
-        self._leaves = tuple([None] * len(leaves))
-        if not needs_grad:
-            with self._cell.recorded("forward"), torch.no_grad():
-                return self._cell.compute(leaves)
-        if self._recompute:
-            self._run, self._leaves = Recomputation(self._cell), leaves
-            with torch.no_grad():
-                outputs = self._run.first_run(leaves)
-            # Which outputs need a gradient is known in the second run only.
-            return tuple([x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in outputs])
-        self._run = KeptGraph(self._cell)
-        outputs = self._run.only_run(leaves)
-        self._leaves = leaves
-        return tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in outputs])
-
-    def differentiate(self, grads: Leaves, *, split: bool) -> Leaves:
-        """Return the gradients of the input leaves, given those of the outputs, and drop the graph.
-
-        Args:
-            grads: the gradients of the outputs
-            split: whether to leave the gradients of weights to `differentiate_weights`, if that is possible
-        """
-        run, leaves = self._run, self._leaves
-        self._run, self._leaves = None, ()
-        if run is None or all([grad is None for grad in grads]):
-            return tuple([None] * len(leaves))
-        if isinstance(run, Recomputation):
-            run.second_run(leaves)
-            return tuple(run.differentiate(grads, runs_again=False))
-        needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
-        direct = self._cell.call.direct
-        if split and direct is not None and direct.adds_to_grad:
-            if not any(needed):
-                self._rest = partial(run.differentiate, grads, needed, keep_graph=False)
-                return tuple([None] * len(leaves))
-            result = run.differentiate_inputs(grads, needed)
-            if result is not None:
-                self._rest = run.differentiate_weights
-                return tuple(result)
-        return tuple(run.differentiate(grads, needed, keep_graph=False))
-
-    def differentiate_weights(self) -> None:
-        """Run what `differentiate` has left, if anything."""
-        if self._rest is not None:
-            self._rest()
 
 
 def _cut(batch: Batch) -> Batch:

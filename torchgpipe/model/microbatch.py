@@ -6,11 +6,11 @@ around them. Everything between two layers works on the leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
@@ -112,7 +112,7 @@ class Batch:
         """Return the same structure around other leaves, without skips."""
         return type(self)(leaves, self.spec)
 
-    def pass_to(self, module: nn.Module) -> Any:
+    def pass_to(self, module: Callable[..., Any]) -> Any:
         """Call a module with the value, and return what the module returns."""
         value = self.value
         if isinstance(value, Inputs):

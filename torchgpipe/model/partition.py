@@ -23,7 +23,7 @@ class Partition(nn.Sequential):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
-        # In a step each layer has a seed of its own. A compiled partition runs as a whole, which has one seed.
+        # In a step each layer has a seed of its own. A compiled partition runs as a whole, with one seed.
         run = None if torch.compiler.is_compiling() else current_seeds()
         # Only the first layer can have several arguments: a layer returns one value.
         if run is not None:

@@ -71,6 +71,15 @@ class Ambient:
         self.builds_graph = self._grad_enabled and not self._inference
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Leave autocast for a ``with`` block, if these settings have it."""
+        with ExitStack() as stack:
+            for kind, enabled, _ in self._autocast.types:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function`` with these settings, and restore the thread's own settings."""
         # A context can be entered only once at a time, so every run enters a copy.

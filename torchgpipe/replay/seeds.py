@@ -11,18 +11,21 @@ for all threads, so such layers of the CPU run one at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.device import device_module
+from torchgpipe.devices.torch_internals import is_compiled
 
 __all__ = ["LayerSeeds", "current_seeds"]
+
+T = TypeVar("T")
 
 #: For a layer, and the training modes of all modules in it, whether it draws.
 _Draws = WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]]
@@ -36,14 +39,19 @@ class LayerSeeds:
     """The seeds of a step.
 
     Args:
-        layers: the position of each layer in the model
+        partitions: the layers of each partition
     """
 
-    def __init__(self, layers: Mapping[nn.Module, int]) -> None:
-        self._positions = layers
-        self._modes = {layer: tuple([module.training for module in layer.modules()]) for layer in layers}
+    def __init__(self, partitions: Iterable[nn.Sequential]) -> None:
+        layers = [(partition, layer) for partition in partitions for layer in partition]
+        self._positions: dict[nn.Module, int] = {layer: k for k, (_, layer) in enumerate(layers)}
+        self._end = len(layers)
+        for partition, layer in layers:
+            if is_compiled(partition):  # It runs as one layer, the first.
+                self._positions.setdefault(partition, self._positions[layer])
+        self._modes = {one: tuple([module.training for module in one.modules()]) for one in self._positions}
         # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
-        self._base = int(torch.randint(2**62, (), dtype=torch.int64))
+        self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         self._before = _state(torch.default_generator)
 
     def at(self, i: int, device: torch.device) -> AbstractContextManager[None]:
@@ -56,21 +64,29 @@ class LayerSeeds:
         known = _draws.get(layer, {}).get(modes)
         if known is False:
             return layer(*inputs, **keywords)
-        generators = _generators(device)
-        seed = _hash(self._base, i, self._positions[layer])
-        with _cpu_lock if device.type == "cpu" or known is None else nullcontext():
-            before = [_state(generator) for generator in generators]
-            for generator in generators:
-                generator.manual_seed(seed)
-            seeded = [_state(generator) for generator in generators] if known is None else []
+        with self._seeded(i, device, self._positions[layer]) as has_drawn:
+            output = layer(*inputs, **keywords)
+            if known is None:
+                _draws.setdefault(layer, {})[modes] = has_drawn()
+            return output
+
+    def run_loss(self, i: int, device: torch.device, finish: Callable[[int, T], Tensor], output: T) -> Tensor:
+        """Compute the loss of micro-batch ``i`` with a seed of its own, whether it draws or not."""
+        with self._seeded(i, device, self._end):
+            return finish(i, output)
+
+    @contextmanager
+    def _seeded(self, i: int, device: torch.device, position: int) -> Iterator[Callable[[], bool]]:
+        """Seed a generator for a ``with`` block, and give a function that tells whether anything was drawn."""
+        generator = _generator(device)
+        with _cpu_lock if device.type == "cpu" else nullcontext():
+            before = _state(generator)
+            generator.manual_seed(_hash(self._base, i, position))
+            seeded = _state(generator)
             try:
-                return layer(*inputs, **keywords)
+                yield lambda: not torch.equal(_state(generator), seeded)
             finally:
-                if known is None:
-                    drew = any(not torch.equal(_state(one), old) for one, old in zip(generators, seeded))
-                    _draws.setdefault(layer, {})[modes] = drew
-                for generator, state in zip(generators, before):
-                    generator.set_state(state)
+                generator.set_state(before)
 
     def verify(self) -> None:
         """Check at the end of a step that no layer has drawn which had not drawn in earlier steps.
@@ -114,11 +130,12 @@ def current_seeds() -> Callable[..., Any] | None:
     return _current.get()
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that layers on ``device`` draw from."""
+def _generator(device: torch.device) -> torch.Generator:
+    """Return the generator that layers on ``device`` draw from."""
     if device.type == "cpu":
-        return [torch.default_generator]
-    return [device_module(device).default_generators[device.index]]
+        return torch.default_generator
+    generator: torch.Generator = device_module(device).default_generators[device.index]
+    return generator
 
 
 def _state(generator: torch.Generator) -> Tensor:
