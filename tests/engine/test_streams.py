@@ -22,9 +22,9 @@ from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, NoChunk, is_recomputing
+from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.engine.copy import Copy, Route, Wait, wait
 from torchgpipe.engine.copy import copy as copy_along
-from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES = ["always", "except_last", "never"]
