@@ -212,7 +212,6 @@ class Pipe(GPipe):
             deferred_batch_norm=deferred_batch_norm,
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to run a step: the removed Pipe had none.
 
@@ -221,6 +220,7 @@ class Pipe(GPipe):
         """
         raise TypeError("a Pipe has no step; wrap the layers in torchgpipe.GPipe(..., schedule=..., loss_fn=...)")
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
