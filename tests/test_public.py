@@ -23,6 +23,7 @@ PUBLIC: dict[str, list[str]] = {
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
     "torchgpipe.balance": ["balance_by_size", "balance_by_time"],
     "torchgpipe.batchnorm": ["DeferredBatchNorm", "mini_batch"],
+    "torchgpipe.schedule": ["Action", "Simulation", "draw_svg", "draw_text", "program", "simulate", "verify"],
     "torchgpipe.distributed": ["Checkpoints", "DistributedGPipe"],
     "torchgpipe.pipe": ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"],
     "torchgpipe.timeline.timeline": ["Timeline"],
@@ -41,7 +42,7 @@ PUBLIC: dict[str, list[str]] = {
 }
 
 #: Modules that also have names for the rest of the library.
-SHARED = {"torchgpipe.batchnorm", "torchgpipe.timeline.span"}
+SHARED = {"torchgpipe.schedule", "torchgpipe.batchnorm", "torchgpipe.timeline.span"}
 
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 

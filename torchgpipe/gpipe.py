@@ -63,6 +63,11 @@ class GPipe(nn.Module):
             ``'always'`` all, ``'except_last'`` all but the last, which would be recomputed at once, or ``'never'`` none
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
+        schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
+            ``'ZeroBubble'`` or ``'V-Half'``) or a program of your own; see :func:`torchgpipe.schedule.program`
+        loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss
+        weight: for :meth:`step`, takes the target of a micro-batch, and returns the weight of its loss in the mean over
+            all micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
@@ -218,12 +223,15 @@ class GPipe(nn.Module):
     def step(self, input: Any, target: Any = None) -> Tensor:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
-            model = GPipe(layers, balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=F.cross_entropy)
+            model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
             loss = model.step(input, target)
             optimizer.step()
             optimizer.zero_grad()
 
-        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was.
+        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Random
+        numbers of a layer depend on the step, the micro-batch and the layer only, so dropout is the same for any
+        balance, schedule, checkpoint mode and number of devices. A cell whose backward comes next on its device is not
+        recomputed.
 
         Args:
             input: as in :meth:`forward`
