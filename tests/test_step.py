@@ -69,7 +69,7 @@ def test_any_model_gives_what_the_plain_model_gives(pipe: Pipe, devices: Devices
     places = [model.devices.index(device) for device in model.devices]
     contiguous = all(a == b or b not in places[: k + 1] for k, (a, b) in enumerate(itertools.pairwise(places)))
     assume(schedule == "GPipe" or contiguous)
-    model._schedule, model._loss_fn, model._weight = schedule, loss_fn, lambda _: 1
+    model._schedule, model._loss = schedule, (loss_fn, lambda _: 1)
     loss = model.step(its, torch.zeros(len(x)))
     assert torch.equal(loss, expected.to(loss))
     assert_equal(grads_of(model), grads_of(plain))
@@ -341,6 +341,14 @@ def test_a_loss_that_draws(devices: Devices) -> None:
         return model.step(x, y)
 
     assert run(devices(4), "GPipe") == run(["cpu"], "1F1B")
+
+
+def test_a_loss_that_is_a_module_is_no_layer(devices: Devices) -> None:
+    x, y = data()
+    model = stepping(mlp(), devices(4), loss_fn=nn.MSELoss())
+    assert model.step(x, y) == stepping(mlp(), devices(4)).step(x, y)
+    assert len(model) == 4
+    assert [*model.state_dict()] == [*mlp().state_dict()]
 
 
 def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:

@@ -117,7 +117,8 @@ class GPipe(nn.Module):
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._schedule = schedule
-        self._loss_fn, self._weight = loss_fn, weight
+        # In a tuple, because a module such as nn.MSELoss() would become a layer.
+        self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
         self._unwrapped = False
         self._partitions: list[Partition] = []
@@ -244,11 +245,12 @@ class GPipe(nn.Module):
             TypeError, ValueError: the input or the target does not fit.
             Exception: what a layer or the loss function raises, with a note of the micro-batch and the partition.
         """
-        if self._loss_fn is None:
+        loss_fn, weight = self._loss
+        if loss_fn is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
         inputs = self._scatter((input,), self.chunks, self.devices[0], {})
         m = len(inputs)
-        mean = MeanLoss(self._loss_fn, self._weight, target, self.chunks, self.devices[-1])
+        mean = MeanLoss(loss_fn, weight, target, self.chunks, self.devices[-1])
         mean.total = mean.prepare(inputs)
         seen = list(dict.fromkeys(self.devices))
         places = [seen.index(device) for device in self.devices]

@@ -117,7 +117,8 @@ class DistributedGPipe(nn.Module):
         self.device = default_device() if device is None else canonical_device(device)
         self.stages = processes.stages
         self.training = module.training
-        self._loss_fn, self._weight = loss_fn, weight
+        # In a tuple, because a module such as nn.MSELoss() would become a layer.
+        self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
         self._partitions: list[Partition] = []
         verify_names(self, module)
@@ -195,10 +196,11 @@ class DistributedGPipe(nn.Module):
                 timeout. The message names this process and the process that it has waited for.
             Exception: what a layer raises, with notes.
         """
-        if self._loss_fn is None:
+        loss_fn, weight = self._loss
+        if loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
         processes, backward = self._processes, torch.is_grad_enabled()
-        mean = MeanLoss(self._loss_fn, self._weight, target, self.chunks, self.device)
+        mean = MeanLoss(loss_fn, weight, target, self.chunks, self.device)
         with processes.at_step():
             processes.step += 1
             prepared = self._prepare(input, mean, backward)
