@@ -305,6 +305,8 @@ def test_what_is_missing_or_does_not_fit_is_refused(devices: Devices) -> None:
         GPipe(mlp(), [4], devices=["cpu"]).step(x, y)
     with pytest.raises(ValueError, match="input and target must have the same size in dimension 0"):
         stepping(mlp(), devices(4)).step(x, y[:5])
+    with pytest.raises(ValueError, match=r"schedule must be one of GPipe, 1F1B, .*, but got 'F1B1'"):
+        stepping(mlp(), devices(4), schedule="F1B1")
     with pytest.raises(ValueError, match="this program cannot run"):
         stepping(mlp(), devices(4), schedule=program("1F1B", 2, [0])).step(x, y)
 

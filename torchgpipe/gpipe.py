@@ -30,7 +30,7 @@ from torchgpipe.model.verify import (
 )
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.schedule import Program, ScheduleName, program, verify
+from torchgpipe.schedule import Program, ScheduleName, program, verify, verify_schedule
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
@@ -74,6 +74,7 @@ class GPipe(nn.Module):
         devices (list[torch.device]): the device of each partition; read-only
         chunks (int): the number of micro-batches; may be set between two calls
         checkpoint (str): the checkpoint mode; may be set between two calls
+        schedule (str | list): the schedule of a step; may be set between two steps
         partitions (list[nn.Sequential]): views on the layers of each partition
 
     Raises:
@@ -116,7 +117,7 @@ class GPipe(nn.Module):
         self.training = module.training
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
-        self._schedule = schedule
+        self._schedule = verify_schedule(schedule)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
@@ -172,6 +173,15 @@ class GPipe(nn.Module):
         mode = verify_checkpoint(checkpoint)
         verify_initialised(self, mode)
         self._checkpoint = mode
+
+    @property
+    def schedule(self) -> ScheduleName | Program:
+        """The schedule of the next :meth:`step`."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: ScheduleName | Program) -> None:
+        self._schedule = verify_schedule(schedule)
 
     @property
     def partitions(self) -> list[Partition]:

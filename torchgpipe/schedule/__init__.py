@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.drawing import draw_svg, draw_text
-from torchgpipe.schedule.programs import NAMES, ScheduleName, program
+from torchgpipe.schedule.programs import NAMES, ScheduleName, program, verify_schedule
 from torchgpipe.schedule.simulation import COSTS, Simulation, simulate
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "program",
     "simulate",
     "verify",
+    "verify_schedule",
 ]

@@ -20,13 +20,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from torchgpipe.schedule.action import Action
+from torchgpipe.schedule.action import Action, Program
 from torchgpipe.schedule.v_half import v_half
 
-__all__ = ["NAMES", "ScheduleName", "program"]
+__all__ = ["NAMES", "ScheduleName", "program", "verify_schedule"]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
 NAMES: tuple[str, ...] = get_args(ScheduleName)
+
+
+def verify_schedule(schedule: ScheduleName | Program) -> ScheduleName | Program:
+    """Return the schedule: a name, or a program, which is verified when it is to run.
+
+    Raises:
+        ValueError: there is no schedule of this name.
+    """
+    if isinstance(schedule, str) and schedule not in NAMES:
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {schedule!r}")
+    return schedule
 
 
 def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Action]]:
@@ -47,8 +58,7 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
     """
     if name == "V-Half":
         return v_half(m, places)
-    if name not in _MAKERS:
-        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {name!r}")
+    verify_schedule(name)
     blocks = _blocks(places)
     devices = [places[block[0]] for block in blocks]
     actions = _MAKERS[name](m, devices)
