@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from torchgpipe import schedule as schedules  # noqa: E402
 from torchgpipe.schedule import clock_cycles  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -142,7 +143,7 @@ def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) 
     top = 34.0
     picture = Picture(title, 646.0 if unit == UNIT else LEFT + unit * end + 8, top + HEIGHT * n + 26)
     colours = {work.colour for work in works}
-    names = [(FORWARD, "forward"), (RECOMPUTATION, "recomputation"), (BACKWARD, "backward")]
+    names = [(FORWARD, "forward"), (RECOMPUTATION, "recomputation"), (BACKWARD, "backward"), (COPY, "of the weights")]
     picture.legend(LEFT, 14, [(colour, label) for colour, label in names if colour in colours])
     for j in range(n):
         y = top + HEIGHT * j
@@ -158,6 +159,18 @@ def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) 
     picture.arrow([(LEFT, y), (LEFT + unit * end, y)], FAINT)
     picture.text(LEFT + unit * end, y + 12, "time", "end", size=12)
     picture.save(name)
+
+
+def schedule(file: str, name: schedules.ScheduleName, places: Sequence[int]) -> None:
+    """Draw eight micro-batches under a schedule."""
+    colours = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": COPY}
+    simulation = schedules.simulate(schedules.program(name, 8, places))
+    works = [
+        Work(device, start, start + simulation.cost(action), colours[action.kind], action.i)
+        for device, row in enumerate(simulation.starts)
+        for action, start in row
+    ]
+    timetable(file, f"{name}: eight micro-batches on four devices", works, 574 / simulation.seconds)
 
 
 def one_by_one(m: int, n: int) -> list[Work]:
@@ -354,6 +367,11 @@ def main() -> None:
         "The same with checkpoint='except_last': all micro-batches but the last are recomputed",
         list(simulate(4, 4, checkpointed=3)),
     )
+    schedule("schedule-gpipe", "GPipe", [0, 1, 2, 3])
+    schedule("schedule-1f1b", "1F1B", [0, 1, 2, 3])
+    schedule("schedule-zero-bubble", "ZeroBubble", [0, 1, 2, 3])
+    schedule("schedule-interleaved", "Interleaved1F1B", [0, 1, 2, 3] * 2)
+    schedule("schedule-v-half", "V-Half", [0, 1, 2, 3, 3, 2, 1, 0])
     bubble()
     order()
     sums()
