@@ -340,6 +340,14 @@ def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) ->
         assert internals.active_data_parallel() is None
 
 
+def test_a_module_tells_that_it_was_compiled() -> None:
+    with relied_on("module.compile() leaves a mark", "a compiled partition draws without a seed in a step"):
+        layer = nn.Linear(2, 2)
+        assert not internals.is_compiled(layer)
+        layer.compile(backend="eager")
+        assert internals.is_compiled(layer)
+
+
 # -------------------------------------------------------------------------------------------------- several processes
 
 
