@@ -270,7 +270,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a worker is on the stream of its device",
-        "_Crew._serve_cells",
+        "_Crew._serve_tasks",
         "worker.stream.use()",
         "suppress()",
     ),
@@ -580,21 +580,21 @@ MUTATIONS = [
     ),
     Mutation(
         "after an error no later cell starts",
-        "_Crew._run_cells",
+        "_Crew._run_tasks",
         "number >= self._end",
         "False",
         "faults",
     ),
     Mutation(
         "a cell waits for its input",
-        "_Crew._divide",
+        "Pipeline._tasks",
         "[] if j == 0 else [numbers[i, j - 1]]",
         "[]",
         "engine/threads",
     ),
     Mutation(
         "workers leave together",
-        "_Crew._serve_cells",
+        "_Crew._serve_tasks",
         "self._leaving.wait()",
         "None",
         "replay/ambient",
@@ -623,8 +623,8 @@ MUTATIONS = [
     Mutation(
         "a worker has the caller's settings",
         "_Crew._serve",
-        "ambient.run(self._serve_cells, worker)",
-        "self._serve_cells(worker)",
+        "ambient.run(self._serve_tasks, worker)",
+        "self._serve_tasks(worker)",
         "replay/ambient",
     ),
     Mutation(

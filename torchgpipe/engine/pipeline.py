@@ -30,7 +30,7 @@ from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Place, Recorder, Step
-from torchgpipe.engine.workers import run_in_workers
+from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
@@ -136,18 +136,36 @@ class Pipeline:
         self._calls[0].random.forget()  # The last state takes kilobytes.
 
     def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
+        cells = list(chain.from_iterable(clock_cycles(self._m, len(self._calls))))
         lanes: list[Lane] = [None] * len(self._calls)
 
-        def run(i: int, j: int) -> None:
+        def run(number: int) -> None:
+            i, j = cells[number]
             cell = Cell(self._calls[j], i, self._m)
             batches[i], lanes[j] = pass_through(cell, batches[i], lanes[j], self._mode(i, checkpoint_stop))
 
-        cells = chain.from_iterable(clock_cycles(self._m, len(self._calls)))
-        run_in_workers(cells, run, [call.stream for call in self._calls], self._ambient, self._in_turn)
+        run_in_workers(self._tasks(cells), run, self._ambient)
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:
             tie(batches[-1], open_lanes)
+
+    def _tasks(self, cells: Sequence[tuple[int, int]]) -> list[Task]:
+        """Return the cells as tasks. Those that share a random number generator need each other, in their order."""
+        numbers: dict[tuple[int, int], int] = {}
+        tasks: list[Task] = []
+        turn: int | None = None  # the last cell that ran in turn
+        for number, (i, j) in enumerate(cells):
+            numbers[i, j] = number
+            needs = [] if j == 0 else [numbers[i, j - 1]]
+            stream = self._calls[j].stream
+            if stream.device in self._in_turn:
+                # The cell (i, j-1) is the one before it in turn, or comes before that: one wait is enough.
+                needs = [need for need in needs if tasks[need].stream.device not in self._in_turn]
+                needs += [] if turn is None else [turn]
+                turn = number
+            tasks.append(Task(stream, needs))
+        return tasks
 
     def _mode(self, i: int, checkpoint_stop: int) -> Mode:
         """Return how the cells of micro-batch ``i`` run."""

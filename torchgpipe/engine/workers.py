@@ -1,15 +1,14 @@
 """A thread for each device, so that the devices are fed side by side.
 
-A worker runs the cells of its device in the order of the schedule, and starts a cell as soon as everything that the
-cell needs is finished:
+A worker runs the tasks of its device in their order, and starts a task once all tasks that it needs have finished.
+For the cells of a forward pass:
 
     worker 0   (0,0)──┐(1,0)──┐(2,0)──┐           (i,j) needs (i,j-1), whose output it takes,
     worker 1          └►(0,1)─└►(1,1)─└►(2,1)     and follows the cell before it on its own device
 
-The order of the cells on a device never depends on which device is faster. Cells that share a random number generator
-run in turn: each of them also needs the cell before it in the order of the schedule, on whichever device.
+The order of the tasks on a device never depends on which device is faster.
 
-A worker sends the number of a finished cell to the workers that wait for the cell. Threads live as long as one call of
+A worker sends the number of a finished task to the workers that wait for the task. Threads live as long as one call of
 the pipeline: idle threads would disturb a data loader that forks processes, and starting threads is cheap beside a
 mini-batch.
 """
@@ -17,41 +16,43 @@ mini-batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
 from torchgpipe.devices.stream import Stream
 from torchgpipe.replay.ambient import Ambient
 
-__all__ = ["run_in_workers"]
-
-Cell = tuple[int, int]
+__all__ = ["Task", "run_in_workers"]
 
 
-def run_in_workers(
-    cells: Iterable[Cell],
-    run: Callable[[int, int], None],
-    streams: Sequence[Stream],
-    ambient: Ambient,
-    in_turn: Collection[torch.device] = (),
-) -> None:
-    """Run every cell in the worker of its device.
+class Task(NamedTuple):
+    """A part of the work, of one device.
+
+    Attributes:
+        stream: where it computes; its device has a worker
+        needs: the numbers of the tasks that must have finished
+    """
+
+    stream: Stream
+    needs: Sequence[int]
+
+
+def run_in_workers(tasks: Sequence[Task], run: Callable[[int], None], ambient: Ambient) -> None:
+    """Run every task in the worker of its device.
 
     Args:
-        cells: cells (i, j), in the order of the schedule
-        run: runs the cell (i, j)
-        streams: the stream of each partition j; there is a worker for each device among them
-        ambient: what the workers run in, each on its stream
-        in_turn: the devices whose cells run one at a time
+        tasks: the tasks, each behind the tasks that it needs. The number of a task is its position.
+        run: runs the task of a number
+        ambient: the settings that the workers run in, each on the stream of its first task
 
     Raises:
-        BaseException: the error of the first cell that failed, in the order of the schedule. All cells before that
-            cell have run.
+        BaseException: the error of the first task that failed, in the order of ``tasks``. All tasks before it have run.
     """
-    error = _Crew(list(cells), run, streams, in_turn).work(ambient)
+    error = _Crew(tasks, run).work(ambient)
     if error is not None:
         try:
             raise error
@@ -60,66 +61,44 @@ def run_in_workers(
 
 
 class _Worker:
-    """The cells of a device, and the messages to its thread.
+    """The tasks of a device, and the messages to its thread.
 
     Attributes:
-        stream: where the cells compute
-        cells: the number of each cell, with the numbers of the cells on other devices that it needs
-        inbox: receives the numbers of finished cells
+        stream: where the tasks compute
+        tasks: the number of each task, with the numbers of the tasks on other devices that it needs
+        inbox: receives the numbers of finished tasks
     """
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.cells: list[tuple[int, list[int]]] = []
+        self.tasks: list[tuple[int, list[int]]] = []
         # A queue of the standard library in C: half the time of a future for each message.
         self.inbox: SimpleQueue[int] = SimpleQueue()
 
 
 class _Crew:
-    """The workers of one call. The number of a cell is its position in the order of the schedule."""
+    """The workers of one call."""
 
-    def __init__(
-        self,
-        cells: list[Cell],
-        run: Callable[[int, int], None],
-        streams: Sequence[Stream],
-        in_turn: Collection[torch.device],
-    ) -> None:
-        self._cells = cells
+    def __init__(self, tasks: Sequence[Task], run: Callable[[int], None]) -> None:
         self._run = run
-        #: Cells from this number on must not run: the lowest number of a cell that failed, once a cell has failed.
-        self._end = len(cells)
+        #: Tasks from this number on must not run: the lowest number of a task that failed, once a task has failed.
+        self._end = len(tasks)
         self._errors: dict[int, BaseException] = {}
         self._errors_lock = threading.Lock()
         self._workers: dict[torch.device, _Worker] = {}
-        for stream in streams:
-            self._workers.setdefault(stream.device, _Worker(stream))
-        #: By cell, the workers that wait for it.
-        self._waiting: list[list[_Worker]] = [[] for _ in cells]
-        #: Autocast has one cache for all threads. The first worker to leave would clear it, so workers leave together.
-        self._leaving = threading.Barrier(len(self._workers))
-        self._divide([self._workers[stream.device] for stream in streams], in_turn)
-
-    def _divide(self, worker_of: Sequence[_Worker], in_turn: Collection[torch.device]) -> None:
-        """Give each worker its cells, and note which worker waits for which cell."""
-        numbers: dict[Cell, int] = {}
-        turn: int | None = None  # the last cell that ran in turn
-        for number, (i, j) in enumerate(self._cells):
-            numbers[i, j] = number
-            worker = worker_of[j]
-            needs = [] if j == 0 else [numbers[i, j - 1]]
-            if worker.stream.device in in_turn:
-                # The cell before it in turn may also be the cell that it needs: one message is enough.
-                needs = [need for need in needs if worker_of[j - 1].stream.device not in in_turn]
-                needs += [] if turn is None else [turn]
-                turn = number
-            foreign = [need for need in needs if worker_of[self._cells[need][1]] is not worker]
+        #: By task, the workers that wait for it.
+        self._waiting: list[list[_Worker]] = [[] for _ in tasks]
+        for number, task in enumerate(tasks):
+            worker = self._workers.setdefault(task.stream.device, _Worker(task.stream))
+            foreign = [need for need in task.needs if tasks[need].stream.device != task.stream.device]
             for need in foreign:
                 self._waiting[need].append(worker)
-            worker.cells.append((number, foreign))
+            worker.tasks.append((number, foreign))
+        #: Autocast has one cache for all threads. The first worker to leave would clear it, so workers leave together.
+        self._leaving = threading.Barrier(len(self._workers))
 
     def work(self, ambient: Ambient) -> BaseException | None:
-        """Run all cells up to the first that fails, and return the error of that cell, if any. No thread is left."""
+        """Run all tasks up to the first that fails, and return the error of that task, if any. No thread is left."""
         threads = torch.get_num_threads()
         share = self._share_of_cores(threads)
         crew = [
@@ -160,27 +139,27 @@ class _Crew:
         try:
             if share is not None and worker.stream.device.type == "cpu":
                 torch.set_num_threads(share)
-            ambient.run(self._serve_cells, worker)
-        except BaseException as error:  # Other workers wait for the cells of this one, so they must be told.
+            ambient.run(self._serve_tasks, worker)
+        except BaseException as error:  # Other workers wait for the tasks of this one, so they must be told.
             self._fail(-1, error)
             self._leaving.abort()
 
-    def _serve_cells(self, worker: _Worker) -> None:
+    def _serve_tasks(self, worker: _Worker) -> None:
         with worker.stream.use():
-            self._run_cells(worker)
+            self._run_tasks(worker)
             with suppress(threading.BrokenBarrierError):
                 self._leaving.wait()
 
-    def _run_cells(self, worker: _Worker) -> None:
+    def _run_tasks(self, worker: _Worker) -> None:
         finished: set[int] = set()
-        for number, needs in worker.cells:
+        for number, needs in worker.tasks:
             for need in needs:
                 while need not in finished and number < self._end:
                     finished.add(worker.inbox.get())
             if number >= self._end:
                 return
             try:
-                self._run(*self._cells[number])
+                self._run(number)
             except BaseException as error:
                 self._fail(number, error)
                 return
@@ -193,7 +172,7 @@ class _Crew:
         self._stop(number)
 
     def _stop(self, end: int) -> None:
-        """Let no cell start from number ``end`` on, and wake the workers, which may wait for such a cell."""
+        """Let no task start from number ``end`` on, and wake the workers, which may wait for such a task."""
         with self._errors_lock:
             self._end = min(self._end, end)
         for worker in self._workers.values():
