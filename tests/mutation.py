@@ -446,6 +446,13 @@ MUTATIONS = [
         "replay/random",
     ),
     Mutation(
+        "... nor those of a cell that keeps its graph",
+        "_pass_kept",
+        "call.random.forget()",
+        "pass",
+        "replay/random",
+    ),
+    Mutation(
         "a generator's state is freed when its cell has been differentiated",
         "Recomputation.differentiate",
         "self._drawn and not keeps_graph()",

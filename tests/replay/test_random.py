@@ -144,6 +144,22 @@ def test_any_layers(devices: Devices, mode: str, data: st.DataObject) -> None:
     assert_same(step(models[0], x, seed), step(models[1], x, seed))
 
 
+@pytest.mark.parametrize("checkpoint", CHECKPOINTED)
+def test_a_frozen_partition_draws_between_two_trained_ones(checkpoint: str) -> None:
+    """It has nothing to differentiate, so nothing is noted there; the cells behind it must look at the states anew."""
+
+    def trained(checkpoint: str) -> Outcome:
+        torch.manual_seed(0)
+        layers = random_layers()
+        for parameter in layers[:3].parameters():
+            parameter.requires_grad_(False)
+        model = GPipe(layers, [3, 3, 2], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint)
+        torch.manual_seed(1)
+        return outcome(model, torch.rand(6, 2, dtype=torch.float64))
+
+    assert_same(trained(checkpoint), trained("never"))
+
+
 def test_the_gradient_goes_through_the_mask_of_the_output(pipe: Pipe, checkpoint: str) -> None:
     model = pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=4, checkpoint=checkpoint)
     x = torch.ones(40, 3, requires_grad=True)
