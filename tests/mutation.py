@@ -147,11 +147,11 @@ MUTATIONS = [
         "... where there is no graph",
         "wait",
         """
-        _mark_ready(routes, i)
+        mark_ready(routes, i)
         return leaves
         """,
         """
-        _mark_ready([], i)
+        mark_ready([], i)
         for route in routes:
             route.ready[i] = route.leaving.mark()
         return leaves
@@ -162,7 +162,7 @@ MUTATIONS = [
         "Wait.forward",
         """
         ctx.routes, ctx.i = routes, i
-        _mark_ready(routes, i)
+        mark_ready(routes, i)
         """,
         """
         ctx.routes, ctx.i = routes, i
@@ -202,14 +202,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the copy of a gradient waits for what computes it",
-        "Copy.backward",
+        "copy_back",
         "route.arriving.wait(route.target.mark())",
         "pass",
     ),
     Mutation(
         "the computation waits for the copy of its gradient",
-        "Wait.backward",
-        "route.source.wait(route.back[ctx.i])",
+        "wait_back",
+        "route.source.wait(route.back[i])",
         "pass",
     ),
     Mutation(
@@ -264,8 +264,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the computation waits for its own gradient only",
-        "Wait.backward",
-        "route.source.wait(route.back[ctx.i])",
+        "wait_back",
+        "route.source.wait(route.back[i])",
         "route.source.wait(route.leaving.mark())",
     ),
     Mutation(
@@ -455,14 +455,14 @@ MUTATIONS = [
     Mutation(
         "a generator's state is freed when its cell has been differentiated",
         "Recomputation.differentiate",
-        "self._drawn and not keeps_graph()",
+        "self._drawn and not runs_again",
         "False",
         "leaks",
     ),
     Mutation(
         "... unless the graph is kept",
         "Recomputation.differentiate",
-        "self._drawn and not keeps_graph()",
+        "self._drawn and not runs_again",
         "self._drawn",
         "leaks replay/random",
     ),
@@ -483,8 +483,8 @@ MUTATIONS = [
     Mutation(
         "a layer's own generator is noted",
         "RandomStates._generators",
-        "return _generators(self._device) + _generators_of(self._modules)",
-        "return _generators(self._device)",
+        "(() if self._seeded else _generators(self._device)) + _generators_of(self._modules)",
+        "() if self._seeded else _generators(self._device)",
         "replay/random",
     ),
     Mutation(
@@ -667,7 +667,7 @@ MUTATIONS = [
         "a gradient that would be lost is refused",
         "ParameterGradients.differentiate",
         """
-        self._refuse_captured(roots, leaves)
+        refuse_captured(roots, [*leaves, *self._known])
         wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
         """,
         "wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]",
@@ -771,6 +771,63 @@ MUTATIONS = [
         "False",
         "engine/gradient_layers",
     ),
+    # ------------------------------------------------------------------------------------------------------ steps
+    Mutation(
+        "in a step, too, a cell marks where its output is ready",
+        "_Step._forward",
+        "mark_ready(call.leaving, i)",
+        "for route in call.leaving:\n    route.ready[i] = route.leaving.mark()",
+        "step",
+    ),
+    Mutation(
+        "... and waits for its gradient",
+        "_Step._backward",
+        "wait_back(call.leaving, i)",
+        "pass",
+        "step",
+    ),
+    Mutation(
+        "a cell whose backward comes next is not recomputed",
+        "_next_is_backward",
+        "keeps.add((i, j))",
+        "pass",
+        "step",
+    ),
+    Mutation(
+        "a step that fails puts gradients back",
+        "DirectGradients.restore",
+        "parameter.grad = before",
+        "pass",
+        "step",
+    ),
+    Mutation(
+        "each layer has a seed of its own",
+        "LayerSeeds._seeded",
+        "generator.manual_seed(_hash(self._base, i, position))",
+        "pass",
+        "step",
+    ),
+    Mutation(
+        "a split backward changes gradients by hooks once",
+        "SplitBackward.differentiate_weights",
+        "handle = node.register_prehook(lambda _, arrived=arrived: arrived)",
+        "handle = node.register_prehook(lambda _: None)",
+        "step",
+    ),
+    Mutation(
+        "a parameter of several nodes is not split",
+        "_branches",
+        "owners.setdefault(id(below), node) is not node",
+        "False",
+        "step",
+    ),
+    Mutation(
+        "backward of a step is outside of autocast",
+        "_Step._differentiating",
+        "self._ambient.without_autocast()",
+        "nullcontext()",
+        "step",
+    ),
     # ------------------------------------------------------------------------------------------------------ skips
     Mutation(
         "a skip is brought to the device of its pop",
@@ -781,7 +838,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a skip has streams of its own",
-        "Pipeline.__init__",
+        "make_calls",
         'portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}',
         "portals = {key: Portal(key, route(a, c)) for ends in skips.leaving for key, a, c in ends}",
         "skip/portal",

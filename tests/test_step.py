@@ -19,7 +19,7 @@ from tests.conftest import Devices, Pipe
 from tests.fake_accelerator import on_fake_devices
 from tests.skip.layers import pair
 from tests.test_transparency import Case, cases
-from torchgpipe import GPipe
+from torchgpipe import GPipe, NoChunk, is_recomputing
 from torchgpipe.schedule import program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -329,6 +329,19 @@ def test_backward_is_outside_of_autocast(devices: Devices) -> None:
         loss.backward()
     assert_equal(grads_of(model), grads_of(plain))
 
+    inside: list[bool] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            x.register_hook(lambda _: inside.append(torch.is_autocast_enabled("cpu")))
+            return x
+
+    looking = stepping(nn.Sequential(nn.Linear(6, 6), Look()), devices(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        looking.step(x, y)
+    assert inside == [False] * 4
+
 
 def test_a_loss_that_draws(devices: Devices) -> None:
     """The numbers of the loss function depend on the step and the micro-batch only, as those of layers do."""
@@ -357,7 +370,7 @@ def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:
     """Its numbers were not seeded, so a recomputation may have drawn others; the next step finds it."""
     x, y = data()
     module = mlp()
-    model = stepping(module, devices(4), checkpoint="always")
+    model = stepping(module, devices(4), checkpoint="always", schedule="GPipe")
     model.step(x, y)
     model.zero_grad()
     for layer in module:
@@ -366,3 +379,186 @@ def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:
         model.step(x, y)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.step(x, y)
+
+
+def test_each_layer_and_micro_batch_draws_other_numbers(devices: Devices) -> None:
+    drawn: list[Tensor] = []
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            drawn.append(torch.rand(3))
+            return x * drawn[-1][0]
+
+    x, y = data()
+    layers = [nn.Sequential(nn.Linear(6, 6).double(), Noise()) for _ in range(4)]
+    model = stepping(nn.Sequential(*layers), devices(4), checkpoint="never")
+    model.step(x, y)
+    model.step(x, y)
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == len(drawn) == 32
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_cell_whose_backward_comes_next_is_not_recomputed(schedule: str) -> None:
+    again: list[int] = []
+
+    class Look(nn.Module):
+        def __init__(self, j: int) -> None:
+            super().__init__()
+            self.j = j
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_recomputing():
+                again.append(self.j)
+            return x
+
+    x, y = data()
+    layers = [nn.Sequential(nn.Linear(6, 6).double(), Look(j)) for j in range(2)]
+    stepping(nn.Sequential(*layers), ["cpu:0", "cpu:1"], schedule=schedule, checkpoint="always").step(x, y)
+    # The last micro-batch turns round, with 'GPipe' on both devices; else each one does so on the last device.
+    expected = [3, 3] if schedule == "GPipe" else [4, 0]
+    assert [again.count(0), again.count(1)] == expected
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_weight_that_is_used_twice_in_a_cell(devices: Devices, checkpoint: str) -> None:
+    """A split backward that entered at both uses would count one of them twice."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.weight).tanh(), self.weight)
+
+    x, y = data()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6).double(), Twice(), Twice(), nn.Linear(6, 6).double())
+    plain = copy.deepcopy(module)
+    stepping(module, devices(4), schedule="ZeroBubble", checkpoint=checkpoint).step(x, y)
+    plain_step(plain, list(x.chunk(4)), lambda i, output: F.mse_loss(output, y.chunk(4)[i]) * (1 / 4), "1F1B")
+    assert_equal(grads_of(module), grads_of(plain))
+
+
+# ------------------------------------------------------------------------------------------------ bugs
+
+
+class Doubling(nn.Module):
+    """Doubles the gradient that arrives, by a hook on its input or on its output."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6).double()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "input" and x.requires_grad:
+            x.register_hook(lambda grad: grad * 2)
+        y: Tensor = self.line(x)
+        if self.where == "output" and y.requires_grad:
+            y.register_hook(lambda grad: grad * 2)
+        return y
+
+
+@pytest.mark.parametrize("where", ["input", "output"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_that_layers_register_change_a_gradient_once(
+    devices: Devices, schedule: str, checkpoint: str, where: str
+) -> None:
+    """Hooks on outputs were applied twice by a split backward; those on the input of a recomputed cell, never."""
+    x, y = data()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6).double(), Doubling(where), Doubling(where), nn.Linear(6, 6).double())
+    plain = copy.deepcopy(module)
+    model = stepping(module, devices(4), schedule=schedule, checkpoint=checkpoint)
+    model.step(x, y)
+    plain_step(plain, list(x.chunk(4)), lambda i, output: F.mse_loss(output, y.chunk(4)[i]) * (1 / 4), schedule)
+    assert_equal(grads_of(model), grads_of(plain))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_complex_numbers_between_partitions(devices: Devices, checkpoint: str) -> None:
+    """Checkpointed partitions said that they need no gradient."""
+
+    class Turn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + 2j)
+
+    class Real(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.real
+
+    x, y = data()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6).double(), Turn(), Turn(), Real())
+    plain = copy.deepcopy(module)
+    model = stepping(module, devices(4), checkpoint=checkpoint, schedule="GPipe")
+    model.step(x, y)
+    plain_step(plain, list(x.chunk(4)), lambda i, output: F.mse_loss(output, y.chunk(4)[i]) * (1 / 4), "GPipe")
+    assert_equal(grads_of(model), grads_of(plain))
+
+
+def test_a_captured_tensor_in_a_partition_without_parameters(devices: Devices) -> None:
+    """The partition was taken for one with nothing to differentiate."""
+    x, y = data()
+    prompt = torch.ones(6, dtype=torch.float64, requires_grad=True)
+
+    class Prompted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * prompt
+
+    module = nn.Sequential(Prompted(), nn.Tanh())
+    stepping(module, devices(2)).step(x, y)
+    mine, prompt.grad = prompt.grad, None
+    plain_step(module, list(x.chunk(4)), lambda i, output: F.mse_loss(output, y.chunk(4)[i]) * (1 / 4), "1F1B")
+    assert mine is not None and torch.equal(mine, prompt.grad)
+
+
+def test_tensors_that_go_whole_to_every_micro_batch(devices: Devices) -> None:
+    """A table in the input or the target was taken for the batch."""
+    x, y = data(rows=7)
+
+    class Add(nn.Module):
+        def forward(self, pair: Any) -> Tensor:
+            return pair[0] + pair[1].sum()
+
+    table = NoChunk(torch.ones(100, 6, dtype=torch.float64))
+    model = stepping(nn.Sequential(Add(), nn.Linear(6, 6).double()), devices(2), loss_fn=lambda o, t: (o - t[1]).sum())
+    model.step((x, table), (NoChunk(torch.ones(1)), y))
+    assert model[1].weight.grad is not None
+
+
+def test_infinite_outputs_of_a_micro_batch_that_weighs_nothing(devices: Devices) -> None:
+    x, y = data(rows=4)
+    x[3] = float("inf")
+    model = stepping(mlp(), devices(4), weight=lambda target: float(target.isfinite().all()))
+    y[3] = float("nan")
+    assert model.step(x, y).isfinite()
+
+
+def test_another_pipeline_within_a_layer_or_the_loss(devices: Devices) -> None:
+    """Its layers were looked for in the outer pipeline, and its workers waited for a lock that the outer one held."""
+    x, y = data()
+    inner = stepping(mlp(dropout=0.2), devices(4))
+    within = nn.Sequential(nn.Linear(6, 6).double(), inner)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        inner.step(x, y)
+        return F.mse_loss(output, target)
+
+    stepping(within, devices(2), loss_fn=loss_fn).step(x, y)
+
+
+def test_a_failing_hook_leaves_gradients_as_they_were(devices: Devices) -> None:
+    """Gradients joined `.grad` before the hooks of others were called."""
+    x, y = data()
+
+    def fail(_: Tensor) -> None:
+        raise Fault
+
+    model = stepping(mlp(), devices(4))
+    model[2][0].weight.register_hook(fail)
+    with pytest.raises(Fault):
+        model.step(x, y)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,11 +215,7 @@ class GPipe(nn.Module):
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *inputs, **keywords)
-        if self._unwrapped:
-            raise RuntimeError(
-                f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
-                "the module that unwrap() has returned, or wrap that again"
-            )
+        self._refuse_unwrapped()
         if not self._partitions:
             if keywords:
                 raise TypeError(f"there is no layer that could take the keyword inputs {[*keywords]}")
@@ -245,8 +241,9 @@ class GPipe(nn.Module):
         recomputed.
 
         Args:
-            input: as in :meth:`forward`
-            target: the target of the loss function, of the same batch size
+            input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of
+                the first layer
+            target: the target of the loss function, of the same batch size; None if it needs none
 
         Returns:
             the mean loss, a tensor without dimensions, on ``devices[-1]``
@@ -255,12 +252,18 @@ class GPipe(nn.Module):
             TypeError, ValueError: the input or the target does not fit.
             Exception: what a layer or the loss function raises, with a note of the micro-batch and the partition.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from torchgpipe.devices.uncompiled import uncompiled
+
+            return cast(Tensor, uncompiled(self.step, input, target))
+        self._refuse_unwrapped()
+        verify_layers(self.modules(), self.devices)
         loss_fn, weight = self._loss
         if loss_fn is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
         inputs = self._scatter((input,), self.chunks, self.devices[0], {})
         m = len(inputs)
-        mean = MeanLoss(loss_fn, weight, target, self.chunks, self.devices[-1])
+        mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1])
         mean.total = mean.prepare(inputs)
         seen = list(dict.fromkeys(self.devices))
         places = [seen.index(device) for device in self.devices]
@@ -317,6 +320,13 @@ class GPipe(nn.Module):
         module = self._sequential_type(OrderedDict(self.named_children()))
         module.training = self.training
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
+
+    def _refuse_unwrapped(self) -> None:
+        if self._unwrapped:
+            raise RuntimeError(
+                f"this {type(self).__name__} has been unwrapped, and its layers may be on other devices by now; call "
+                "the module that unwrap() has returned, or wrap that again"
+            )
 
     def _checkpoint_stop(self, m: int) -> int:
         return checkpoint_stop(self.checkpoint, m) if self.training else 0

@@ -200,7 +200,7 @@ class DistributedGPipe(nn.Module):
         if loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
         processes, backward = self._processes, torch.is_grad_enabled()
-        mean = MeanLoss(loss_fn, weight, target, self.chunks, self.device)
+        mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.device)
         with processes.at_step():
             processes.step += 1
             prepared = self._prepare(input, mean, backward)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.kept import KeptGraph
@@ -51,7 +52,7 @@ class CutCell:
         recompute: whether to keep the inputs only, and to run again at backward
     """
 
-    __slots__ = ("_cell", "_leaves", "_needed", "_recompute", "_rest", "_run")
+    __slots__ = ("_cell", "_leaves", "_needed", "_recompute", "_rest", "_run", "_versions")
 
     def __init__(self, cell: Cell, *, recompute: bool) -> None:
         self._cell = cell
@@ -63,18 +64,28 @@ class CutCell:
         self._needed: list[bool] = []
         self._rest: Callable[[], Any] | None = None
 
-    def run(self, leaves: Leaves, *, needs_grad: bool) -> Leaves:
-        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients."""
+    @property
+    def recomputes(self) -> bool:
+        """Whether the cell will run again."""
+        return isinstance(self._run, Recomputation)
+
+    def run(self, leaves: Leaves, *, backward: bool) -> Leaves:
+        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients.
+
+        Args:
+            leaves: the leaves of the input
+            backward: whether a backward follows
+        """
         self._needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
-        if not needs_grad:
+        if not backward:
             with self._cell.recorded("forward"), torch.no_grad():
                 return self._cell.compute(leaves)
-        if self._recompute:
-            self._run, self._leaves = Recomputation(self._cell), leaves
+        if self._recompute and self._cell.call.needs_grad(leaves):
+            self._run, self._leaves, self._versions = Recomputation(self._cell), leaves, versions(leaves)
             with torch.no_grad():
                 outputs = self._run.first_run(leaves)
             # Which outputs need a gradient is known in the second run only.
-            return tuple([x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in outputs])
+            return tuple([x if x is None else x.detach().requires_grad_(_is_continuous(x)) for x in outputs])
         self._run = KeptGraph(self._cell)
         outputs = self._run.only_run(leaves)
         return tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in outputs])
@@ -91,6 +102,12 @@ class CutCell:
         if run is None or all([grad is None for grad in grads]):
             return tuple([None] * len(needed))
         if isinstance(run, Recomputation):
+            if versions(leaves) != self._versions:
+                raise RuntimeError(
+                    f"{self._cell.call.where} cannot be recomputed, because its input was changed in place after it "
+                    "ran, perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
+                    "checkpoint='never'"
+                )
             run.second_run(leaves)
             return tuple(run.differentiate(grads, runs_again=False))
         direct = self._cell.call.direct
@@ -108,3 +125,7 @@ class CutCell:
         """Run what `differentiate` has left, if anything."""
         if self._rest is not None:
             self._rest()
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -69,15 +69,18 @@ class DirectGradients:
         """Whether each cell adds to ``.grad``."""
         return self._sums is None
 
-    def commit(self) -> list[tuple[Tensor, Tensor]]:
-        """Add the gradients that were set aside, and return parameters and sums that are still to be delivered."""
+    def sums(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters whose gradients are to be delivered, with the sums."""
+        return [(one, total) for one, total in zip(self._parameters, self._sums or ()) if total is not None]
+
+    def commit(self) -> None:
+        """Add the gradients that were set aside."""
         for parameter, before in zip(self._parameters, self._before):
             if before is not None:
                 if parameter.grad is not None and before.layout is torch.strided:
                     parameter.grad = before.add_(parameter.grad)
                 else:
                     parameter.grad = sum_of(before, parameter.grad)
-        return [(one, total) for one, total in zip(self._parameters, self._sums or ()) if total is not None]
 
     def restore(self) -> None:
         """Put the gradients back that were there when the step began."""

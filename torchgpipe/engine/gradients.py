@@ -162,7 +162,7 @@ def sum_of(total: Leaf, grad: Leaf) -> Leaf:
     if total is None or grad is None:
         return grad if total is None else total
     # Sparse + dense is not defined, dense + sparse is.
-    return total + grad if total.layout is torch.strided else grad + total
+    return grad + total if grad.layout is torch.strided else total + grad
 
 
 def refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:

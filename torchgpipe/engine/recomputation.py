@@ -100,8 +100,9 @@ class Recomputation:
         call.forget_casts()
         forget_parametrizations()
         for leaf in leaves:
-            if leaf is not None:
-                gradient_hooks(leaf).clear()  # Layers that hook their input have done so in the first run, too.
+            if leaf is not None and call.direct is None:
+                # Layers that hook their input have done so in the first run, too, whose input is in the caller's graph.
+                gradient_hooks(leaf).clear()
         return leaves, roots_of(outputs)
 
     def drop(self) -> None:

@@ -68,9 +68,15 @@ class SplitBackward:
         for node, weights in branches.items():
             arrived = self._arrived.pop(node, ())
             entered = [(GradientEdge(node, k), grad) for k, grad in enumerate(arrived) if grad is not None]
-            if entered:
-                edges, grads = zip(*entered)
+            if not entered:
+                continue
+            edges, grads = zip(*entered)
+            # Hooks of the layers have changed these gradients before they were noted, and would change them again.
+            handle = node.register_prehook(lambda _, arrived=arrived: arrived)
+            try:
                 accumulate(edges, grads, keep_graph=False, leaves=weights)
+            finally:
+                handle.remove()
 
 
 def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:

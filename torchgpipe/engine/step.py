@@ -13,8 +13,10 @@ worker: a device thread of the autograd engine could not run them while it waits
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +89,10 @@ class _Step:
         self._backward_runs = backward
         self._ambient = Ambient()
         self._seeds = LayerSeeds(partitions)
+        self._recomputed = False
+        self._turn: AbstractContextManager[Any]
+        # Autocast has one cache of casts for all threads, which every run clears: under it, cells run one at a time.
+        self._turn = threading.RLock() if self._ambient.autocast_caches and len(set(devices)) > 1 else nullcontext()
         self._calls = make_calls(
             partitions,
             devices,
@@ -135,14 +141,15 @@ class _Step:
                     for action in actions
                 ]
                 run_in_workers(tasks, run, self._ambient)
-            self._seeds.verify()
+            if self._recomputed:
+                self._seeds.verify()
+            if self._backward_runs:
+                self._end_gradients()
         except BaseException:
             for call in self._calls:
                 if call.direct is not None:
                     call.direct.restore()
             raise
-        if self._backward_runs:
-            self._end_gradients()
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
@@ -160,11 +167,8 @@ class _Step:
             call.direct = DirectGradients(call.parameters, call.frozen, shared=shared)
 
     def _end_gradients(self) -> None:
-        sums = []
-        for call in self._calls:
-            assert call.direct is not None
-            sums += call.direct.commit()
-        deliver(sums)
+        direct = [call.direct for call in self._calls if call.direct is not None]
+        deliver([pair for one in direct for pair in one.sums()])
         roots, grads = [], []
         for i, batch in enumerate(self._inputs):
             for leaf, grad in zip(batch.leaves, self._gradients.get((i, -1)) or ()):
@@ -173,6 +177,8 @@ class _Step:
                     grads.append(grad)
         if roots:
             torch.autograd.backward(roots, grads)
+        for one in direct:  # Behind everything that may fail.
+            one.commit()
 
     def _forward(self, i: int, j: int, keeps: bool) -> None:
         call = self._calls[j]
@@ -185,7 +191,8 @@ class _Step:
                 leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
             cell.begin(batch)
             cut = CutCell(cell, recompute=i < self._checkpointed and not keeps)
-            outputs = cut.run(leaves, needs_grad=self._backward_runs and call.needs_grad(leaves))
+            with self._turn:
+                outputs = cut.run(leaves, backward=self._backward_runs)
             if self._backward_runs:
                 self._cells[i, j] = cut
             mark_ready(call.leaving, i)
@@ -206,7 +213,8 @@ class _Step:
             wait_back(call.leaving, i)
             grads = self._gradients.pop((i, j))
             grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
-        with self._differentiating():
+        self._recomputed |= cut.recomputes
+        with self._turn if cut.recomputes else nullcontext(), self._differentiating():
             result = cut.differentiate(grads, split=split)
         width = len(result) - len(call.receiving)
         for portal, grad in zip(call.receiving, result[width:]):

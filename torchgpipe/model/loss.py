@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.microbatch import Batch, scatter
+from torchgpipe.model.microbatch import Batch, rows_of, scatter
 
 __all__ = ["LossFunction", "MeanLoss", "Weight"]
 
@@ -24,7 +24,8 @@ class MeanLoss:
     Args:
         loss_fn: returns the mean loss of a micro-batch
         weight: returns the weight of that loss; None for the size of the micro-batch
-        target: the target of the mini-batch
+        input: the input of the mini-batch
+        target: the target of the mini-batch; None if the loss function needs none
         chunks: the number of micro-batches that a mini-batch is split into
         device: where the last partition computes
 
@@ -33,10 +34,17 @@ class MeanLoss:
     """
 
     def __init__(
-        self, loss_fn: LossFunction, weight: Weight | None, target: Any, chunks: int, device: torch.device
+        self,
+        loss_fn: LossFunction,
+        weight: Weight | None,
+        input: Any,
+        target: Any,
+        chunks: int,
+        device: torch.device,
     ) -> None:
         self._loss_fn, self._weight = loss_fn, weight
         self._target, self._chunks, self._device = target, chunks, device
+        self._rows = rows_of(input)
         #: By micro-batch. A micro-batch whose last cell is recomputed is finished twice.
         self._losses: dict[int, Tensor] = {}
         self.total = 0.0
@@ -47,13 +55,21 @@ class MeanLoss:
         Raises:
             ValueError: input and target have different sizes.
         """
-        self._targets = scatter((self._target,), self._chunks, self._device)
-        rows, its = _rows(inputs), _rows(self._targets)
-        if (len(inputs), rows) != (len(self._targets), its):
-            raise ValueError(
-                f"input and target must have the same size in dimension 0, the batch, but have {rows} and {its}"
-            )
-        self._weights = [float(self._weigh(target)) for target in self._targets]
+        if self._target is None:
+            self._targets = [Batch((None,)) for _ in inputs]
+        else:
+            self._targets = scatter((self._target,), self._chunks, self._device)
+            rows = rows_of(self._target)
+            if rows != self._rows:
+                raise ValueError(
+                    "input and target must have the same size in dimension 0, the batch, but have "
+                    f"{self._rows} and {rows}"
+                )
+        sizes = [len(part) for part in torch.empty(self._rows, device="meta").chunk(self._chunks)]
+        self._weights = [
+            float(size if self._weight is None else self._weight(target.value))
+            for size, target in zip(sizes, self._targets, strict=True)
+        ]
         return sum(self._weights)
 
     def finish(self, i: int, output: Batch) -> Tensor:
@@ -69,26 +85,12 @@ class MeanLoss:
             total += loss.squeeze()
         return total
 
-    def _weigh(self, target: Batch) -> float | int | Tensor:
-        if self._weight is not None:
-            return self._weight(target.value)
-        return next(len(leaf) for leaf in target.leaves if leaf is not None)
-
     def _share(self, output: Batch, target: Batch, weight: float) -> Tensor:
         if weight == 0:  # The mean loss of no targets may be nan. Backward needs a graph all the same.
-            nothing = [(leaf * 0).sum() for leaf in output.leaves if leaf is not None]
+            nothing = [leaf.reshape(-1)[:0].sum() for leaf in output.leaves if leaf is not None]
             return sum(nothing, torch.zeros(1, device=self._device))
         loss = self._loss_fn(output.value, target.value)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss_fn must return the mean loss of a micro-batch, but its shape is {tuple(loss.shape)}"
-            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
+            raise ValueError(f"loss_fn must return the mean loss of a micro-batch, a tensor of one number, but {got}")
         return loss.reshape(1) * (weight / self.total)
-
-
-def _rows(batches: Sequence[Batch]) -> int:
-    """Return the size of a mini-batch that was split, which is the largest sum over the parts of a leaf."""
-    return max(
-        sum([len(leaf) for leaf in column if leaf is not None and leaf.dim()])
-        for column in zip(*[batch.leaves for batch in batches])
-    )

@@ -17,7 +17,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "scatter"]
+__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "rows_of", "scatter"]
 
 
 class NoChunk:
@@ -165,6 +165,12 @@ def scatter(
     m = next(len(leaf.chunk(chunks)) for leaf in leaves if isinstance(leaf, Tensor))
     columns = [_column(leaf, m, chunks, device) for leaf in leaves]
     return [Batch(row, spec) for row in zip(*columns)]
+
+
+def rows_of(value: Any) -> int:
+    """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits; 0 if there is none."""
+    leaves = pytree.tree_leaves(value)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
 
 
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,8 +31,13 @@ T = TypeVar("T")
 _Draws = WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]]
 
 _draws: _Draws = WeakKeyDictionary()
-#: Held while a generator of the CPU has the seed of a layer.
-_cpu_lock = threading.RLock()
+_process_lock = threading.RLock()
+#: The lock that is held while the generator of the CPU has the seed of a layer. Inside of that it is another lock.
+_inner_lock: ContextVar[Any] = ContextVar("torchgpipe_cpu_generator", default=None)
+
+
+def _cpu_lock() -> Any:
+    return _inner_lock.get() or _process_lock
 
 
 class LayerSeeds:
@@ -50,9 +55,10 @@ class LayerSeeds:
             if is_compiled(partition):  # It runs as one layer, the first.
                 self._positions.setdefault(partition, self._positions[layer])
         self._modes = {one: tuple([module.training for module in one.modules()]) for one in self._positions}
-        # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
-        self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-        self._before = _state(torch.default_generator)
+        with _cpu_lock():
+            # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
+            self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+            self._before = _state(torch.default_generator)
 
     def at(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let `Partition` run its layers with the seeds of micro-batch ``i`` in a ``with`` block."""
@@ -60,6 +66,8 @@ class LayerSeeds:
 
     def run(self, i: int, device: torch.device, layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         """Run a layer on micro-batch ``i``, with its own seed if it draws."""
+        if layer not in self._positions:  # of another pipeline, inside a layer of this one
+            return layer(*inputs, **keywords)
         modes = self._modes[layer]
         known = _draws.get(layer, {}).get(modes)
         if known is False:
@@ -77,32 +85,40 @@ class LayerSeeds:
 
     @contextmanager
     def _seeded(self, i: int, device: torch.device, position: int) -> Iterator[Callable[[], bool]]:
-        """Seed a generator for a ``with`` block, and give a function that tells whether anything was drawn."""
-        generator = _generator(device)
-        with _cpu_lock if device.type == "cpu" else nullcontext():
-            before = _state(generator)
-            generator.manual_seed(_hash(self._base, i, position))
-            seeded = _state(generator)
+        """Seed generators for a ``with`` block, and give a function that tells whether anything was drawn."""
+        generators = _generators(device)
+        with _cpu_lock():
+            # A pipeline inside of this block has workers, which must not wait for this thread.
+            token = _inner_lock.set(threading.RLock())
+            before = [_state(generator) for generator in generators]
+            for generator in generators:
+                generator.manual_seed(_hash(self._base, i, position))
+            seeded = [_state(generator) for generator in generators]
             try:
-                yield lambda: not torch.equal(_state(generator), seeded)
+                yield lambda: not all(map(torch.equal, map(_state, generators), seeded))
             finally:
-                generator.set_state(before)
+                for generator, state in zip(generators, before):
+                    generator.set_state(state)
+                _inner_lock.reset(token)
 
     def verify(self) -> None:
-        """Check at the end of a step that no layer has drawn which had not drawn in earlier steps.
+        """Check after a step with recomputations that no layer has drawn which had not drawn in earlier steps.
 
         Raises:
-            RuntimeError: a layer has, so its numbers were not its own, and a recomputation may have drawn others.
+            RuntimeError: a layer may have drawn other numbers in its recomputation. From now on all have seeds.
         """
-        with _cpu_lock:
+        with _cpu_lock():
             if torch.equal(_state(torch.default_generator), self._before):
                 return
-        for layer in self._positions:
-            _draws.pop(layer, None)
+        known = [_draws.get(layer, {}).get(self._modes[layer]) for layer in self._positions]
+        if all(known):
+            return  # The draw was elsewhere: in another thread, or in backward.
+        for layer, modes in self._modes.items():
+            _draws.setdefault(layer, {})[modes] = True
         raise RuntimeError(
-            "a layer has drawn random numbers in this step that drew none when it first ran in this mode, so its "
-            "numbers were not seeded, and the gradients of this step are dropped; call step() again, which finds such "
-            "layers anew, and let no other thread draw from the CPU's generator meanwhile"
+            "random numbers were drawn from the CPU's generator during this step, perhaps by a layer that drew none "
+            "when it first ran, so a recomputation may have drawn others, and the gradients of this step are dropped; "
+            "call step() again: all layers have seeds from now on"
         )
 
 
@@ -130,12 +146,11 @@ def current_seeds() -> Callable[..., Any] | None:
     return _current.get()
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    """Return the generator that layers on ``device`` draw from."""
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that layers on ``device`` draw from."""
     if device.type == "cpu":
-        return torch.default_generator
-    generator: torch.Generator = device_module(device).default_generators[device.index]
-    return generator
+        return [torch.default_generator]
+    return [torch.default_generator, device_module(device).default_generators[device.index]]
 
 
 def _state(generator: torch.Generator) -> Tensor:
