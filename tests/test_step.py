@@ -32,7 +32,10 @@ def plain_step(module: nn.Module, inputs: list[Any], losses: Callable[[int, Any]
     for i in order:
         if shares[i].requires_grad:
             shares[i].backward()
-    return torch.stack([share.detach().double() for share in shares]).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for share in shares:  # One after the other: a sum of five numbers at once may round in another way.
+        total += share.detach().squeeze()
+    return total
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
