@@ -665,13 +665,10 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------ gradients of parameters
     Mutation(
         "a gradient that would be lost is refused",
-        "ParameterGradients.differentiate",
-        """
-        refuse_captured(roots, [*leaves, *self._known])
-        wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
-        """,
-        "wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]",
-        "engine/gradient_listeners",
+        "add_to_sums",
+        "refuse_captured(roots, known)",
+        "pass",
+        "engine/gradient_listeners engine/gradient_layers",
     ),
     Mutation(
         "each gradient is added to .grad as soon as it is computed",
@@ -738,8 +735,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hooks of parameters receive only the whole gradient",
-        "ParameterGradients.differentiate",
-        "without_hooks(parameters)",
+        "add_to_sums",
+        "without_hooks(inputs[len(leaves) :])",
         "without_hooks([])",
         "autograd",
     ),

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.engine.function import Edge, accumulate, gradients
-from torchgpipe.engine.gradients import refuse_captured, sum_of
-from torchgpipe.engine.hooks import has_hooks, without_hooks
+from torchgpipe.engine.function import Edge, accumulate
+from torchgpipe.engine.gradients import add_to_grad, add_to_sums, sum_of
+from torchgpipe.engine.hooks import has_hooks
 
 __all__ = ["DirectGradients", "deliver"]
 
@@ -50,19 +50,10 @@ class DirectGradients:
         self, roots: Sequence[Edge], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, keep_graph: bool
     ) -> list[Leaf]:
         """Differentiate the graph of a cell; see :meth:`ParameterGradients.differentiate`."""
+        known = [*leaves, *self._known]
         if self._sums is None:
-            try:
-                accumulate(roots, grads, keep_graph)
-            except RuntimeError:
-                refuse_captured(roots, [*leaves, *self._known])
-                raise
-            return [leaf.grad for leaf in leaves]
-        refuse_captured(roots, [*leaves, *self._known])
-        with without_hooks(self._parameters):
-            result = gradients(roots, grads, [*leaves, *self._parameters], keep_graph)
-        for k, grad in enumerate(result[len(leaves) :]):
-            self._sums[k] = sum_of(self._sums[k], grad)
-        return result[: len(leaves)]
+            return add_to_grad(roots, grads, leaves, known, keep_graph=keep_graph)
+        return add_to_sums(self._sums, self._parameters, roots, grads, leaves, known, keep_graph=keep_graph)
 
     @property
     def adds_to_grad(self) -> bool:

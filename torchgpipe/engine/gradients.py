@@ -29,7 +29,7 @@ from torchgpipe.engine.function import Edge, Function, accumulate, gradients
 from torchgpipe.engine.hooks import has_hooks, without_hooks
 from torchgpipe.engine.phony import get_phony
 
-__all__ = ["ParameterGradients", "refuse_captured", "sum_of"]
+__all__ = ["ParameterGradients", "add_to_grad", "add_to_sums", "sum_of"]
 
 
 class ParameterGradients:
@@ -82,24 +82,11 @@ class ParameterGradients:
         if this is None:
             this = self._passes[current_pass()] = self._begin_pass(roots, leaves)
             at_end_of_pass(this.end)  # The pass alone keeps it, so a pass that fails drops its sums, too.
+        known = [*leaves, *self._known]
         if this.adds_to_grad:
-            try:
-                accumulate(roots, grads, keep_graph)
-            except RuntimeError:
-                # The first cell that uses a captured non-leaf frees what that was computed from.
-                refuse_captured(roots, [*leaves, *self._known])
-                raise
-            return [leaf.grad for leaf in leaves]
-        refuse_captured(roots, [*leaves, *self._known])
-        wanted = [k for k, parameter in enumerate(self._parameters) if this.sums and parameter.requires_grad]
-        parameters = [self._parameters[k] for k in wanted]
-        if not leaves and not parameters:
-            return []
-        with without_hooks(parameters):
-            result = gradients(roots, grads, [*leaves, *parameters], keep_graph)
-        for k, grad in zip(wanted, result[len(leaves) :]):
-            this.sums[k] = sum_of(this.sums[k], grad)
-        return result[: len(leaves)]
+            return add_to_grad(roots, grads, leaves, known, keep_graph=keep_graph)
+        parameters = self._parameters if this.sums else ()
+        return add_to_sums(this.sums, parameters, roots, grads, leaves, known, keep_graph=keep_graph)
 
     def _begin_pass(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> _Pass:
         """Decide for a backward pass, with its first cell, what becomes of gradients."""
@@ -155,6 +142,56 @@ class Deliver(Function):
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
         this = ctx.passes.get(current_pass())
         return None, None, *((this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2))
+
+
+def add_to_grad(
+    roots: Sequence[Edge],
+    grads: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    known: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+) -> list[Leaf]:
+    """Differentiate the graph of a cell, add the gradients of parameters to ``.grad``, and return those of ``leaves``.
+
+    Raises:
+        RuntimeError: the cell uses a tensor that was computed from one which is not ``known``, and another cell has
+            used it up.
+    """
+    try:
+        accumulate(roots, grads, keep_graph)
+    except RuntimeError:
+        # The first cell that uses a captured non-leaf frees what that was computed from.
+        refuse_captured(roots, known)
+        raise
+    return [leaf.grad for leaf in leaves]
+
+
+def add_to_sums(
+    sums: list[Leaf],
+    parameters: Sequence[Tensor],
+    roots: Sequence[Edge],
+    grads: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    known: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+) -> list[Leaf]:
+    """Differentiate the graph of a cell, add gradients of ``parameters`` to ``sums``, and return those of ``leaves``.
+
+    Raises:
+        RuntimeError: the cell uses a leaf that is not ``known``, whose gradient would be lost.
+    """
+    refuse_captured(roots, known)
+    wanted = [k for k, parameter in enumerate(parameters) if parameter.requires_grad]
+    inputs = [*leaves, *[parameters[k] for k in wanted]]
+    if not inputs:
+        return []
+    with without_hooks(inputs[len(leaves) :]):
+        result = gradients(roots, grads, inputs, keep_graph)
+    for k, grad in zip(wanted, result[len(leaves) :]):
+        sums[k] = sum_of(sums[k], grad)
+    return result[: len(leaves)]
 
 
 def sum_of(total: Leaf, grad: Leaf) -> Leaf:
