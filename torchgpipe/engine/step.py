@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class _Step:
 
     def run(self, program: Program) -> None:
         """Run the actions of a program."""
-        actions = _in_order(program, self._backward_runs)
+        actions = _in_order(tuple(map(tuple, program)), self._backward_runs)
         keeps = _next_is_backward(program)
         try:
             if self._backward_runs:
@@ -231,11 +232,11 @@ def _cut(batch: Batch) -> Batch:
     return batch.replace(tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]))
 
 
-def _in_order(program: Program, backward: bool) -> list[Action]:
+@lru_cache(maxsize=32)  # Simulating a program takes as long as many cells.
+def _in_order(program: tuple[tuple[Action, ...], ...], backward: bool) -> list[Action]:
     """Return all actions, by clock and device: the order in which errors count."""
-    if not backward:
-        program = [[action for action in own if action[0] == "F"] for own in program]
-    starts = simulate(program).starts
+    runs = [[action for action in own if backward or action[0] == "F"] for own in program]
+    starts = simulate(runs).starts
     return [action for _, _, action in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
 
 

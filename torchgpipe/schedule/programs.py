@@ -18,6 +18,7 @@ Sources:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 from torchgpipe.schedule.action import Action, Program
@@ -56,13 +57,18 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
     Raises:
         ValueError: there is no such schedule, or its partitions have to be placed in another way.
     """
-    if name == "V-Half":
-        return v_half(m, places)
     verify_schedule(name)
+    return [list(own) for own in _program(name, m, tuple(places))]
+
+
+@lru_cache(maxsize=32)  # Every step asks for its program.
+def _program(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
+    if name == "V-Half":
+        return tuple(map(tuple, v_half(m, places)))
     blocks = _blocks(places)
     devices = [places[block[0]] for block in blocks]
     actions = _MAKERS[name](m, devices)
-    return [[Action(kind, i, j) for kind, i, k in own for j in _within(kind, blocks[k])] for own in actions]
+    return tuple(tuple(Action(kind, i, j) for kind, i, k in own for j in _within(kind, blocks[k])) for own in actions)
 
 
 def _blocks(places: Sequence[int]) -> list[list[int]]:
