@@ -28,6 +28,7 @@ from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_bac
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.record import Step
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
@@ -68,7 +69,8 @@ def run_step(
         BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
     """
     refuse_transforms()
-    _Step(partitions, devices, inputs, finish, mechanisms, checkpointed, backward).run(program)
+    step = begin_step(len(inputs), partitions, devices, mechanisms, program)
+    _Step(partitions, devices, inputs, finish, mechanisms, checkpointed, backward, step).run(program)
 
 
 class _Step:
@@ -83,6 +85,7 @@ class _Step:
         mechanisms: Mechanisms,
         checkpointed: int,
         backward: bool,
+        step: Step | None,
     ) -> None:
         self._m, self._n = len(inputs), len(partitions)
         self._finish = finish
@@ -102,7 +105,7 @@ class _Step:
             ambient=self._ambient,
             ordered=False,
             replicated=False,
-            step=begin_step(self._m, partitions, devices, mechanisms),
+            step=step,
         )
         self._activations = {(i, 0): _cut(batch) for i, batch in enumerate(inputs)}
         self._inputs = inputs
