@@ -43,9 +43,10 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     :class:`~torchgpipe.timeline.span.Span`. The timeline can be read after the block. If an exception leaves the block,
     the timeline ends where the exception was raised.
 
-    Outputs are the same to the last bit as without recording, and so are gradients where micro-batches are
-    checkpointed. With ``checkpoint='never'``, each recorded cell adds its gradients to ``.grad`` by itself. So the last
-    bit may differ where ``.grad`` had a value, and more under autocast, and ``create_graph=True`` is an error.
+    Outputs are the same to the last bit as without recording, and so are the gradients of a step, and of micro-batches
+    that are checkpointed. Otherwise, with ``checkpoint='never'``, each recorded cell adds its gradients to ``.grad`` by
+    itself. So the last bit may differ where ``.grad`` had a value, and more under autocast, and ``create_graph=True``
+    is an error.
 
     A step is a call of the pipeline and those of its backward passes that are inside the block, or a call of its
     :meth:`~torchgpipe.GPipe.step`. Only one block at a time can record a pipeline.
