@@ -54,7 +54,7 @@ def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program() -> None:
 
     other = simulate(program("1F1B", M, [0, 1, 2]), {"F": 1.0, "B": 2.0, "I": 0.0, "W": 0.0})
     assert (by_name(made)["1F1B"].seconds, by_name(made)["1F1B"].bubble) == (other.seconds, other.bubble)
-    assert "with other devices: V-Half" in str(made)
+    assert "with other devices: Interleaved1F1B, V-Half" in str(made)
     assert "recorded whole" not in str(made)
 
 
@@ -87,6 +87,14 @@ def test_parts_of_a_device_are_counted_as_parts_of_a_micro_batch() -> None:
     made = Report(spans_of(ran, devices, {"F": 1.0, "I": 1.0, "W": 1.0}), rows(4, devices), {0: M}, {}, {0: ran})
     assert by_name(made)["V-Half"].live == max(simulate(ran).peaks) / 2
     assert "with other devices: 1F1B, Interleaved1F1B, ZeroBubble" in str(made)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]])
+def test_interleaving_that_ran_is_named(devices: list[str]) -> None:
+    """With one partition on each device there is nothing to interleave, but it may have run all the same."""
+    ran = program("Interleaved1F1B", M, [0, 1] * (len(devices) // 2))
+    made = Report(spans_of(ran, devices, {"F": 1.0, "B": 2.0}), rows(len(devices), devices), {0: M}, {}, {0: ran})
+    assert [one.schedule for one in made.schedules if one.ran] == ["Interleaved1F1B"]
 
 
 def test_a_program_of_your_own_is_compared_as_well() -> None:

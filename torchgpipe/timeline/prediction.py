@@ -60,15 +60,17 @@ def predict(
     seen = list(dict.fromkeys(row.device for row in rows))
     places = [seen.index(row.device) for row in rows]
     costs = _mean_costs(cells, m * len(steps))
+    recorded = None if ran is None else [list(map(Action._make, own)) for own in ran]
     programs: dict[str | None, Program] = {}
     for name in NAMES:
         try:
             made = program(name, m, places)  # type: ignore[arg-type]
         except ValueError:
             continue  # The schedule wants another placement.
-        if made not in programs.values():  # On one device, interleaving changes nothing.
+        if name == "Interleaved1F1B" and len(rows) == len(seen) and made != recorded:
+            continue  # A device with one partition has nothing to interleave.
+        if made not in programs.values():
             programs[name] = made
-    recorded = None if ran is None else [list(map(Action._make, own)) for own in ran]
     if recorded is not None and recorded not in programs.values():
         programs = {None: recorded, **programs}
     predictions = []
