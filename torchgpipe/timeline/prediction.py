@@ -1,8 +1,8 @@
 """Simulate a step under each schedule, with the mean times of the recorded cells.
 
 The time of an action is a mean over all recorded cells of its partition. Recomputation counts as backward of the input,
-because a recomputed cell has no second half; a schedule that would recompute fewer cells is faster than predicted. Where a backward was recorded whole, each half takes half of its time.
-Copies take no time.
+because a recomputed cell has no second half; a schedule that would recompute fewer cells is faster than predicted.
+Where a backward was recorded whole, each half takes half of its time. Copies take no time.
 """
 
 from __future__ import annotations
