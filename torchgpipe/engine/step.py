@@ -73,8 +73,8 @@ def run_step(
         BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
     """
     refuse_transforms()
-    views = tuple(map(tuple, views_of_each(partitions)))
     step = begin_step(len(inputs), partitions, devices, mechanisms, program)
+    views = tuple(map(tuple, views_of_each(partitions)))
     _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas, step).run(
         _in_views(tuple(map(tuple, program)), views)
     )
