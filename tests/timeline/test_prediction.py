@@ -71,6 +71,7 @@ def test_a_recomputed_cell_has_no_second_half() -> None:
     made = Report(ideal(M, 2), rows(2), {0: M}, {})
     expected = simulate(program("ZeroBubble", M, [0, 1]), {"F": 1.0, "B": 3.0, "I": 3.0, "W": 0.0})
     assert by_name(made)["ZeroBubble"].seconds == expected.seconds
+    assert "the recorded cells and recomputations; copies" in str(made)
 
 
 def test_forward_and_backward_are_told_what_a_step_would_take() -> None:

@@ -1,8 +1,8 @@
 """Simulate a step under each schedule, with the mean times of the recorded cells.
 
 The time of an action is a mean over all recorded cells of its partition. Recomputation counts as backward of the input,
-because a recomputed cell has no second half. Where a backward was recorded whole, each half takes half of its time.
-Copies take no time.
+because a recomputed cell has no second half; a schedule that would recompute fewer cells is faster than predicted.
+Where a backward was recorded whole, each half takes half of its time. Copies take no time.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: flo
         name = one.schedule or "your program"
         live = f"{one.live:.1f}".removesuffix(".0")
         yield _row(f"{name}{', which ran' if one.ran else ''}", one.seconds, one.bubble, live)
-    yield "simulated with the mean times of the recorded cells; copies take no time"
+    again = " and recomputations" if any(span.kind == "recomputation" for span in cells) else ""
+    yield f"simulated with the mean times of the recorded cells{again}; copies take no time"
     names = [one.schedule for one in predictions]
     if not _has_halves(cells) and ("ZeroBubble" in names or "V-Half" in names):
         yield "backward was recorded whole: either half of it is taken to need half of its time"
