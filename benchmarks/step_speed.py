@@ -56,13 +56,8 @@ def request_for(args: argparse.Namespace, model: str, m: int, kind: str, **more:
 def ways(args: argparse.Namespace, model: str, m: int) -> dict[str, tuple[str, Request]]:
     """Return by name what is measured: the peer, and the request."""
     pairs = [("cpu:0", "cpu:1")] if args.device == "cpu" else [(args.device, args.device), (args.device, "cpu")]
-    found = {
-        f"whole, {threads} thread{'s' * (threads > 1)}": (
-            "plain",
-            request_for(args, model, m, "whole", threads=threads),
-        )
-        for threads in (1, 2)
-    }
+    threads = {"whole, 1 thread": 1, "whole, 2 threads": 2} if args.device == "cpu" else {"whole": 1}
+    found = {name: ("plain", request_for(args, model, m, "whole", threads=count)) for name, count in threads.items()}
     found["micro-batches"] = "plain", request_for(args, model, m, "micro-batches")
     if args.device == "cpu":
         found["halves"] = "plain", request_for(args, model, m, "halves")
