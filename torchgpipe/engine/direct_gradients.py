@@ -21,6 +21,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, accumulate
 from torchgpipe.engine.gradients import add_to_grad, add_to_sums, sum_of
 from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.replicas import Replicas
 
 __all__ = ["DirectGradients", "deliver"]
 
@@ -38,11 +39,12 @@ class DirectGradients:
         self._parameters = parameters
         self._known = (*parameters, *frozen)
         self._sums: list[Leaf] | None = None
-        self._before: list[Leaf] = []
+        self._before: list[Leaf] = [parameter.grad for parameter in parameters]
+        #: Gradients that a sum is added to in place, each with a copy.
+        self._copies: list[tuple[Tensor, Tensor]] = []
         if shared or any([_listens(parameter) for parameter in parameters]):
             self._sums = [None] * len(parameters)
             return
-        self._before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
 
@@ -60,12 +62,31 @@ class DirectGradients:
         """Whether each cell adds to ``.grad``."""
         return self._sums is None
 
+    def reduce(self, replicas: Replicas) -> None:
+        """Add the gradients of all replicas."""
+        if not replicas.exist:
+            return
+        if self._sums is not None:
+            self._sums = replicas.add_gradients(self._parameters, self._sums)
+            return
+        grads = [parameter.grad for parameter in self._parameters]
+        for parameter, total in zip(self._parameters, replicas.add_gradients(self._parameters, grads)):
+            parameter.grad = total
+
     def sums(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters whose gradients are to be delivered, with the sums."""
-        return [(one, total) for one, total in zip(self._parameters, self._sums or ()) if total is not None]
+        pairs = [(one, total) for one, total in zip(self._parameters, self._sums or ()) if total is not None]
+        for before, total in zip(self._before, self._sums or ()):
+            if before is not None and total is not None:
+                # A hook may fail after the gradient of another parameter has been added.
+                self._copies.append((before, before.detach().clone()))
+        return pairs
 
+    @torch.no_grad()
     def commit(self) -> None:
         """Add the gradients that were set aside."""
+        if self._sums is not None:
+            return
         for parameter, before in zip(self._parameters, self._before):
             if before is not None:
                 if parameter.grad is not None and before.layout is torch.strided:
@@ -77,6 +98,8 @@ class DirectGradients:
         """Put the gradients back that were there when the step began."""
         for parameter, before in zip(self._parameters, self._before):
             parameter.grad = before
+        for before, copied in self._copies:
+            before.detach().copy_(copied)
 
 
 def deliver(sums: Sequence[tuple[Tensor, Tensor]]) -> None:
