@@ -29,7 +29,7 @@ from benchmarks.step_memory import memory, step_memory
 from benchmarks.step_sleeping import sleeping
 from benchmarks.step_speed import ALIKE, machine, speed
 
-__all__ = ["step_aims", "step_sleeping", "step_speed"]
+__all__ = ["step_aims", "step_host", "step_memory", "step_sleeping", "step_speed"]
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "machine": machine,
