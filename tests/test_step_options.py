@@ -197,6 +197,17 @@ def test_a_function_makes_programs_for_any_number_of_micro_batches(devices: Devi
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-13, atol=1e-15)
 
 
+def test_programs_may_be_of_plain_sequences_and_need_not_fit_one_micro_batch(devices: Devices) -> None:
+    x, y = data()
+    expected = stepping(mlp(), devices(4), schedule=depth_first).step(x, y)
+
+    def at_least_two(m: int, places: list[int]) -> Any:
+        assert m > 1
+        return (iter([list(action) for action in own]) for own in depth_first(m, places))
+
+    assert torch.equal(stepping(mlp(), devices(4), schedule=at_least_two).step(x, y), expected)
+
+
 def test_programs_that_do_not_fit_are_refused_when_the_pipeline_is_made() -> None:
     x, y = data(rows=3)
     four = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]

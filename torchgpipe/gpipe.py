@@ -201,7 +201,7 @@ class GPipe(nn.Module):
     def schedule(self, schedule: Schedule) -> None:
         verify_name(schedule)
         if self._loss[0] is not None:  # The devices of a pipeline without a loss, and so without steps, need not fit.
-            program_of(schedule, None, self._places)
+            program_of(schedule, self._chunks if callable(schedule) else None, self._places)
         self._schedule = schedule
 
     @property

@@ -57,8 +57,10 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Prog
     """
     if isinstance(schedule, str):
         return program(schedule, m or 1, places)
-    actions = schedule(m or 1, list(places)) if callable(schedule) else schedule
-    own = 1 + max([action[1] for device in actions for action in device], default=-1)
+    # A program of a user may have plain tuples, lists or iterators in place of actions and lists.
+    program_of_user = schedule(m or 1, list(places)) if callable(schedule) else schedule
+    actions = [list(map(Action._make, own)) for own in program_of_user]
+    own = 1 + max([action.i for device in actions for action in device], default=-1)
     if m is not None and own != m:
         raise ValueError(
             f"the program is for {own} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, or "
