@@ -821,7 +821,7 @@ MUTATIONS = [
     Mutation(
         "a replica that fails tells the others",
         "Replicas.together",
-        "failed.item()",
+        "failed",
         "False",
         "distributed/step_replicas",
     ),

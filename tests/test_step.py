@@ -540,6 +540,13 @@ def test_infinite_outputs_of_a_micro_batch_that_weighs_nothing(devices: Devices)
     assert model.step(x, y).isfinite()
 
 
+def test_complex_outputs_of_micro_batches_that_weigh_nothing(devices: Devices) -> None:
+    """Their loss was complex."""
+    layers = nn.Sequential(nn.Linear(6, 4, dtype=torch.complex128))
+    model = stepping(layers, devices(1), loss_fn=lambda output, _: output.abs().mean(), weight=lambda _: 0.0)
+    assert model.step(data()[0].to(torch.complex128), None).item() == 0.0
+
+
 def test_another_pipeline_within_a_layer_or_the_loss(devices: Devices) -> None:
     """Its layers were looked for in the outer pipeline, and its workers waited for a lock that the outer one held."""
     x, y = data()

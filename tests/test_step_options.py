@@ -60,8 +60,10 @@ def test_values_that_cannot_be_gathered_are_refused(devices: Devices) -> None:
         asked.append(0)
         return F.mse_loss(a, b) if len(asked) > 2 else (F.mse_loss(a, b), a)
 
+    model = stepping(mlp(), devices(4), loss_fn=sometimes, checkpoint="never")
     with pytest.raises(ValueError, match="other values beside the loss for some micro-batches only"):
-        stepping(mlp(), devices(4), loss_fn=sometimes, checkpoint="never").step(x, y)
+        model.step(x, y)
+    assert all(parameter.grad is None for parameter in model.parameters())  # They were added before.
 
 
 # ------------------------------------------------------------------------------------------------ a scaler

@@ -282,34 +282,35 @@ class GPipe(nn.Module):
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.step, input, target, scaler=scaler)
-        self._refuse_unwrapped()
-        verify_layers(self.modules(), self.devices)
         loss_fn, weight = self._loss
         if loss_fn is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
         replicas = self._replicas
         mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1], takes_values=True)
         with replicas.together("the preparation of a step"):
+            self._refuse_unwrapped()
+            verify_layers(self.modules(), self.devices)
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
             own_weight = mean.prepare(inputs)
             program = program_of(self._schedule, len(inputs), self._places)
             views, devices, stops = self._views(len(inputs))
         mean.total = replicas.total(own_weight)
         with mini_batch(len(inputs), self, replicas.group):
-            run_step(
+            values = run_step(
                 views,
                 devices,
                 inputs,
                 program,
                 mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output)),
                 self._mechanisms,
+                gather=mean.values,
                 stops=stops,
                 backward=torch.is_grad_enabled(),
                 replicas=replicas,
             )
         loss = mean.sum()
         replicas.add(loss, "the loss")
-        return (loss, mean.values()) if mean.has_values else loss
+        return (loss, values) if mean.has_values else loss
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition separately, with the arguments of :func:`torch.compile`.

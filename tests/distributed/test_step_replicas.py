@@ -89,10 +89,62 @@ def of_failures() -> list[str]:
     return said
 
 
+def of_ends() -> list[str]:
+    """One replica fails behind its last cell: in the other one, gradients were added, or an exchange waited."""
+    here = dist.get_rank()
+    fails = {"hook": False, "values": False}
+
+    def hook(_: Tensor) -> None:
+        if here == 1 and fails["hook"]:
+            raise ArithmeticError("hook")
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        return F.mse_loss(output, target), output[:, : len(output)] if here == 1 and fails["values"] else output
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    model = copy.deepcopy(
+        GPipe(layers, [1, 2], chunks=2, deferred_batch_norm=True, loss_fn=loss_fn, replicas=dist.group.WORLD)
+    )
+    model[2].weight.register_hook(hook)
+    x, y = torch.rand(2, 5, 4, dtype=torch.float64)
+    said = []
+    for kind in fails:
+        fails[kind] = True
+        with pytest.raises((RuntimeError, ArithmeticError)) as info:
+            model.step(x, y)
+        fails[kind] = False
+        said.append(f"{info.type.__name__}: {info.value}"[:60])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    model.step(x, y)
+    return said
+
+
+def of_differences() -> None:
+    """Replicas that would exchange different tensors; the process was killed."""
+    here = dist.get_rank()
+
+    def replica(balance: list[int], bias: bool = True, checkpoint: Any = "never") -> GPipe:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=bias), nn.Linear(4, 4))
+        group = dist.group.WORLD
+        return GPipe(layers, balance, checkpoint=checkpoint, loss_fn=F.mse_loss, replicas=group)
+
+    x, y = torch.rand(2, 4, 4)
+    with pytest.raises(ValueError, match="replicas must have the same layers"):
+        replica([3], bias=here == 0)
+    frozen = replica([3])
+    frozen[0].requires_grad_(here == 0)
+    for model in [replica([2, 1] if here else [1, 2]), replica([3], checkpoint=["1"] if here else []), frozen]:
+        with pytest.raises(ValueError, match="frozen parameters and names in checkpoint"):
+            model.step(x, y)
+    with torch.set_grad_enabled(here == 0), pytest.raises(ValueError, match="all run with gradients or all without"):
+        replica([3]).step(x, y)
+
+
 def both() -> list[str]:
     of_all(["cpu", "cpu"])
     of_all(["cpu:0", "cpu:1"])
-    return of_failures()
+    of_differences()
+    return of_failures() + of_ends()
 
 
 def test_replicas_step_as_one_process_on_all_of_their_data() -> None:
@@ -100,9 +152,13 @@ def test_replicas_step_as_one_process_on_all_of_their_data() -> None:
     assert second == [
         "ArithmeticError: no",
         "ValueError: input and target must have the same size in dimension 0, the batch, but have 4 and 3",
+        "ArithmeticError: hook",
+        "RuntimeError: Sizes of tensors must match except in dimension 0"[:60],
     ]
     assert first == [
         "RuntimeError: the step failed in another replica, which raises the error; .grad is as it was before",
         "RuntimeError: the preparation of a step failed in another replica, which raises the error; .grad is as it "
         "was before",
+        "RuntimeError: the end of the step failed in another replica, which raises the error"[:60],
+        "RuntimeError: the step failed in another replica, which raises the error"[:60],
     ]

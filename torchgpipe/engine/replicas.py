@@ -1,13 +1,13 @@
 """Replicas: processes that hold the same layers, and each train on a part of every mini-batch.
 
-They agree before a step that all have prepared it, and after its last cell that all have run it. So a replica that
-fails keeps the others from reducing gradients, and the gradients of all replicas stay as they were. Gradients are
-reduced once in a step, after the last cell: in buckets, which take little memory beside the gradients.
+They agree before a step that all have prepared it, after its last cell that all have run it, and at last that all hooks
+of parameters have run. So a replica that fails keeps the gradients of all replicas as they were, and none waits for
+another. Gradients are reduced once in a step, after the last cell, in buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,32 +47,55 @@ class Replicas:
     def begin_equal(self, module: nn.Module) -> None:
         """Give all replicas the parameters and buffers of the first one."""
         if self.group is not None:
+            tensors = [tensor for tensor in [*module.parameters(), *module.buffers()] if not is_lazy(tensor)]
+            with self.together("the construction of a pipeline", lambda: [tensors]):
+                pass
             with self._exchanging("the parameters"), torch.no_grad():
-                for tensor in [*module.parameters(), *module.buffers()]:
-                    if not is_lazy(tensor):
-                        values = tensor.contiguous()
-                        dist.broadcast(values, group=self.group, group_src=0)
-                        tensor.copy_(values)
+                for tensor in tensors:
+                    values = tensor.contiguous()
+                    dist.broadcast(values, group=self.group, group_src=0)
+                    tensor.copy_(values)
+
+    def __deepcopy__(self, memo: Any) -> Replicas:
+        return self  # A group of processes cannot be copied, and a copy of the pipeline has the same replicas.
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str, exchanged: Callable[[], Sequence[Sequence[Tensor]]] = tuple) -> Iterator[None]:
         """Run a ``with`` block in all replicas, and raise an error in all of them if one fails.
+
+        Args:
+            what: names the block, for errors
+            exchanged: gives the tensors whose values the replicas exchange behind the block
 
         Raises:
             RuntimeError: the block has failed in another replica, which does not go on either.
+            ValueError: the replicas would exchange different tensors, at which processes hang or are killed.
         """
         if self.group is None:
             yield
             return
         try:
             yield
+            # The hash of integers is the same in all processes.
+            plan = hash(tuple([tuple([(*one.shape, one.element_size()) for one in part]) for part in exchanged()]))
         except Exception:
-            self.add(torch.ones(1, device=self._device), f"the end of {what}")
+            self._largest([1, 0, 0], what)
             raise
-        failed = torch.zeros(1, device=self._device)
-        self.add(failed, f"the end of {what}")
-        if failed.item():
+        failed, highest, lowest = self._largest([0, plan, ~plan], what)
+        if failed:
             raise RuntimeError(f"{what} failed in another replica, which raises the error; .grad is as it was before")
+        if highest != ~lowest:
+            raise ValueError(
+                "replicas must have the same layers, balance, frozen parameters and names in checkpoint, and must all "
+                "run with gradients or all without, but they differ; make them in the same way in every process"
+            )
+
+    def _largest(self, numbers: list[int], what: str) -> list[int]:
+        """Return the largest values of all replicas."""
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        with self._exchanging(f"the end of {what}"):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+        return tensor.tolist()
 
     def total(self, weight: float) -> float:
         """Return the sum of the weights of all replicas."""

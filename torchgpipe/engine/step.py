@@ -14,7 +14,7 @@ worker: a device thread of the autograd engine could not run them while it waits
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
@@ -52,10 +52,11 @@ def run_step(
     finish: Finish,
     mechanisms: Mechanisms,
     *,
+    gather: Callable[[], Any],
     stops: Sequence[int],
     backward: bool,
     replicas: Replicas,
-) -> None:
+) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
     Args:
@@ -65,6 +66,7 @@ def run_step(
         program: a list of actions for each device, which can run, in terms of partitions
         finish: computes the loss of a micro-batch from its output
         mechanisms: the mechanisms of the pipeline
+        gather: computes what to return, after the last cell
         stops: for each view, how many micro-batches, from the first on, may be recomputed
         backward: whether to run backward
         replicas: the replicas of the pipeline, which run a step at the same time
@@ -72,12 +74,12 @@ def run_step(
     Raises:
         BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
     """
-    refuse_transforms()
-    step = begin_step(len(inputs), partitions, devices, mechanisms, program)
-    views = tuple(map(tuple, views_of_each(partitions)))
-    _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas, step).run(
-        _in_views(tuple(map(tuple, program)), views)
-    )
+    with replicas.together("the preparation of a step"):
+        refuse_transforms()
+        step = begin_step(len(inputs), partitions, devices, mechanisms, program)
+        views = tuple(map(tuple, views_of_each(partitions)))
+        cells = _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas, step)
+    return cells.run(_in_views(tuple(map(tuple, program)), views), gather)
 
 
 class _Step:
@@ -123,17 +125,19 @@ class _Step:
         self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
         self._cells: dict[tuple[int, int], CutCell] = {}
 
-    def run(self, program: _Frozen) -> None:
+    def run(self, program: _Frozen, gather: Callable[[], Any]) -> Any:
         """Run the actions of a program, and deliver the gradients, or leave ``.grad`` as it was."""
         try:
-            with self._replicas.together("the step"):
+            with self._replicas.together("the step", self._reduced):
                 if self._backward_runs:
                     self._begin_gradients()
                 self._run_actions(program)
                 if self._recomputed:
                     self._seeds.verify()
+                gathered = gather()
             if self._backward_runs:
                 self._end_gradients()
+            return gathered
         except BaseException:
             for call in self._calls:
                 if call.direct is not None:
@@ -183,10 +187,21 @@ class _Step:
             shared = any([owners[parameter] > 1 for parameter in call.parameters])
             call.direct = DirectGradients(call.parameters, call.frozen, shared=shared)
 
+    def _reduced(self) -> Sequence[Sequence[Tensor]]:
+        """Return the parameters whose gradients are reduced, by partition."""
+        return [call.parameters for call in self._calls] if self._backward_runs else []
+
     def _end_gradients(self) -> None:
         direct = [call.direct for call in self._calls if call.direct is not None]
         for one in direct:
             one.reduce(self._replicas)
+        with self._replicas.together("the end of the step"):
+            self._deliver(direct)
+        for one in direct:  # Behind everything that may fail.
+            one.commit()
+
+    def _deliver(self, direct: Sequence[DirectGradients]) -> None:
+        """Let gradients arrive at the parameters with hooks, and at the input."""
         deliver([pair for one in direct for pair in one.sums()])
         roots, grads = [], []
         for i, batch in enumerate(self._inputs):
@@ -196,8 +211,6 @@ class _Step:
                     grads.append(grad)
         if roots:
             torch.autograd.backward(roots, grads)
-        for one in direct:  # Behind everything that may fail.
-            one.commit()
 
     def _forward(self, i: int, j: int, keeps: bool) -> None:
         call = self._calls[j]

@@ -104,11 +104,13 @@ class MeanLoss:
         return bool(self._values)
 
     def values(self) -> Any:
-        """Return the other values of all micro-batches, gathered along dimension 0.
+        """Return the other values of all micro-batches, gathered along dimension 0; None if there are none.
 
         Raises:
             ValueError: the values of the micro-batches differ in structure.
         """
+        if not self._values:
+            return None
         if len(self._values) < len(self._weights):
             raise ValueError("loss_fn returned other values beside the loss for some micro-batches only")
         return gather([self._values[i] for i in sorted(self._values)], "loss_fn")
@@ -121,7 +123,7 @@ class MeanLoss:
 
 def _nothing(output: Batch, device: torch.device) -> Tensor:
     """Return a loss of 0 with a graph, for a micro-batch of weight 0, whose mean loss over no targets may be nan."""
-    parts = [leaf.reshape(-1)[:0].sum() for leaf in output.leaves if leaf is not None]
+    parts = [leaf.reshape(-1)[:0].real.sum() for leaf in output.leaves if leaf is not None]
     return sum(parts, torch.zeros(1, device=device))
 
 
