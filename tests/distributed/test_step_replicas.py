@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from tests.distributed.models import cross_entropy, everything, tokens, weigh
 from tests.distributed.test_replicas import mean_over_all
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
+from torchgpipe.engine.direct_gradients import DirectGradients
+from torchgpipe.engine.replicas import Replicas
 
 pytestmark = pytest.mark.slow
 
@@ -140,10 +143,35 @@ def of_differences() -> None:
         replica([3]).step(x, y)
 
 
+def of_memory() -> None:
+    """Gradients and their sums were there at the same time, all of them."""
+    layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+    model = GPipe(layers, [4], loss_fn=F.mse_loss, replicas=dist.group.WORLD)
+    own: list[Any] = []
+    there: list[int] = []
+    reduce, all_reduce = DirectGradients.reduce, dist.all_reduce
+
+    def begin(direct: DirectGradients, replicas: Replicas) -> None:
+        own.extend([weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
+        reduce(direct, replicas)
+
+    def count(*args: Any, **keywords: Any) -> None:
+        there.append(sum(one() is not None for one in own))
+        all_reduce(*args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchgpipe.engine.replicas._BUCKET", 1)
+        patch.setattr(DirectGradients, "reduce", begin)
+        patch.setattr(dist, "all_reduce", count)
+        model.step(*torch.rand(2, 4, 4))
+    assert [count for count in there if count] == [4, 3, 2, 1]
+
+
 def both() -> list[str]:
     of_all(["cpu", "cpu"])
     of_all(["cpu:0", "cpu:1"])
     of_differences()
+    of_memory()
     return of_failures() + of_ends()
 
 

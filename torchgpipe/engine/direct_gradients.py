@@ -70,6 +70,8 @@ class DirectGradients:
             self._sums = replicas.add_gradients(self._parameters, self._sums)
             return
         grads = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None  # Else all gradients would be there twice.
         for parameter, total in zip(self._parameters, replicas.add_gradients(self._parameters, grads)):
             parameter.grad = total
 

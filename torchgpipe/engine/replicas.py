@@ -2,7 +2,8 @@
 
 They agree before a step that all have prepared it, after its last cell that all have run it, and at last that all hooks
 of parameters have run. So a replica that fails keeps the gradients of all replicas as they were, and none waits for
-another. Gradients are reduced once in a step, after the last cell, in buckets.
+another. Gradients are reduced once in a step, after the last cell: in buckets, which take little memory beside the
+gradients.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Replicas:
             with self._exchanging(what):
                 dist.all_reduce(tensor, group=self.group)
 
-    def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Leaf]) -> list[Leaf]:
+    def add_gradients(self, parameters: Sequence[Tensor], grads: list[Leaf]) -> list[Leaf]:
         """Return the sums of the gradients of all replicas; see `add_gradients`."""
         with self._exchanging("the gradients"):
             return add_gradients(parameters, grads, self.group, self._device)
@@ -128,12 +129,12 @@ class Replicas:
             ) from error
 
 
-def add_gradients(parameters: Sequence[Tensor], grads: Sequence[Leaf], group: Any, device: torch.device) -> list[Leaf]:
+def add_gradients(parameters: Sequence[Tensor], grads: list[Leaf], group: Any, device: torch.device) -> list[Leaf]:
     """Return the sums of the gradients of all processes; None where none of them has a gradient.
 
     Args:
         parameters: the same parameters, in the same order, in all processes
-        grads: the gradients of the parameters in this process
+        grads: the gradients of the parameters in this process; the list is emptied bucket by bucket, to free memory
         group: the processes
         device: where numbers are exchanged
 
@@ -146,6 +147,8 @@ def add_gradients(parameters: Sequence[Tensor], grads: Sequence[Leaf], group: An
     sums: list[Leaf] = [None] * len(parameters)
     for bucket in _buckets(parameters, [index for index, count in enumerate(used.tolist()) if count]):
         flat = torch.cat([_flat(parameters[index], grads[index]) for index in bucket])
+        for index in bucket:
+            grads[index] = None
         dist.all_reduce(flat, group=group)
         for index, part in zip(bucket, torch.split(flat, [parameters[index].numel() for index in bucket])):
             parameter = parameters[index].detach()
