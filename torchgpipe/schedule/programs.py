@@ -59,15 +59,20 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Prog
         return program(schedule, m or 1, places)
     # A program of a user may have plain tuples, lists or iterators in place of actions and lists.
     program_of_user = schedule(m or 1, list(places)) if callable(schedule) else schedule
-    actions = [list(map(Action._make, own)) for own in program_of_user]
+    actions = tuple(tuple(map(Action._make, own)) for own in program_of_user)
     own = 1 + max([action.i for device in actions for action in device], default=-1)
     if m is not None and own != m:
         raise ValueError(
             f"the program is for {own} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, or "
             "let schedule be a function that takes the number of micro-batches and the places, and returns a program"
         )
-    verify(actions, own, places)
+    _verify(actions, own, tuple(places))
     return actions
+
+
+@lru_cache(maxsize=32)  # To verify a program takes as long as many cells, and every step asks for its program.
+def _verify(actions: tuple[tuple[Action, ...], ...], m: int, places: tuple[int, ...]) -> None:
+    verify(actions, m, places)
 
 
 def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Action]]:
