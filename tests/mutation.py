@@ -826,6 +826,20 @@ MUTATIONS = [
         "distributed/step_replicas",
     ),
     Mutation(
+        "replicas compare what they exchange",
+        "Replicas.together",
+        "highest != ~lowest",
+        "False",
+        "distributed/step_replicas",
+    ),
+    Mutation(
+        "replicas agree that all hooks have run",
+        "_Step._end_gradients",
+        'self._replicas.together("the end of the step")',
+        "nullcontext()",
+        "distributed/step_replicas",
+    ),
+    Mutation(
         "replicas begin with equal parameters",
         "Replicas.begin_equal",
         "dist.broadcast(values, group=self.group, group_src=0)",

@@ -70,7 +70,8 @@ class GPipe(nn.Module):
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
         checkpoint: the micro-batches that keep only the input of each partition and are recomputed during backward:
             ``'always'`` all, ``'except_last'`` all but the last, which would be recomputed at once, ``'never'`` none.
-            Or a list of names: of these layers all micro-batches keep only the input.
+            Or a list of names of layers: each of these layers keeps only its input, in all micro-batches, and is
+            recomputed by itself; the other layers are not recomputed
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
@@ -80,15 +81,16 @@ class GPipe(nn.Module):
             pair of the mean loss and other values
         weight: for :meth:`step`, takes the target of a micro-batch, and returns the weight of its loss in the mean over
             all micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
-        replicas: for :meth:`step`, a group of processes with the same layers, each of which trains on a part of every
-            mini-batch; all begin with the parameters and buffers of the first process of the group
+        replicas: for :meth:`step`, a group of processes with the same layers and settings, each of which trains on a
+            part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
+            call :meth:`step` equally often; a forward and its backward stay in their process
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
         devices (list[torch.device]): the device of each partition; read-only
         chunks (int): the number of micro-batches; may be set between two calls
         checkpoint (str | tuple[str, ...]): the checkpoint mode, or names of layers; may be set between two calls
-        schedule (str | list): the schedule of a step; may be set between two steps
+        schedule (str | list | Callable): the schedule of a step; may be set between two steps
         partitions (list[nn.Sequential]): views on the layers of each partition
 
     Raises:
@@ -258,8 +260,8 @@ class GPipe(nn.Module):
 
         Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Random
         numbers of a layer depend on the step, the micro-batch and the layer only, so dropout is the same for any
-        balance, schedule, checkpoint mode and number of devices. A cell whose backward comes next on its device is not
-        recomputed.
+        balance, schedule, checkpoint mode and number of devices. A micro-batch whose backward through a partition comes
+        next on its device is not recomputed there.
 
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of
@@ -275,7 +277,7 @@ class GPipe(nn.Module):
 
         Raises:
             TypeError, ValueError: the input or the target does not fit.
-            RuntimeError: the step has failed in another replica.
+            RuntimeError: the step has failed in another replica, or a replica does not answer.
             Exception: what a layer or the loss function raises, with a note of the micro-batch and the partition.
         """
         if torch.compiler.is_dynamo_compiling():

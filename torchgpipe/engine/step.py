@@ -6,6 +6,9 @@ travels between cells is in four tables, each entry written by one action and ta
     activations (i, j)   from F(i, j-1) to F(i, j)          gradients (i, j)   from B(i, j+1) to B(i, j)
     skips (i, key)       from the stash to the pop          and their gradients, from the pop to the stash
 
+In a program, j is a partition. A partition whose layers are checkpointed by name is divided into views, which run one
+after the other; here each view is a j of its own.
+
 A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
 their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
 worker: a device thread of the autograd engine could not run them while it waits for another cell.

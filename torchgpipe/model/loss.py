@@ -30,8 +30,10 @@ class MeanLoss:
         device: where the last partition computes
         takes_values: whether the loss function may return other values beside the loss
 
+    Call `prepare`, set ``total``, `finish` each micro-batch, then read `sum` and `values`.
+
     Attributes:
-        total: the weight of the targets of all replicas; to be set before the first micro-batch is finished
+        total: the weight of the targets of all replicas
     """
 
     def __init__(

@@ -92,6 +92,8 @@ def split(
 def divide(partitions: Sequence[Partition], alone: Set[str]) -> list[Partition]:
     """Return views in which each layer of these names is alone, in the order of the layers.
 
+    Neighbouring layers of other names stay together. A partition that need not be divided is its own view.
+
     Args:
         partitions: the partitions
         alone: names of layers
