@@ -19,7 +19,7 @@ from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.microbatch import Batch, gather, scatter
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
-from torchgpipe.model.partition import Partition, divide, layers_of, split
+from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place
 from torchgpipe.model.settings import (
     CheckpointMode,
@@ -37,6 +37,7 @@ from torchgpipe.model.verify import (
     verify_module,
     verify_names,
 )
+from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.schedule import Schedule, program_of, verify_name
