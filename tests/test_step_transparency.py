@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import tests.skip.test_transparency
 from tests.conftest import VARIANTS
+from tests.layers import Apply
 from tests.plain import loss_of, run_plain, tensors
 from tests.test_transparency import MODES, Case, cases
 from torchgpipe import GPipe
@@ -395,7 +396,9 @@ def test_any_model_steps_as_the_plain_model(run: Run) -> None:
 def test_any_model_with_shared_weights_steps_as_the_plain_model(run: Run) -> None:
     """No sum is rounded, so that a program may also split backward in any order."""
     run.chunks = 1 << (run.chunks.bit_length() - 1)
-    run.inputs = [_first(run.inputs[0], 1)] if len(next(tensors(run.inputs[0]))) < run.chunks else run.inputs[:1]
+    rows = [len(next(tensors(value))) for value in run.inputs]
+    # As many micro-batches as a power of two, of one size, so that their shares in the loss do not round either.
+    run.inputs = [_first(value, max(1, n - n % run.chunks if n > run.chunks else 1)) for value, n in zip(run.inputs, rows)]
     assert_same(run.stepped(), run.plain())
 
 
@@ -434,3 +437,14 @@ def test_any_skips_step_as_in_the_plain_model(case: tests.skip.test_transparency
         prepare=lambda module: module.train(case.training),
     )
     assert_same(run.stepped(), run.plain(whole=True))
+
+
+# ------------------------------------------------------------------------------------------------ bugs
+
+
+def test_complex_outputs_of_a_micro_batch_that_weighs_nothing() -> None:
+    """Its loss, which is no sum over anything, was complex as well."""
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x * 1j))
+    model = GPipe(layers, [2], devices=["cpu"], chunks=2, loss_fn=lambda z, _: z.abs().mean(), weight=lambda t: t.sum())
+    loss = model.step(torch.ones(4, 4), torch.tensor([0, 0, 1, 1]))
+    assert loss.dtype == torch.float64 and loss.isfinite()

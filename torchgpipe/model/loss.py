@@ -87,7 +87,7 @@ class MeanLoss:
 
     def _share(self, output: Batch, target: Batch, weight: float) -> Tensor:
         if weight == 0:  # The mean loss of no targets may be nan. Backward needs a graph all the same.
-            nothing = [leaf.reshape(-1)[:0].sum() for leaf in output.leaves if leaf is not None]
+            nothing = [leaf.reshape(-1)[:0].sum().real for leaf in output.leaves if leaf is not None]
             return sum(nothing, torch.zeros(1, device=self._device))
         loss = self._loss_fn(output.value, target.value)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
