@@ -277,8 +277,8 @@ MUTATIONS = [
     Mutation(
         "with one device, the caller is on the stream of its device",
         "Pipeline.run",
-        "with self._calls[0].stream.use():\n    self._run_inline(batches, checkpoint_stop)",
-        "self._run_inline(batches, checkpoint_stop)",
+        "with self._calls[0].stream.use():\n    self._run_inline(batches)",
+        "self._run_inline(batches)",
     ),
     Mutation(
         "a recomputation is on the stream of its device",
@@ -750,7 +750,7 @@ MUTATIONS = [
     Mutation(
         "the last micro-batch is not in the caller's graph",
         "Pipeline._mode",
-        "checkpoint_stop > 0",
+        "any(self._stops)",
         "False",
         "engine/gradients leaks",
     ),
@@ -786,9 +786,51 @@ MUTATIONS = [
     Mutation(
         "a cell whose backward comes next is not recomputed",
         "_next_is_backward",
-        "keeps.add((i, j))",
-        "pass",
+        "kind == 'F' and after[1:] == (i, j)",
+        "False",
         "step",
+    ),
+    Mutation(
+        "the views of a divided partition run backward in reverse",
+        "_in_views",
+        "1 if kind == 'F' else -1",
+        "1",
+        "step_options",
+    ),
+    Mutation(
+        "a partition that runs as a whole is not divided",
+        "divide",
+        "is_compiled(partition) or any((getattr(partition, kind) for kind in _HOOKS))",
+        "False",
+        "step_options",
+    ),
+    Mutation(
+        "values beside the loss have no graph",
+        "_without_graph",
+        "leaf.detach()",
+        "leaf",
+        "step_options",
+    ),
+    Mutation(
+        "replicas add up their gradients",
+        "DirectGradients.reduce",
+        "not replicas.exist",
+        "True",
+        "distributed/step_replicas",
+    ),
+    Mutation(
+        "a replica that fails tells the others",
+        "Replicas.together",
+        "failed.item()",
+        "False",
+        "distributed/step_replicas",
+    ),
+    Mutation(
+        "replicas begin with equal parameters",
+        "Replicas.begin_equal",
+        "dist.broadcast(values, group=self.group, group_src=0)",
+        "pass",
+        "distributed/step_replicas",
     ),
     Mutation(
         "a step that fails puts gradients back",

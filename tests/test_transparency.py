@@ -258,19 +258,21 @@ class Case:
     balance: list[int]
     placing: list[int]
     chunks: int
-    checkpoint: str
+    checkpoint: str | list[int]  # a mode, or the layers that are checkpointed by name
     inputs: tuple[Any, ...]
     training: bool
     used: list[bool]
 
-    def pipeline(self, pipe: Pipe, devices: Devices, checkpoint: str | None = None) -> nn.Module:
+    def pipeline(self, pipe: Pipe, devices: Devices, checkpoint: str | list[int] | None = None) -> nn.Module:
         names = devices(len(self.balance))
+        layers = [*self.module._modules]
+        mode = self.checkpoint if checkpoint is None else checkpoint
         model = pipe(
             copy.deepcopy(self.module),
             self.balance,
             devices=[names[k] for k in self.placing],
             chunks=self.chunks,
-            checkpoint=checkpoint or self.checkpoint,
+            checkpoint=mode if isinstance(mode, str) else [layers[k] for k in mode],
         )
         return self.set_mode(model)
 
@@ -341,7 +343,7 @@ def cases(
         balance=balance,
         placing=placing,
         chunks=chunks,
-        checkpoint=draw(st.sampled_from(MODES)),
+        checkpoint=draw(st.sampled_from(MODES) | st.lists(st.integers(0, len(module) - 1), unique=True)),
         inputs=copy.deepcopy(_cast(inputs, dtype)),
         training=draw(training),
         used=draw(st.lists(st.sampled_from([True, True, False]), max_size=2)),

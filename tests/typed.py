@@ -43,6 +43,7 @@ def settings(module: nn.Sequential, profile: Profile) -> None:
     model.checkpoint = "never"
     model.checkpoint = "nevr"  # type: ignore[assignment]
     model.chunks = 4.0  # type: ignore[assignment]
-    assert_type(model.checkpoint, Literal["always", "except_last", "never"])
+    model.checkpoint = ["1", "2"]
+    assert_type(model.checkpoint, Literal["always", "except_last", "never"] | tuple[str, ...])
     assert_type(model.balance, list[int])
     assert_type(model.devices, list[torch.device])

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.microbatch import Batch, gather, scatter
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
-from torchgpipe.model.partition import Partition, layers_of, split
+from torchgpipe.model.partition import Partition, divide, layers_of, split
 from torchgpipe.model.placement import place
-from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
+from torchgpipe.model.settings import (
+    CheckpointMode,
+    LayerNames,
+    checkpoint_stop,
+    fixed,
+    verify_checkpoint_or_layers,
+    verify_chunks,
+)
 from torchgpipe.model.verify import (
     verify_balance,
     verify_devices,
@@ -30,7 +39,7 @@ from torchgpipe.model.verify import (
 )
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.schedule import Program, ScheduleName, program, verify, verify_schedule
+from torchgpipe.schedule import Schedule, program_of, verify_name
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
@@ -60,28 +69,34 @@ class GPipe(nn.Module):
             (default: all accelerators of the machine, or the CPU for every partition if there is none)
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
         checkpoint: the micro-batches that keep only the input of each partition and are recomputed during backward:
-            ``'always'`` all, ``'except_last'`` all but the last, which would be recomputed at once, or ``'never'`` none
+            ``'always'`` all, ``'except_last'`` all but the last, which would be recomputed at once, ``'never'`` none.
+            Or a list of names: of these layers all micro-batches keep only the input.
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
-            ``'ZeroBubble'`` or ``'V-Half'``) or a program of your own; see :func:`torchgpipe.schedule.program`
-        loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss
+            ``'ZeroBubble'`` or ``'V-Half'``), a program of your own, or a function that takes the number of
+            micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
+        loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss, or a
+            pair of the mean loss and other values
         weight: for :meth:`step`, takes the target of a micro-batch, and returns the weight of its loss in the mean over
             all micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
+        replicas: for :meth:`step`, a group of processes with the same layers, each of which trains on a part of every
+            mini-batch; all begin with the parameters and buffers of the first process of the group
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
         devices (list[torch.device]): the device of each partition; read-only
         chunks (int): the number of micro-batches; may be set between two calls
-        checkpoint (str): the checkpoint mode; may be set between two calls
+        checkpoint (str | tuple[str, ...]): the checkpoint mode, or names of layers; may be set between two calls
         schedule (str | list): the schedule of a step; may be set between two steps
         partitions (list[nn.Sequential]): views on the layers of each partition
 
     Raises:
         TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, ``balance`` is not a list of integers, ``chunks``
             is not an integer, or a batch norm cannot be deferred.
-        ValueError: the balance does not fit the module, an argument is out of its range, or layers cannot be
-            partitioned because they share parameters across devices or have the name of an attribute of the pipeline.
+        ValueError: the balance does not fit the module, an argument is out of its range, layers cannot be partitioned
+            because they share parameters across devices or have the name of an attribute of the pipeline, or there is a
+            loss function and the devices do not fit the schedule.
         IndexError: there are fewer devices than partitions.
     """
 
@@ -90,7 +105,7 @@ class GPipe(nn.Module):
     # `unwrap`.
     _layers_of = staticmethod(layers_of)
     _scatter = staticmethod(scatter)
-    _gather = staticmethod(gather)
+    _gather: Callable[[list[Batch]], Any] = staticmethod(gather)
     _partition_type: type[Partition] = Partition
     _sequential_type: type[nn.Sequential] = nn.Sequential
 
@@ -101,25 +116,27 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: CheckpointMode = "except_last",
+        checkpoint: CheckpointMode | LayerNames = "except_last",
         deferred_batch_norm: bool = False,
-        schedule: ScheduleName | Program = "1F1B",
+        schedule: Schedule = "1F1B",
         loss_fn: LossFunction | None = None,
         weight: Weight | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         verify_module(module)
         verify_skippables(module)
         self._balance = verify_balance(balance, len(self._layers_of(module)))
         self._chunks = verify_chunks(chunks)
-        self._checkpoint = verify_checkpoint(checkpoint)
+        self._checkpoint = verify_checkpoint_or_layers(checkpoint, self._layers_of(module))
         self._devices = verify_devices(devices, len(self.balance))
         self.training = module.training
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
-        self._schedule = verify_schedule(schedule)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
+        self.schedule = schedule
+        self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
         self._unwrapped = False
         self._partitions: list[Partition] = []
@@ -131,6 +148,7 @@ class GPipe(nn.Module):
         place(self._partitions, self.devices)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
+        self._replicas.begin_equal(self)
 
     @property
     def balance(self) -> list[int]:
@@ -164,24 +182,27 @@ class GPipe(nn.Module):
                     norm.chunks = self._chunks
 
     @property
-    def checkpoint(self) -> CheckpointMode:
-        """The checkpoint mode of the next mini-batch."""
+    def checkpoint(self) -> CheckpointMode | tuple[str, ...]:
+        """The checkpoint mode of the next mini-batch, or the names of the layers that are checkpointed."""
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: CheckpointMode) -> None:
-        mode = verify_checkpoint(checkpoint)
+    def checkpoint(self, checkpoint: CheckpointMode | LayerNames) -> None:
+        mode = verify_checkpoint_or_layers(checkpoint, self._layers_of(self))
         verify_initialised(self, mode)
         self._checkpoint = mode
 
     @property
-    def schedule(self) -> ScheduleName | Program:
+    def schedule(self) -> Schedule:
         """The schedule of the next :meth:`step`."""
         return self._schedule
 
     @schedule.setter
-    def schedule(self, schedule: ScheduleName | Program) -> None:
-        self._schedule = verify_schedule(schedule)
+    def schedule(self, schedule: Schedule) -> None:
+        verify_name(schedule)
+        if self._loss[0] is not None:  # The devices of a pipeline without a loss, and so without steps, need not fit.
+            program_of(schedule, None, self._places)
+        self._schedule = schedule
 
     @property
     def partitions(self) -> list[Partition]:
@@ -223,11 +244,11 @@ class GPipe(nn.Module):
         verify_layers(self.modules(), self.devices)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         with mini_batch(len(batches), self):
-            pipeline = Pipeline(self.partitions, self.devices, len(batches), self._mechanisms)
-            pipeline.run(batches, self._checkpoint_stop(len(batches)))
+            views, devices, stops = self._views(len(batches))
+            Pipeline(views, devices, len(batches), self._mechanisms).run(batches, stops)
             return self._gather(batches)
 
-    def step(self, input: Any, target: Any = None) -> Tensor:
+    def step(self, input: Any, target: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
             model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
@@ -244,46 +265,51 @@ class GPipe(nn.Module):
             input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of
                 the first layer
             target: the target of the loss function, of the same batch size; None if it needs none
+            scaler: scales the loss before backward, so that small gradients in half precision do not vanish; afterwards
+                call ``scaler.step(optimizer)`` and ``scaler.update()``, as ever
 
         Returns:
-            the mean loss, a tensor without dimensions, on ``devices[-1]``
+            the mean loss, a tensor without dimensions, on ``devices[-1]``. If the loss function returns a pair, so does
+            a step: the mean loss, and the other values of all micro-batches, without a graph and gathered along
+            dimension 0. Of tensors without dimensions, such as counts, a tensor of shape (micro-batches,) is gathered.
 
         Raises:
             TypeError, ValueError: the input or the target does not fit.
+            RuntimeError: the step has failed in another replica.
             Exception: what a layer or the loss function raises, with a note of the micro-batch and the partition.
         """
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
-            return cast(Tensor, uncompiled(self.step, input, target))
+            return uncompiled(self.step, input, target, scaler=scaler)
         self._refuse_unwrapped()
         verify_layers(self.modules(), self.devices)
         loss_fn, weight = self._loss
         if loss_fn is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
-        inputs = self._scatter((input,), self.chunks, self.devices[0], {})
-        m = len(inputs)
-        mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1])
-        mean.total = mean.prepare(inputs)
-        seen = list(dict.fromkeys(self.devices))
-        places = [seen.index(device) for device in self.devices]
-        if isinstance(self._schedule, str):
-            actions: Program = program(self._schedule, m, places)
-        else:
-            actions = self._schedule
-            verify(actions, m, places)
-        with mini_batch(m, self):
+        replicas = self._replicas
+        mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1], takes_values=True)
+        with replicas.together("the preparation of a step"):
+            inputs = self._scatter((input,), self.chunks, self.devices[0], {})
+            own_weight = mean.prepare(inputs)
+            program = program_of(self._schedule, len(inputs), self._places)
+            views, devices, stops = self._views(len(inputs))
+        mean.total = replicas.total(own_weight)
+        with mini_batch(len(inputs), self, replicas.group):
             run_step(
-                self.partitions,
-                self.devices,
+                views,
+                devices,
                 inputs,
-                actions,
-                mean.finish,
+                program,
+                mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output)),
                 self._mechanisms,
-                checkpointed=self._checkpoint_stop(m),
+                stops=stops,
                 backward=torch.is_grad_enabled(),
+                replicas=replicas,
             )
-        return mean.sum()
+        loss = mean.sum()
+        replicas.add(loss, "the loss")
+        return (loss, mean.values()) if mean.has_values else loss
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition separately, with the arguments of :func:`torch.compile`.
@@ -328,8 +354,24 @@ class GPipe(nn.Module):
                 "the module that unwrap() has returned, or wrap that again"
             )
 
-    def _checkpoint_stop(self, m: int) -> int:
-        return checkpoint_stop(self.checkpoint, m) if self.training else 0
+    def _views(self, m: int) -> tuple[list[Partition], list[torch.device], list[int]]:
+        """Return the partitions, their devices, and how many of ``m`` micro-batches are checkpointed in each of them.
+
+        If layers are checkpointed by name, partitions are divided, so that each of these layers is alone.
+        """
+        partitions, checkpoint = self.partitions, self._checkpoint
+        if isinstance(checkpoint, str) or not self.training:
+            stop = checkpoint_stop(checkpoint, m) if isinstance(checkpoint, str) and self.training else 0
+            return partitions, self.devices, [stop] * len(partitions)
+        views = divide(partitions, set(checkpoint))
+        stops = [0 if set(checkpoint).isdisjoint(view._modules) else m for view in views]
+        return views, [self._devices[view.index] for view in views], stops
+
+    @property
+    def _places(self) -> list[int]:
+        """The index of the device of each partition, for programs."""
+        seen = list(dict.fromkeys(self._devices))
+        return [seen.index(device) for device in self._devices]
 
     def __len__(self) -> int:
         return len(self._layers_of(self))

@@ -204,7 +204,7 @@ class DistributedGPipe(nn.Module):
         with processes.at_step():
             processes.step += 1
             prepared = self._prepare(input, mean, backward)
-            gradients = StepGradients(self.parameters() if backward else [], processes.replica_group)
+            gradients = StepGradients(self.parameters() if backward else [], processes.replica_group, self.device)
             try:
                 self._run(prepared, mean)
             except BaseException:

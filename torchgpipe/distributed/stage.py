@@ -77,7 +77,6 @@ class WiredPartition(nn.Module):
         self._call = call
         modules = list(self.partition.modules())
         self._partition_call = PartitionCall(
-            self._j,
             self.partition,
             modules,
             Streams().current(self._device),

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe.engine.replicas import add_gradients
+
 __all__ = ["StepGradients", "clip_grad_norm"]
 
 
@@ -19,30 +21,26 @@ class StepGradients:
     Args:
         parameters: the parameters of this process
         group: the processes that hold the same parameters; None if there are no others
+        device: where this process computes
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        self._group, self._device = group, device
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad] if group else []
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
     def reduce(self) -> None:
-        """Add up the gradients of all replicas, in one collective for each dtype, and add those of earlier steps."""
-        for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
-            self._reduce([parameter for parameter in self._parameters if parameter.dtype == dtype])
+        """Add up the gradients of all replicas, and add those of earlier steps."""
+        if self._group is not None:
+            grads = [parameter.grad for parameter in self._parameters]
+            sums = add_gradients(self._parameters, grads, self._group, self._device)
+            for parameter, total in zip(self._parameters, sums):
+                parameter.grad = total
         self.restore()
-
-    def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        # Behind the gradients is, for each, the number of replicas that have one. With none, .grad stays None.
-        used = torch.tensor([parameter.grad is not None for parameter in parameters]).to(parameters[0])
-        grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-        flat = torch.cat([*[grad.flatten() for grad in grads], used])
-        dist.all_reduce(flat, group=self._group)
-        *sums, users = torch.split(flat, [*[grad.numel() for grad in grads], len(grads)])
-        for parameter, total, count in zip(parameters, sums, users.tolist()):
-            parameter.grad = total.view_as(parameter).clone() if count else None
 
     def restore(self) -> None:
         """Add the gradients of this step to those of earlier steps, and put them back."""

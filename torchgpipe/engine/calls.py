@@ -14,7 +14,7 @@ from torchgpipe.engine.label import labelled
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Place, Recorder, Step
-from torchgpipe.model.partition import Partition
+from torchgpipe.model.partition import Partition, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.skip.layout import inspect_skip_layout
@@ -44,7 +44,10 @@ def begin_step(
     if mechanisms.recorder is None:
         return labelled(None)
     streams = [mechanisms.streams.current(device) for device in devices]
-    places = [Place(stream, list(partition._modules)) for stream, partition in zip(streams, partitions)]
+    places = [
+        Place(streams[views[0]], [name for view in views for name in partitions[view]._modules])
+        for views in views_of_each(partitions)
+    ]
     return labelled(mechanisms.recorder.begin_step(m, places))
 
 
@@ -75,7 +78,7 @@ def make_calls(
     computing = [streams.current(device) for device in devices]
 
     def route(a: int, c: int, load: str = "") -> Route | None:
-        return _route(streams, computing, (a, c), load, step)
+        return _route(streams, computing[a], computing[c], (partitions[a].index, partitions[c].index), load, step)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
     modules = [list(partition.modules()) for partition in partitions]
@@ -87,7 +90,6 @@ def make_calls(
     states = {device: random(device, own) for device, own in there.items()}
     return [
         PartitionCall(
-            j,
             partition,
             modules[j],
             computing[j],
@@ -106,9 +108,8 @@ def make_calls(
 
 
 def _route(
-    streams: Streams, computing: Sequence[Stream], ends: tuple[int, int], load: str, step: Step | None
+    streams: Streams, source: Stream, target: Stream, ends: tuple[int, int], load: str, step: Step | None
 ) -> Route | None:
-    source, target = (computing[j] for j in ends)
     if not streams.moves(source.device, target.device):
         return None
     leaving = streams.side(source.device, f"{load}leaving")

@@ -21,6 +21,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, accumulate
 from torchgpipe.engine.gradients import add_to_grad, add_to_sums, sum_of
 from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.replicas import Replicas
 
 __all__ = ["DirectGradients", "deliver"]
 
@@ -60,6 +61,17 @@ class DirectGradients:
     def adds_to_grad(self) -> bool:
         """Whether each cell adds to ``.grad``."""
         return self._sums is None
+
+    def reduce(self, replicas: Replicas) -> None:
+        """Add the gradients of all replicas."""
+        if not replicas.exist:
+            return
+        if self._sums is not None:
+            self._sums = replicas.add_gradients(self._parameters, self._sums)
+            return
+        grads = [parameter.grad for parameter in self._parameters]
+        for parameter, total in zip(self._parameters, replicas.add_gradients(self._parameters, grads)):
+            parameter.grad = total
 
     def sums(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters whose gradients are to be delivered, with the sums."""

@@ -39,7 +39,6 @@ class PartitionCall:
     """A partition during one call of the pipeline.
 
     Args:
-        j: the index of the partition
         partition: its layers
         modules: all modules in the partition
         stream: the stream that the partition computes on
@@ -54,6 +53,7 @@ class PartitionCall:
         step: the listener of this mini-batch, if there is one
 
     Attributes:
+        j: the index of the partition
         direct: the gradients of the parameters in a step, where no backward pass of the caller takes them
         where: names the partition, for errors
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
@@ -65,7 +65,6 @@ class PartitionCall:
 
     def __init__(
         self,
-        j: int,
         partition: Partition,
         modules: Sequence[nn.Module],
         stream: Stream,
@@ -80,7 +79,7 @@ class PartitionCall:
         replicated: bool = False,
         step: Step | None = None,
     ) -> None:
-        self.j = j
+        self.j = partition.index
         self.device = stream.device
         self.stream = stream
         self.arriving = arriving
@@ -96,7 +95,7 @@ class PartitionCall:
         self._replicated = replicated
 
         names = list(partition._modules)
-        self.where = f"partition {j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
+        self.where = f"partition {self.j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
         # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
         layers = [module for module in modules if module is not partition]
         self._layers = [(module, module.training, list(module._parameters.items())) for module in layers]

@@ -14,7 +14,6 @@ threads say nothing about each other, so there the cells of each partition are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
@@ -26,7 +25,7 @@ from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
 from torchgpipe.model.microbatch import Batch
-from torchgpipe.model.partition import Partition
+from torchgpipe.model.partition import Partition, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles
@@ -38,8 +37,8 @@ class Pipeline:
     """The cells of one call.
 
     Args:
-        partitions: the layers, on their devices
-        devices: the device of each partition
+        partitions: the layers, on their devices; a partition may be divided into several views
+        devices: the device of each view
         m: the number of micro-batches
         mechanisms: the mechanisms of the pipeline
     """
@@ -48,6 +47,9 @@ class Pipeline:
         self, partitions: Sequence[Partition], devices: Sequence[torch.device], m: int, mechanisms: Mechanisms
     ) -> None:
         self._m = m
+        views = views_of_each(partitions)
+        #: The views of a partition run one after the other, as the whole partition would.
+        self._cells = [(i, view) for clock in clock_cycles(m, len(views)) for i, j in clock for view in views[j]]
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
         self._in_turn = sharing_generator(devices)
@@ -65,36 +67,36 @@ class Pipeline:
             step=self._step,
         )
 
-    def run(self, batches: list[Batch], checkpoint_stop: int) -> None:
+    def run(self, batches: list[Batch], stops: Sequence[int]) -> None:
         """Replace every micro-batch by the output of the last partition.
 
         Args:
             batches: micro-batches on the first device
-            checkpoint_stop: how many of them are checkpointed
+            stops: for each view, how many micro-batches, from the first on, are checkpointed
         """
-        if checkpoint_stop > 0 or not self._inline:
+        self._stops = stops
+        if any(stops) or not self._inline:
             refuse_transforms()
         if self._inline:
             with self._calls[0].stream.use():
-                self._run_inline(batches, checkpoint_stop)
+                self._run_inline(batches)
         else:
-            self._run_in_workers(batches, checkpoint_stop)
+            self._run_in_workers(batches)
 
-    def _run_inline(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        for cells in clock_cycles(self._m, len(self._calls)):
-            for i, j in cells:
-                cell = Cell(self._calls[j], i, self._m)
-                batches[i], _ = pass_through(cell, batches[i], None, self._mode(i, checkpoint_stop))
+    def _run_inline(self, batches: list[Batch]) -> None:
+        for i, j in self._cells:
+            cell = Cell(self._calls[j], i, self._m)
+            batches[i], _ = pass_through(cell, batches[i], None, self._mode(i, j))
         self._calls[0].random.forget()  # The last state takes kilobytes.
 
-    def _run_in_workers(self, batches: list[Batch], checkpoint_stop: int) -> None:
-        cells = list(chain.from_iterable(clock_cycles(self._m, len(self._calls))))
+    def _run_in_workers(self, batches: list[Batch]) -> None:
+        cells = self._cells
         lanes: list[Lane] = [None] * len(self._calls)
 
         def run(number: int) -> None:
             i, j = cells[number]
             cell = Cell(self._calls[j], i, self._m)
-            batches[i], lanes[j] = pass_through(cell, batches[i], lanes[j], self._mode(i, checkpoint_stop))
+            batches[i], lanes[j] = pass_through(cell, batches[i], lanes[j], self._mode(i, j))
 
         run_in_workers(self._tasks(cells), run, self._ambient)
         # Recomputation of the last micro-batch can start on every device when backward starts.
@@ -119,10 +121,10 @@ class Pipeline:
             tasks.append(Task(stream, needs))
         return tasks
 
-    def _mode(self, i: int, checkpoint_stop: int) -> Mode:
-        """Return how the cells of micro-batch ``i`` run."""
-        if i < checkpoint_stop:
+    def _mode(self, i: int, j: int) -> Mode:
+        """Return how micro-batch ``i`` runs on view ``j``."""
+        if i < self._stops[j]:
             return "checkpoint"
         # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
         is_recorded = self._step is not None and not transforms_are_active()
-        return "keep" if checkpoint_stop > 0 or is_recorded else "plain"
+        return "keep" if any(self._stops) or is_recorded else "plain"

@@ -17,7 +17,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,9 +29,10 @@ from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_bac
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.microbatch import Batch
-from torchgpipe.model.partition import Partition
+from torchgpipe.model.partition import Partition, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import LayerSeeds
@@ -49,26 +51,31 @@ def run_step(
     finish: Finish,
     mechanisms: Mechanisms,
     *,
-    checkpointed: int,
+    stops: Sequence[int],
     backward: bool,
+    replicas: Replicas,
 ) -> None:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
     Args:
-        partitions: the layers, on their devices
-        devices: the device of each partition
+        partitions: the layers, on their devices; a partition may be divided into several views
+        devices: the device of each view
         inputs: the micro-batches, on the first device
-        program: a list of actions for each device, which can run
+        program: a list of actions for each device, which can run, in terms of partitions
         finish: computes the loss of a micro-batch from its output
         mechanisms: the mechanisms of the pipeline
-        checkpointed: how many micro-batches, from the first on, may be recomputed
+        stops: for each view, how many micro-batches, from the first on, may be recomputed
         backward: whether to run backward
+        replicas: the replicas of the pipeline, which run a step at the same time
 
     Raises:
         BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
     """
     refuse_transforms()
-    _Step(partitions, devices, inputs, finish, mechanisms, checkpointed, backward).run(program)
+    views = tuple(map(tuple, views_of_each(partitions)))
+    _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas).run(
+        _in_views(tuple(map(tuple, program)), views)
+    )
 
 
 class _Step:
@@ -81,12 +88,14 @@ class _Step:
         inputs: list[Batch],
         finish: Finish,
         mechanisms: Mechanisms,
-        checkpointed: int,
+        stops: Sequence[int],
         backward: bool,
+        replicas: Replicas,
     ) -> None:
         self._m, self._n = len(inputs), len(partitions)
         self._finish = finish
-        self._checkpointed = checkpointed
+        self._stops = stops
+        self._replicas = replicas
         self._backward_runs = backward
         self._ambient = Ambient()
         self._seeds = LayerSeeds(partitions)
@@ -111,39 +120,15 @@ class _Step:
         self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
         self._cells: dict[tuple[int, int], CutCell] = {}
 
-    def run(self, program: Program) -> None:
-        """Run the actions of a program."""
-        actions = _in_order(tuple(map(tuple, program)), self._backward_runs)
-        keeps = _next_is_backward(program)
+    def run(self, program: _Frozen) -> None:
+        """Run the actions of a program, and deliver the gradients, or leave ``.grad`` as it was."""
         try:
-            if self._backward_runs:
-                self._begin_gradients()
-
-            def run(number: int) -> None:
-                kind, i, j = actions[number]
-                if kind == "F":
-                    self._forward(i, j, (i, j) in keeps)
-                elif kind == "W":
-                    with self._differentiating():
-                        self._cells.pop((i, j)).differentiate_weights()
-                else:
-                    self._backward(i, j, split=kind == "I")
-
-            calls = self._calls
-            if len({call.device for call in calls}) == 1:
-                with calls[0].stream.use():
-                    for number in range(len(actions)):
-                        run(number)
-            else:
-                numbers = {action: number for number, action in enumerate(actions)}
-                splits = splits_of(program)
-                tasks = [
-                    Task(calls[action.j].stream, [numbers[one] for one in needs(action, splits, self._n)])
-                    for action in actions
-                ]
-                run_in_workers(tasks, run, self._ambient)
-            if self._recomputed:
-                self._seeds.verify()
+            with self._replicas.together("the step"):
+                if self._backward_runs:
+                    self._begin_gradients()
+                self._run_actions(program)
+                if self._recomputed:
+                    self._seeds.verify()
             if self._backward_runs:
                 self._end_gradients()
         except BaseException:
@@ -151,6 +136,34 @@ class _Step:
                 if call.direct is not None:
                     call.direct.restore()
             raise
+
+    def _run_actions(self, program: _Frozen) -> None:
+        actions = _in_order(program, self._backward_runs)
+        keeps = _next_is_backward(program)
+
+        def run(number: int) -> None:
+            kind, i, j = actions[number]
+            if kind == "F":
+                self._forward(i, j, (i, j) in keeps)
+            elif kind == "W":
+                with self._differentiating():
+                    self._cells.pop((i, j)).differentiate_weights()
+            else:
+                self._backward(i, j, split=kind == "I")
+
+        calls = self._calls
+        if len({call.device for call in calls}) == 1:
+            with calls[0].stream.use():
+                for number in range(len(actions)):
+                    run(number)
+        else:
+            numbers = {action: number for number, action in enumerate(actions)}
+            splits = splits_of(program)
+            tasks = [
+                Task(calls[action.j].stream, [numbers[one] for one in needs(action, splits, self._n)])
+                for action in actions
+            ]
+            run_in_workers(tasks, run, self._ambient)
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
@@ -169,6 +182,8 @@ class _Step:
 
     def _end_gradients(self) -> None:
         direct = [call.direct for call in self._calls if call.direct is not None]
+        for one in direct:
+            one.reduce(self._replicas)
         deliver([pair for one in direct for pair in one.sums()])
         roots, grads = [], []
         for i, batch in enumerate(self._inputs):
@@ -191,7 +206,7 @@ class _Step:
                 skip = self._skips.pop((i, portal.key))
                 leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
             cell.begin(batch)
-            cut = CutCell(cell, recompute=i < self._checkpointed and not keeps)
+            cut = CutCell(cell, recompute=i < self._stops[j] and not keeps)
             with self._turn:
                 outputs = cut.run(leaves, backward=self._backward_runs)
             if self._backward_runs:
@@ -232,24 +247,28 @@ def _cut(batch: Batch) -> Batch:
     return batch.replace(tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]))
 
 
+#: A program that can be a key of a cache.
+_Frozen: TypeAlias = tuple[tuple[Action, ...], ...]
+
+
+@lru_cache(maxsize=32)
+def _in_views(program: _Frozen, views: tuple[tuple[int, ...], ...]) -> _Frozen:
+    """Return a program of partitions as a program of their views, which run one after the other."""
+    return tuple(
+        tuple(Action(kind, i, view) for kind, i, j in own for view in views[j][:: 1 if kind == "F" else -1])
+        for own in program
+    )
+
+
 @lru_cache(maxsize=32)  # Simulating a program takes as long as many cells.
-def _in_order(program: tuple[tuple[Action, ...], ...], backward: bool) -> list[Action]:
+def _in_order(program: _Frozen, backward: bool) -> list[Action]:
     """Return all actions, by clock and device: the order in which errors count."""
-    runs = [[action for action in own if backward or action[0] == "F"] for own in program]
+    runs = [[action for action in own if backward or action.kind == "F"] for own in program]
     starts = simulate(runs).starts
     return [action for _, _, action in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
 
 
-def _next_is_backward(program: Program) -> set[tuple[int, int]]:
-    """Return the cells whose backward follows their forward, with at most cells of the same micro-batch between."""
-    keeps = set()
-    for own in program:
-        open_: list[tuple[int, int]] = []
-        for kind, i, j in own:
-            if kind == "F":
-                open_ = [*[cell for cell in open_ if cell[0] == i], (i, j)]
-            elif (i, j) in open_:
-                keeps.add((i, j))
-            else:
-                open_ = []
-    return keeps
+@lru_cache(maxsize=32)
+def _next_is_backward(program: _Frozen) -> set[tuple[int, int]]:
+    """Return the cells whose backward follows their forward on their device."""
+    return {(i, j) for own in program for (kind, i, j), after in pairwise(own) if kind == "F" and after[1:] == (i, j)}

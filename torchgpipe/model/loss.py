@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.microbatch import Batch, rows_of, scatter
+from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
 __all__ = ["LossFunction", "MeanLoss", "Weight"]
 
-#: Takes the output and the target of a micro-batch, and returns its mean loss.
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+#: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 #: Takes the target of a micro-batch, and returns the weight of its mean loss.
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
 
@@ -28,6 +28,7 @@ class MeanLoss:
         target: the target of the mini-batch; None if the loss function needs none
         chunks: the number of micro-batches that a mini-batch is split into
         device: where the last partition computes
+        takes_values: whether the loss function may return other values beside the loss
 
     Attributes:
         total: the weight of the targets of all replicas; to be set before the first micro-batch is finished
@@ -41,12 +42,16 @@ class MeanLoss:
         target: Any,
         chunks: int,
         device: torch.device,
+        *,
+        takes_values: bool = False,
     ) -> None:
         self._loss_fn, self._weight = loss_fn, weight
+        self._takes_values = takes_values
         self._target, self._chunks, self._device = target, chunks, device
         self._rows = rows_of(input)
         #: By micro-batch. A micro-batch whose last cell is recomputed is finished twice.
         self._losses: dict[int, Tensor] = {}
+        self._values: dict[int, Batch] = {}
         self.total = 0.0
 
     def prepare(self, inputs: Sequence[Batch]) -> float:
@@ -74,9 +79,17 @@ class MeanLoss:
 
     def finish(self, i: int, output: Batch) -> Tensor:
         """Return the share of micro-batch ``i`` in the mean loss, of shape (1,)."""
-        loss = self._share(output, self._targets[i], self._weights[i])
-        self._losses[i] = loss.detach()
-        return loss
+        result = self._loss_fn(output.value, self._targets[i].value)
+        loss: Any = result
+        if self._takes_values and isinstance(result, tuple) and len(result) == 2:
+            loss, values = result
+            self._values[i] = _without_graph(values)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(self._says_what_is_wrong(loss))
+        weight = self._weights[i]
+        share = loss.reshape(1) * (weight / self.total) if weight else _nothing(output, self._device)
+        self._losses[i] = share.detach()
+        return share
 
     def sum(self) -> Tensor:
         """Return the sum of the shares, a tensor without dimensions; 0 in a process without the last partition."""
@@ -85,12 +98,35 @@ class MeanLoss:
             total += loss.squeeze()
         return total
 
-    def _share(self, output: Batch, target: Batch, weight: float) -> Tensor:
-        if weight == 0:  # The mean loss of no targets may be nan. Backward needs a graph all the same.
-            nothing = [leaf.reshape(-1)[:0].sum().real for leaf in output.leaves if leaf is not None]
-            return sum(nothing, torch.zeros(1, device=self._device))
-        loss = self._loss_fn(output.value, target.value)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
-            raise ValueError(f"loss_fn must return the mean loss of a micro-batch, a tensor of one number, but {got}")
-        return loss.reshape(1) * (weight / self.total)
+    @property
+    def has_values(self) -> bool:
+        """Whether the loss function has returned other values beside the loss."""
+        return bool(self._values)
+
+    def values(self) -> Any:
+        """Return the other values of all micro-batches, gathered along dimension 0.
+
+        Raises:
+            ValueError: the values of the micro-batches differ in structure.
+        """
+        if len(self._values) < len(self._weights):
+            raise ValueError("loss_fn returned other values beside the loss for some micro-batches only")
+        return gather([self._values[i] for i in sorted(self._values)], "loss_fn")
+
+    def _says_what_is_wrong(self, loss: Any) -> str:
+        got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
+        pair = ", or a pair of this loss and other values" if self._takes_values else ""
+        return f"loss_fn must return the mean loss of a micro-batch, a tensor of one number{pair}, but {got}"
+
+
+def _nothing(output: Batch, device: torch.device) -> Tensor:
+    """Return a loss of 0 with a graph, for a micro-batch of weight 0, whose mean loss over no targets may be nan."""
+    parts = [leaf.reshape(-1)[:0].sum().real for leaf in output.leaves if leaf is not None]
+    return sum(parts, torch.zeros(1, device=device))
+
+
+def _without_graph(values: Any) -> Batch:
+    batch = Batch.of(values, "what loss_fn returns beside the loss")
+    leaves = [leaf if leaf is None else leaf.detach() for leaf in batch.leaves]
+    # Of a number for each micro-batch, such as a count, a tensor of shape (micro-batches,) is gathered.
+    return batch.replace(tuple([leaf.reshape(1) if leaf is not None and leaf.dim() == 0 else leaf for leaf in leaves]))

@@ -196,11 +196,15 @@ def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
     )
 
 
-def gather(batches: list[Batch]) -> Any:
+def gather(batches: list[Batch], source: str = "the last layer") -> Any:
     """Concatenate the outputs of the micro-batches along dimension 0, leaf by leaf.
 
     The result has contiguous memory of its own, even if there is one micro-batch. Otherwise the size of the mini-batch
     would decide whether the result can be viewed, and whether writing to it changes the caller's input.
+
+    Args:
+        batches: the outputs
+        source: the name of the producer, for the error
 
     Raises:
         ValueError: the outputs of the micro-batches differ in structure, or a tensor has no dimensions, and there are
@@ -210,7 +214,7 @@ def gather(batches: list[Batch]) -> Any:
     for i, batch in enumerate(batches):
         if batch.spec != first.spec or [x is None for x in batch.leaves] != [x is None for x in first.leaves]:
             raise ValueError(
-                f"the last layer returned {_describe(first)} for micro-batch 0 but {_describe(batch)} for "
+                f"{source} returned {_describe(first)} for micro-batch 0 but {_describe(batch)} for "
                 f"micro-batch {i}; return the same structure for each"
             )
     return Batch(tuple(map(_concatenate, zip(*(batch.leaves for batch in batches)))), first.spec).value

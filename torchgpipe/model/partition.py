@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchgpipe.devices.torch_internals import is_compiled
 from torchgpipe.replay.seeds import current_seeds
 
-__all__ = ["Partition", "layers_of", "split"]
+__all__ = ["Partition", "divide", "layers_of", "split", "views_of_each"]
 
 
 class Partition(nn.Sequential):
@@ -19,7 +20,12 @@ class Partition(nn.Sequential):
 
     Hooks and ``compile()`` work as on any module. The layers are registered on the pipeline, under the names that they
     have in the wrapped model, and are replaced there.
+
+    Attributes:
+        index: the position among all partitions
     """
+
+    index: int = 0
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
@@ -74,9 +80,55 @@ def split(
     """Return views on consecutive layers, ``balance[j]`` of them in partition j."""
     rest = iter(layers.items())
     partitions = []
-    for count in balance:
+    for index, count in enumerate(balance):
         partition = kind()
+        partition.index = index
         # Not by `add_module`, which refuses dotted names such as '0.1', of a layer inside another module.
         partition._modules.update(islice(rest, count))
         partitions.append(partition)
     return partitions
+
+
+def divide(partitions: Sequence[Partition], alone: Set[str]) -> list[Partition]:
+    """Return views in which each layer of these names is alone, in the order of the layers.
+
+    Args:
+        partitions: the partitions
+        alone: names of layers
+
+    Raises:
+        ValueError: a partition would have to be divided that is compiled or has hooks, so that it runs as a whole.
+    """
+    views = []
+    for partition in partitions:
+        runs: list[list[str]] = []
+        for name in partition._modules:
+            if runs and alone.isdisjoint([name, runs[-1][-1]]):
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+        if len(runs) == 1:
+            views.append(partition)
+            continue
+        if is_compiled(partition) or any(getattr(partition, kind) for kind in _HOOKS):
+            raise ValueError(
+                f"checkpoint names layers of partition {partition.index}, which is compiled or has hooks and so runs "
+                "as a whole; compile its layers and give hooks to them, or use a checkpoint mode"
+            )
+        for run in runs:
+            view = type(partition)()
+            view.index, view.training = partition.index, partition.training
+            view._modules.update({name: partition._modules[name] for name in run})
+            views.append(view)
+    return views
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def views_of_each(views: Sequence[Partition]) -> list[list[int]]:
+    """Return for each partition the positions of its views."""
+    positions: dict[int, list[int]] = {}
+    for position, view in enumerate(views):
+        positions.setdefault(view.index, []).append(position)
+    return list(positions.values())

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["CheckpointMode", "checkpoint_stop", "fixed", "verify_checkpoint", "verify_chunks"]
+__all__ = [
+    "CheckpointMode",
+    "LayerNames",
+    "checkpoint_stop",
+    "fixed",
+    "verify_checkpoint",
+    "verify_checkpoint_or_layers",
+    "verify_chunks",
+]
 
 #: Which micro-batches are checkpointed: all, all but the last, or none.
 CheckpointMode: TypeAlias = Literal["always", "except_last", "never"]
+#: The layers that are checkpointed. No Sequence, because a string is one, and a misspelt mode would be well typed.
+LayerNames: TypeAlias = list[str] | tuple[str, ...]
 
 
 def verify_chunks(chunks: Any) -> int:
@@ -42,6 +53,26 @@ def verify_checkpoint(checkpoint: Any) -> CheckpointMode:
         if mode == checkpoint:
             return mode
     raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
+
+
+def verify_checkpoint_or_layers(
+    checkpoint: CheckpointMode | LayerNames, layers: Collection[str]
+) -> CheckpointMode | tuple[str, ...]:
+    """Return a checkpoint mode, or the names of the layers to checkpoint.
+
+    Args:
+        checkpoint: a mode or names
+        layers: the names of all layers
+
+    Raises:
+        ValueError: ``checkpoint`` is no mode, or a layer of such a name does not exist.
+    """
+    if not isinstance(checkpoint, (list, tuple)):
+        return verify_checkpoint(checkpoint)
+    unknown = [name for name in checkpoint if name not in layers]
+    if unknown:
+        raise ValueError(f"checkpoint names {unknown}, but the layers of the pipeline are {[*layers]}")
+    return tuple(checkpoint)
 
 
 def fixed(owner: object, name: str, remedy: str) -> AttributeError:

@@ -188,7 +188,7 @@ def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devic
     return known[:n]
 
 
-def verify_initialised(module: nn.Module, checkpoint: CheckpointMode) -> None:
+def verify_initialised(module: nn.Module, checkpoint: CheckpointMode | tuple[str, ...]) -> None:
     """Raise an error if lazy parameters would be checkpointed.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.drawing import draw_svg, draw_text
-from torchgpipe.schedule.programs import NAMES, ScheduleName, program, verify_schedule
+from torchgpipe.schedule.programs import NAMES, Schedule, ScheduleName, program, program_of, verify_name
 from torchgpipe.schedule.simulation import COSTS, Simulation, simulate
 
 __all__ = [
@@ -13,13 +13,15 @@ __all__ = [
     "NAMES",
     "Action",
     "Program",
+    "Schedule",
     "ScheduleName",
     "Simulation",
     "clock_cycles",
     "draw_svg",
     "draw_text",
     "program",
+    "program_of",
     "simulate",
     "verify",
-    "verify_schedule",
+    "verify_name",
 ]

@@ -21,17 +21,20 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
-from torchgpipe.schedule.action import Action, Program
+from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.v_half import v_half
 
-__all__ = ["NAMES", "ScheduleName", "program", "verify_schedule"]
+__all__ = ["NAMES", "Schedule", "ScheduleName", "program", "program_of", "verify_name"]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
 NAMES: tuple[str, ...] = get_args(ScheduleName)
 
+#: A name, a program, or a function that returns a program for a number of micro-batches and the places of partitions.
+Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
 
-def verify_schedule(schedule: ScheduleName | Program) -> ScheduleName | Program:
-    """Return the schedule: a name, or a program, which is verified when it is to run.
+
+def verify_name(schedule: Schedule) -> Schedule:
+    """Return the schedule.
 
     Raises:
         ValueError: there is no schedule of this name.
@@ -39,6 +42,30 @@ def verify_schedule(schedule: ScheduleName | Program) -> ScheduleName | Program:
     if isinstance(schedule, str) and schedule not in NAMES:
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {schedule!r}")
     return schedule
+
+
+def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Program:
+    """Return the program of a schedule for ``m`` micro-batches, verified.
+
+    Args:
+        schedule: the schedule
+        m: the number of micro-batches; None for as many as a program of its own has
+        places: the index of the device of each partition
+
+    Raises:
+        ValueError: the schedule does not fit the places or the number of micro-batches, or the program cannot run.
+    """
+    if isinstance(schedule, str):
+        return program(schedule, m or 1, places)
+    actions = schedule(m or 1, list(places)) if callable(schedule) else schedule
+    own = 1 + max([action[1] for device in actions for action in device], default=-1)
+    if m is not None and own != m:
+        raise ValueError(
+            f"the program is for {own} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, or "
+            "let schedule be a function that takes the number of micro-batches and the places, and returns a program"
+        )
+    verify(actions, own, places)
+    return actions
 
 
 def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Action]]:
@@ -57,7 +84,7 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
     Raises:
         ValueError: there is no such schedule, or its partitions have to be placed in another way.
     """
-    verify_schedule(name)
+    verify_name(name)
     return [list(own) for own in _program(name, m, tuple(places))]
 
 

@@ -1,0 +1,153 @@
+"""Replicas: processes that hold the same layers, and each train on a part of every mini-batch.
+
+They agree before a step that all have prepared it, and after its last cell that all have run it. So a replica that
+fails keeps the others from reducing gradients, and the gradients of all replicas stay as they were. Gradients are
+reduced once in a step, after the last cell: in buckets, which take little memory beside the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.typing import Leaf
+
+__all__ = ["Replicas", "add_gradients"]
+
+#: The bytes of gradients that are reduced at once. More would take more memory, and less would cost latency.
+_BUCKET = 32 * 2**20
+
+
+class Replicas:
+    """The replicas of a pipeline in one process each.
+
+    Args:
+        group: the processes that hold the same layers; None if there is this process only
+        device: where numbers are exchanged
+
+    Attributes:
+        group: the processes
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are other processes."""
+        return self.group is not None
+
+    def begin_equal(self, module: nn.Module) -> None:
+        """Give all replicas the parameters and buffers of the first one."""
+        if self.group is not None:
+            with self._exchanging("the parameters"), torch.no_grad():
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    if not is_lazy(tensor):
+                        values = tensor.contiguous()
+                        dist.broadcast(values, group=self.group, group_src=0)
+                        tensor.copy_(values)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run a ``with`` block in all replicas, and raise an error in all of them if one fails.
+
+        Raises:
+            RuntimeError: the block has failed in another replica, which does not go on either.
+        """
+        if self.group is None:
+            yield
+            return
+        try:
+            yield
+        except Exception:
+            self.add(torch.ones(1, device=self._device), f"the end of {what}")
+            raise
+        failed = torch.zeros(1, device=self._device)
+        self.add(failed, f"the end of {what}")
+        if failed.item():
+            raise RuntimeError(f"{what} failed in another replica, which raises the error; .grad is as it was before")
+
+    def total(self, weight: float) -> float:
+        """Return the sum of the weights of all replicas."""
+        if self.group is None:
+            return weight
+        weights = torch.tensor([weight], dtype=torch.float64, device=self._device)
+        self.add(weights, "the weight of the targets")
+        return float(weights)
+
+    def add(self, tensor: Tensor, what: str) -> None:
+        """Add to ``tensor`` its values in all other replicas."""
+        if self.group is not None:
+            with self._exchanging(what):
+                dist.all_reduce(tensor, group=self.group)
+
+    def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Leaf]) -> list[Leaf]:
+        """Return the sums of the gradients of all replicas; see `add_gradients`."""
+        with self._exchanging("the gradients"):
+            return add_gradients(parameters, grads, self.group, self._device)
+
+    @contextmanager
+    def _exchanging(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            raise RuntimeError(
+                f"replica {rank} of {size} has waited for {what} of the others, in vain: {error}; "
+                "read the errors of the others, and start all of them again from the last checkpoint"
+            ) from error
+
+
+def add_gradients(parameters: Sequence[Tensor], grads: Sequence[Leaf], group: Any, device: torch.device) -> list[Leaf]:
+    """Return the sums of the gradients of all processes; None where none of them has a gradient.
+
+    Args:
+        parameters: the same parameters, in the same order, in all processes
+        grads: the gradients of the parameters in this process
+        group: the processes
+        device: where numbers are exchanged
+
+    Raises:
+        ValueError: a gradient is sparse.
+        RuntimeError: another process does not answer.
+    """
+    used = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=device)
+    dist.all_reduce(used, group=group)
+    sums: list[Leaf] = [None] * len(parameters)
+    for bucket in _buckets(parameters, [index for index, count in enumerate(used.tolist()) if count]):
+        flat = torch.cat([_flat(parameters[index], grads[index]) for index in bucket])
+        dist.all_reduce(flat, group=group)
+        for index, part in zip(bucket, torch.split(flat, [parameters[index].numel() for index in bucket])):
+            parameter = parameters[index].detach()
+            sums[index] = torch.empty_like(parameter).copy_(part.view_as(parameter))
+    return sums
+
+
+def _buckets(parameters: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
+    """Yield indices of parameters of one device and one dtype, ``_BUCKET`` bytes at a time or a little more."""
+    kinds: dict[Any, list[int]] = {}
+    for index in indices:
+        kinds.setdefault((parameters[index].device, parameters[index].dtype), []).append(index)
+    for kind in kinds.values():
+        bucket, size = [], 0
+        for index in kind:
+            bucket.append(index)
+            size += parameters[index].nbytes
+            if size >= _BUCKET or index == kind[-1]:
+                yield bucket
+                bucket, size = [], 0
+
+
+def _flat(parameter: Tensor, grad: Leaf) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(parameter).flatten()
+    if grad.layout is not torch.strided:
+        raise ValueError(f"a gradient of layout {grad.layout} cannot be reduced; make the layer without sparse=True")
+    return grad.flatten()
