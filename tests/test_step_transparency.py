@@ -24,7 +24,7 @@ import tests.skip.test_transparency
 from tests.conftest import VARIANTS
 from tests.layers import Apply
 from tests.plain import loss_of, run_plain, tensors
-from tests.test_transparency import MODES, Case, cases
+from tests.test_transparency import Case, cases
 from torchgpipe import GPipe
 from torchgpipe.schedule import Action, Program, program, simulate
 from torchgpipe.schedule.action import needs, splits_of
@@ -164,7 +164,7 @@ class Run:
     placing: Placing
     device: Callable[[int], str]
     chunks: int
-    checkpoint: str
+    checkpoint: str | list[str]
     inputs: list[Any]
     hooks: set[int] = field(default_factory=set)
     present: set[int] = field(default_factory=set)
@@ -175,13 +175,13 @@ class Run:
     silent: bool = False
 
     def pipeline(self, **options: Any) -> GPipe:
-        places = self.placing.places
+        options.setdefault("checkpoint", self.checkpoint)
+        options.setdefault("schedule", self.placing.schedule or (lambda m, places: self.placing.make(m)))
         model = GPipe(
             copy.deepcopy(self.module),
             self.balance,
-            devices=[self.device(place) for place in places],
+            devices=[self.device(place) for place in self.placing.places],
             chunks=self.chunks,
-            checkpoint=options.pop("checkpoint", self.checkpoint),
             loss_fn=lambda output, target: self.loss_of(output),
             weight=self.weight if self.weighted else None,
             **options,
@@ -193,8 +193,7 @@ class Run:
         """Return the result of steps of the pipeline."""
         model = self.pipeline()
 
-        def step(value: Any, target: Tensor) -> Tensor:
-            model._schedule = self.placing.schedule or self.placing.make(len(target.chunk(self.chunks)))
+        def step(value: Any, target: Tensor) -> Any:
             with self.within():
                 return model.step(value, target)
 
@@ -202,18 +201,11 @@ class Run:
 
     def in_line(self) -> Result:
         """Return the result of steps on one device, which keep all graphs, and run the actions in the same order."""
-        places = self.placing.places
         one = copy.copy(self)
-        one.placing = Placing([0] * len(places), self.placing.make, None)
+        one.placing = Placing([0] * len(self.balance), lambda m: [linear(self.placing.make(m))], None)
         one.device = lambda _: "cpu"
-        model = one.pipeline(checkpoint="never")
-
-        def step(value: Any, target: Tensor) -> Tensor:
-            model._schedule = [linear(self.placing.make(len(target.chunk(self.chunks))))]
-            with self.within():
-                return model.step(value, target)
-
-        return self._result(model, step)
+        one.checkpoint = "never"
+        return one.stepped()
 
     def plain(self, whole: bool = False) -> Result:
         """Return the result of steps of the plain model; ``whole`` micro-batches run in their order, with all layers."""
@@ -252,9 +244,7 @@ class Run:
                     if grad is not None:
                         leaf.backward(grad)
             sums: dict[int, Tensor] = {}
-            layers_of = [
-                {id(p) for layer in layers[a:b] for p in layer.parameters()} for a, b in zip(ends, ends[1:])
-            ]
+            layers_of = [{id(p) for layer in layers[a:b] for p in layer.parameters()} for a, b in zip(ends, ends[1:])]
             for kind, i, j in actions:
                 if kind not in ("B", "W") or (kind == "W") != split[i, j]:
                     continue
@@ -356,7 +346,7 @@ def runs(draw: st.DrawFn, *, exact: bool = False, random: bool = False, **option
         placing=placing,
         device=VARIANTS[variant],
         chunks=case.chunks,
-        checkpoint=draw(st.sampled_from(MODES)),
+        checkpoint=case.checkpoint if isinstance(case.checkpoint, str) else list(map(str, case.checkpoint)),
         inputs=inputs,
         hooks=draw(st.just(set()) | numbers),
         present=draw(st.just(set()) | numbers),
@@ -398,7 +388,9 @@ def test_any_model_with_shared_weights_steps_as_the_plain_model(run: Run) -> Non
     run.chunks = 1 << (run.chunks.bit_length() - 1)
     rows = [len(next(tensors(value))) for value in run.inputs]
     # As many micro-batches as a power of two, of one size, so that their shares in the loss do not round either.
-    run.inputs = [_first(value, max(1, n - n % run.chunks if n > run.chunks else 1)) for value, n in zip(run.inputs, rows)]
+    run.inputs = [
+        _first(value, max(1, n - n % run.chunks if n > run.chunks else 1)) for value, n in zip(run.inputs, rows)
+    ]
     assert_same(run.stepped(), run.plain())
 
 
