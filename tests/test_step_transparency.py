@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 import tests.skip.test_transparency
 from tests.conftest import VARIANTS
 from tests.layers import Apply
-from tests.plain import loss_of, run_plain, tensors
+from tests.plain import loss_of, tensors
 from tests.test_transparency import Case, cases
 from torchgpipe import GPipe
 from torchgpipe.schedule import Action, Program, program, simulate
@@ -208,7 +209,7 @@ class Run:
         return one.stepped()
 
     def plain(self, whole: bool = False) -> Result:
-        """Return the result of steps of the plain model; ``whole`` micro-batches run in their order, with all layers."""
+        """Return the result of steps of the plain model; ``whole`` micro-batches run in order, with all layers."""
         module = copy.deepcopy(self.module)
         self.prepare(module)
 
@@ -244,7 +245,7 @@ class Run:
                     if grad is not None:
                         leaf.backward(grad)
             sums: dict[int, Tensor] = {}
-            layers_of = [{id(p) for layer in layers[a:b] for p in layer.parameters()} for a, b in zip(ends, ends[1:])]
+            layers_of = [{id(p) for layer in layers[a:b] for p in layer.parameters()} for a, b in pairwise(ends)]
             for kind, i, j in actions:
                 if kind not in ("B", "W") or (kind == "W") != split[i, j]:
                     continue
@@ -386,11 +387,10 @@ def test_any_model_steps_as_the_plain_model(run: Run) -> None:
 def test_any_model_with_shared_weights_steps_as_the_plain_model(run: Run) -> None:
     """No sum is rounded, so that a program may also split backward in any order."""
     run.chunks = 1 << (run.chunks.bit_length() - 1)
-    rows = [len(next(tensors(value))) for value in run.inputs]
     # As many micro-batches as a power of two, of one size, so that their shares in the loss do not round either.
-    run.inputs = [
-        _first(value, max(1, n - n % run.chunks if n > run.chunks else 1)) for value, n in zip(run.inputs, rows)
-    ]
+    rows = [len(next(tensors(value))) for value in run.inputs]
+    sizes = [n - n % run.chunks if n > run.chunks else 1 for n in rows]
+    run.inputs = [_first(value, size) for value, size in zip(run.inputs, sizes)]
     assert_same(run.stepped(), run.plain())
 
 
