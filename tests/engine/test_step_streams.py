@@ -19,6 +19,7 @@ from tests.fake_accelerator import on_fake_devices
 from tests.layers import Apply
 from tests.test_step_transparency import Placing, placings
 from torchgpipe import GPipe
+from torchgpipe.schedule import program
 from torchgpipe.skip import Namespace
 
 
@@ -45,6 +46,22 @@ def assert_like_plain(module: nn.Sequential, balance: list[int], placing: Placin
     torch.testing.assert_close(loss, expected.detach(), check_dtype=False)
     torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
     torch.testing.assert_close(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble", "Interleaved1F1B", "V-Half"])
+def test_skips_across_devices(schedule: Any, checkpoint: str) -> None:
+    outer, inner = Namespace(), Namespace()
+    module = nn.Sequential(
+        nn.Sequential(nn.Linear(3, 3), Stash().isolate(outer)),
+        nn.Sequential(nn.Linear(3, 3), Stash().isolate(inner)),
+        nn.Linear(3, 3),
+        nn.Sequential(Pop().isolate(inner), Pop().isolate(outer), nn.Linear(3, 3)),
+    ).double()
+    places = {"Interleaved1F1B": [0, 1, 0, 1], "V-Half": [0, 1, 1, 0]}.get(schedule, [0, 1, 2, 3])
+    placing = Placing(places, lambda m: program(schedule, m, places), schedule)
+    x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    assert_like_plain(module, [1, 1, 1, 1], placing, x, chunks=4, checkpoint=checkpoint)
 
 
 @given(data=st.data())
