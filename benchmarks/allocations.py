@@ -137,9 +137,7 @@ class Reports:
                 del loss
             first, _, second = Path(file.name).read_bytes().partition(PHASE)
 
-        # The level at rest, from the first line: the bytes in use after it, less what it changed.
-        kind, size, total = _lines(first)[0]
-        rest = total - size if kind == b"alloc" else total + size
+        rest = _rest(_lines(first))
 
         # Lines of two threads may change places, but each carries the bytes in use when it was made.
         held = sum(size if kind == b"alloc" else -size for kind, size, _ in _lines(first))
@@ -148,6 +146,20 @@ class Reports:
             "held": held,
             "backward": max(total for _, _, total in _lines(second)) - rest,
         }
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Return the most bytes in use while ``run`` runs, above the level at rest."""
+        with tempfile.NamedTemporaryFile() as file:
+            with self.written_to(file.name):
+                run()
+            lines = _lines(Path(file.name).read_bytes())
+        return max(total for _, _, total in lines) - _rest(lines)
+
+
+def _rest(lines: list[tuple[bytes, int, int]]) -> int:
+    """Return the level at rest, from the first line: the bytes in use after it, less what it changed."""
+    kind, size, total = lines[0]
+    return total - size if kind == b"alloc" else total + size
 
 
 def _lines(report: bytes) -> list[tuple[bytes, int, int]]:

@@ -300,7 +300,7 @@ def draw_growth(axes: Any, rows: list[dict[str, Any]], axis: str, what: str) -> 
 
 def main() -> None:
     command = Command(
-        "capacity", __doc__, show=show, draw=draw, sizes=TASKS, peers=PEERS, devices=True, seconds="experiment"
+        "capacity", __doc__, show=show, draw=draw, sizes=LADDERS, peers=PEERS, devices=True, seconds="experiment"
     )
     command.add("--models", nargs="+", choices=list(LADDERS["small"]), default=list(LADDERS["small"]))
     command.add("--partitions", nargs="+", type=int, help="n: 1, 2, 4 and 8, as far as there are GPUs")

@@ -127,6 +127,19 @@ def _speed(result: dict[str, Any]) -> str:
     return "; ".join(told)
 
 
+def _step(result: dict[str, Any]) -> str:
+    parts = result["parts"]
+    told = []
+    for row in parts["speed"]["rows"]:
+        names = [name for name in row["speed-up"] if name.startswith(("1F1B", "whole"))]
+        each = [f"{name} {row['speed-up'][name]['median']:.2f}" for name in names]
+        told.append(f"{row['model']} in {row['m']}: {', '.join(each)}")
+    for threads in ("inline", "workers"):
+        ratios = [row["step/call"]["median"] for row in parts["host"]["rows"] if row["threads"] == threads]
+        told.append(f"host time over forward and backward, {threads}: {min(ratios):.2f} - {max(ratios):.2f}")
+    return "over micro-batches, " + "; ".join(told)
+
+
 def _capacity(result: dict[str, Any]) -> str:
     best: dict[str, float] = {}
     for row in result["largest"]:
@@ -177,6 +190,15 @@ SLICES = (
         "--devices cpu --models mlp-tiny --partitions 1 --checkpoint except_last --turns 1",
         560,
         _speed,
+    ),
+    Slice(
+        "step",
+        "step",
+        f"--device {GPU} --turns 3",
+        "--only speed host --models mlp --chunks 2 --shrink 64 --tiny 2 2 --turns 1 --steps 1",
+        200,
+        _step,
+        peers=False,
     ),
     Slice(
         "growth",

@@ -1,4 +1,4 @@
-"""The child of speed.py for PyTorch's own pipelines: torch.distributed.pipelining, with a process for each partition.
+"""The child of speed.py and step.py for PyTorch's own pipelines: torch.distributed.pipelining, a process a partition.
 
 Its schedules train the same layers on the same mini-batch, with gloo between CPUs and nccl between GPUs. They have no
 checkpointing, and no skips between processes: a model can be cut only where no skip passes. A step is timed from one
@@ -33,7 +33,7 @@ PATIENCE = timedelta(minutes=10)
 
 
 def answer(peer: str, request: Request) -> Answer:
-    """Return the seconds of each step; or the reason why there are none."""
+    """Return the seconds of each step, and the loss of the last; or the reason why there are none."""
     reason = refusal(peer, request)
     if reason is not None:
         return {"none": reason}
@@ -61,7 +61,7 @@ def refusal(peer: str, request: Request) -> str | None:
 
 
 def train_stage(j: int, peer: str, request: Request, folder: str) -> None:
-    """Train partition ``j`` in a process of its own. The process of partition 0 writes the seconds."""
+    """Train partition ``j`` in a process of its own. The process of the last partition writes the answer."""
     torch.set_num_threads(1)
     device = torch.device(request["devices"][j])
     n = len(request["units"])
@@ -73,11 +73,11 @@ def train_stage(j: int, peer: str, request: Request, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group(init_method=store, rank=j, world_size=n, timeout=PATIENCE, **world)
     try:
-        seconds = timed_steps(j, n, device, peer, request)
+        answered = timed_steps(j, n, device, peer, request)
     finally:
         dist.destroy_process_group()
-    if j == 0:
-        Path(folder, "answer").write_text(json.dumps(seconds))
+    if j == n - 1:
+        Path(folder, "answer").write_text(json.dumps(answered))
 
 
 def timed_steps(j: int, n: int, device: torch.device, peer: str, request: Request) -> Answer:
@@ -89,8 +89,9 @@ def timed_steps(j: int, n: int, device: torch.device, peer: str, request: Reques
     schedule = SCHEDULES[peer](stage, request["m"], loss_fn=loss)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
     input = [inputs(task, request["batch"], str(device))] if j == 0 else []
+    losses: list[Tensor] = []
     # The loss compares with nothing, but the schedule splits a target for it.
-    target = {"target": torch.zeros(request["batch"], device=device)} if j == n - 1 else {}
+    last = {"target": torch.zeros(request["batch"], device=device), "losses": losses} if j == n - 1 else {}
 
     seconds = []
     for _ in range(request["warm_up"] + request["steps"]):
@@ -98,12 +99,13 @@ def timed_steps(j: int, n: int, device: torch.device, peer: str, request: Reques
         synchronize([str(device)])
         start = perf_counter()
         optimizer.zero_grad()
-        schedule.step(*input, **target)
+        schedule.step(*input, **last)
         optimizer.step()
         synchronize([str(device)])
         dist.barrier()
         seconds.append(perf_counter() - start)
-    return {"seconds": seconds[request["warm_up"] :]}
+    mean = float(torch.stack(losses).mean()) if losses else None
+    return {"seconds": seconds[request["warm_up"] :], "loss": mean}
 
 
 class Layers(nn.Sequential):

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["GIB", "MIB", "PARTS", "RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
+__all__ = ["GIB", "KIB", "MIB", "PARTS", "RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 #: Of a step, as they are timed.
 PARTS = ("forward", "backward")
 
-MIB, GIB = 2**20, 2**30
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -346,7 +346,8 @@ def draw_line(axes: Any, rows: Sequence[dict[str, Any]], peer: str, **style: Any
 
 
 def main() -> None:
-    command = Command("speed", __doc__, show=show, draw=draw, sizes=TASKS, peers=PEERS, devices=True, seconds="turn")
+    sizes = PARTITIONS
+    command = Command("speed", __doc__, show=show, draw=draw, sizes=sizes, peers=PEERS, devices=True, seconds="turn")
     command.add("--models", nargs="+", choices=list(TASKS["small"]), default=list(TASKS["small"]))
     command.add("--partitions", nargs="+", type=int, help="n")
     command.add("--checkpoint", nargs="+", choices=MODES, default=list(MODES))

@@ -28,6 +28,7 @@ from benchmarks import (
     robustness,
     skips,
     speed,
+    step,
     timeline,
     transparency,
 )
@@ -117,6 +118,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": _of("speed", speed.speed_ups),
     "speed_targets": _of("speed", speed.speed_targets),
     "speed_published": _of("speed", speed.speed_published),
+    "step_speed": _of("step", step.step_speed),
+    "step_sleeping": _of("step", step.step_sleeping),
+    "step_memory": _of("step", step.step_memory),
+    "step_host": _of("step", step.step_host),
+    "step_aims": _of("step", step.step_aims),
     "capacity": _of("capacity", capacity.capacity),
     "capacity_growth": _of("capacity", capacity.capacity_growth),
     "transparency": _of("transparency", transparency.transparency),
@@ -129,6 +135,7 @@ TABLES: dict[str, Callable[[], str]] = {
 #: What stands above a table as soon as it is measured.
 PICTURES = {
     "speed": "![Speed-up over the number of partitions, for each model](results/speed.svg)\n\n",
+    "step_speed": "![The speed-up of a step over the plain micro-batches](results/step.svg)\n\n",
     "capacity": "![The largest model that fits, and the peak of a step](results/capacity.svg)\n\n",
     "transparency": "![The accuracy of every run](results/transparency.svg)\n\n",
     "ablation": "![A step with none of the mechanisms, and with one after another](results/ablation.svg)\n\n",

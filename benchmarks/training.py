@@ -76,6 +76,11 @@ TASKS: dict[str, dict[str, Task]] = {
         "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
         **TINY,
     },
+    # For `step.py`: halves of the layers take the same time, and a micro-batch is large beside its host time.
+    "step": {
+        "mlp": Task(lambda: mlp(8, 512), (1, 512), 1024, 8),
+        "gpt": Task(lambda: gpt(64, 4, 4, 128, 64), (64,), 32, 8),
+    },
 }
 
 

@@ -25,7 +25,8 @@ IMAGES = ROOT / "docs" / "images"
 
 #: The colours of timelines.
 FORWARD, RECOMPUTATION, BACKWARD, COPY = "#56B4E9", "#F5D76E", "#009E73", "#CC79A7"
-INK = {FORWARD: "#000", RECOMPUTATION: "#000", BACKWARD: "#fff", COPY: "#000"}
+OF_INPUT, OF_WEIGHTS = "#00604A", "#9BDCC4"
+INK = {FORWARD: "#000", RECOMPUTATION: "#000", BACKWARD: "#fff", COPY: "#000", OF_INPUT: "#fff", OF_WEIGHTS: "#000"}
 TEXT = "var(--color-foreground-primary, #808080)"
 FAINT = "var(--color-foreground-border, #a0a0a0)"
 ROW = "var(--color-background-secondary, rgba(128, 128, 128, 0.12))"
@@ -143,7 +144,13 @@ def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) 
     top = 34.0
     picture = Picture(title, 646.0 if unit == UNIT else LEFT + unit * end + 8, top + HEIGHT * n + 26)
     colours = {work.colour for work in works}
-    names = [(FORWARD, "forward"), (RECOMPUTATION, "recomputation"), (BACKWARD, "backward"), (COPY, "of the weights")]
+    names = [
+        (FORWARD, "forward"),
+        (RECOMPUTATION, "recomputation"),
+        (BACKWARD, "backward"),
+        (OF_INPUT, "backward of the input"),
+        (OF_WEIGHTS, "backward of the weights"),
+    ]
     picture.legend(LEFT, 14, [(colour, label) for colour, label in names if colour in colours])
     for j in range(n):
         y = top + HEIGHT * j
@@ -161,16 +168,61 @@ def timetable(name: str, title: str, works: Sequence[Work], unit: float = UNIT) 
     picture.save(name)
 
 
-def schedule(file: str, name: schedules.ScheduleName, places: Sequence[int]) -> None:
+PLACES: dict[schedules.ScheduleName, list[int]] = {
+    "GPipe": [0, 1, 2, 3],
+    "1F1B": [0, 1, 2, 3],
+    "ZeroBubble": [0, 1, 2, 3],
+    "Interleaved1F1B": [0, 1, 2, 3] * 2,
+    "V-Half": [0, 1, 2, 3, 3, 2, 1, 0],
+}
+
+
+def schedule(file: str, name: schedules.ScheduleName) -> None:
     """Draw eight micro-batches under a schedule."""
-    colours = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": COPY}
-    simulation = schedules.simulate(schedules.program(name, 8, places))
+    colours = {"F": FORWARD, "B": BACKWARD, "I": OF_INPUT, "W": OF_WEIGHTS}
+    simulation = schedules.simulate(schedules.program(name, 8, PLACES[name]))
     works = [
         Work(device, start, start + simulation.cost(action), colours[action.kind], action.i)
         for device, row in enumerate(simulation.starts)
         for action, start in row
     ]
     timetable(file, f"{name}: eight micro-batches on four devices", works, 574 / simulation.seconds)
+
+
+def schedule_costs() -> None:
+    """Draw the bubble and the live micro-batches of each schedule, by the number of micro-batches."""
+    width, height, top, lefts = 240.0, 200.0, 62.0, (46.0, 392.0)
+    colours = dict(zip(PLACES, ("#E69F00", BACKWARD, FORWARD, COPY, "#D55E00")))
+    picture = Picture("Bubble and live micro-batches of each schedule on four devices", 646, top + height + 50)
+    picture.legend(lefts[0], 12, [(colour, name) for name, colour in colours.items()])
+    picture.text(lefts[0], 42, "bubble", size=13)
+    picture.text(lefts[1], 42, "live micro-batches on a device", size=13)
+    counts, shares, lives = [4, 8, 16, 32, 64], [0, 0.1, 0.2, 0.3, 0.4, 0.5], [2, 4, 8, 16, 32, 64]
+
+    def place(panel: int, m: float, height_share: float) -> tuple[float, float]:
+        return lefts[panel] + width * log2(m / 4) / log2(counts[-1] / 4), top + height * (1 - height_share)
+
+    marks = [[(share / 0.5, f"{share:.0%}") for share in shares], [(log2(live / 2) / 5, str(live)) for live in lives]]
+    for panel in (0, 1):
+        for at, label in marks[panel]:
+            picture.line([place(panel, 4, at), place(panel, 64, at)], FAINT, 0.5)
+            picture.text(lefts[panel] - 6, place(panel, 4, at)[1], label, "end", size=12)
+        for m in counts:
+            picture.text(place(panel, m, 0)[0], top + height + 14, str(m), "middle", size=12)
+        picture.text(lefts[panel] + width / 2, top + height + 36, "micro-batches in a step", "middle", size=13)
+    for name, places in PLACES.items():
+        part = 4 / len(places)
+        memory = [part] * len(places)
+        made = [schedules.simulate(schedules.program(name, m, places), memory=memory) for m in counts]
+        heights = [[one.bubble / 0.5 for one in made], [log2(max(one.peaks) / 2) / 5 for one in made]]
+        for panel in (0, 1):
+            points = [place(panel, m, at) for m, at in zip(counts, heights[panel])]
+            # The next line covers these two: 1F1B has the bubble of GPipe, and ZeroBubble the peak of 1F1B.
+            is_covered = (name, panel) in (("GPipe", 0), ("1F1B", 1))
+            picture.line(points, colours[name], 7 if is_covered else 2.5)
+            for x, y in points:
+                picture.box(x - 3, y - 3, 6, 6, colours[name], round=3)
+    picture.save("schedule-costs")
 
 
 def one_by_one(m: int, n: int) -> list[Work]:
@@ -367,11 +419,12 @@ def main() -> None:
         "The same with checkpoint='except_last': all micro-batches but the last are recomputed",
         list(simulate(4, 4, checkpointed=3)),
     )
-    schedule("schedule-gpipe", "GPipe", [0, 1, 2, 3])
-    schedule("schedule-1f1b", "1F1B", [0, 1, 2, 3])
-    schedule("schedule-zero-bubble", "ZeroBubble", [0, 1, 2, 3])
-    schedule("schedule-interleaved", "Interleaved1F1B", [0, 1, 2, 3] * 2)
-    schedule("schedule-v-half", "V-Half", [0, 1, 2, 3, 3, 2, 1, 0])
+    schedule("schedule-gpipe", "GPipe")
+    schedule("schedule-1f1b", "1F1B")
+    schedule("schedule-zero-bubble", "ZeroBubble")
+    schedule("schedule-interleaved", "Interleaved1F1B")
+    schedule("schedule-v-half", "V-Half")
+    schedule_costs()
     bubble()
     order()
     sums()

@@ -11,10 +11,12 @@ This shows the cost of each.
     python examples/language_model.py --pipeline         # only through the pipeline
     python examples/language_model.py --plain            # only without it
     python examples/language_model.py --text novel.txt   # learn another text
+    python examples/language_model.py --schedule 1F1B    # each step of the pipeline is a `GPipe.step`
 
 The text is read byte by byte, so there is no tokenizer. By default the text is the source code of Python's standard
 library, which every machine has. The example uses all accelerators of the machine. If there are more partitions
-(``--partitions``), neighbours share one; without accelerators, all share the CPU.
+(``--partitions``), neighbours share one; without accelerators, all share the CPU. Under a schedule, each partition on
+the CPU has a worker of its own.
 """
 
 import argparse
@@ -94,7 +96,17 @@ def build(options: argparse.Namespace, pipeline: bool) -> nn.Sequential | GPipe:
         partitions = options.partitions or min(torch.accelerator.device_count() or 4, len(model))
         balance = [len(part) for part in torch.arange(len(model)).tensor_split(partitions)]
         devices = devices_for(partitions)
-        return GPipe(model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint)
+        if options.schedule is None:
+            return GPipe(model, balance, devices=devices, chunks=options.chunks, checkpoint=options.checkpoint)
+        return GPipe(
+            model,
+            balance,
+            devices=devices or [f"cpu:{j}" for j in range(partitions)],
+            chunks=options.chunks,
+            checkpoint=options.checkpoint,
+            schedule=options.schedule,
+            loss_fn=mean_loss,
+        )
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return model.to(accelerator or torch.device("cpu"))
@@ -167,8 +179,7 @@ def train(options: argparse.Namespace, pipeline: bool, learn: Tensor, held_out: 
         for step in range(1, options.steps + 1):
             starts = torch.randint(len(learn) - options.context, (options.batch,), generator=order)
             with record(model) if pipeline and step == options.steps else nullcontext() as run.timeline:
-                loss = loss_at(model, learn, starts, options)
-                loss.backward()
+                loss = loss_and_gradients(model, learn, starts, options)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -189,7 +200,26 @@ def loss_at(model: nn.Module, text: Tensor, starts: Tensor, options: argparse.Na
     first = next(model.parameters())  # on the device of the first layer; the last layer may be on another
     with torch.autocast(first.device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         scores = model(inputs.to(first.device)).to(first.dtype)
+    return mean_loss(scores, targets)
+
+
+def mean_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten().to(scores.device))
+
+
+def loss_and_gradients(
+    model: nn.Module, text: Tensor, starts: Tensor, options: argparse.Namespace, share: float = 1.0
+) -> Tensor:
+    """Run forward and backward on the windows that begin at ``starts``, and return their mean loss.
+
+    The gradients are those of ``share`` times this loss; under a schedule ``share`` is 1.
+    """
+    if isinstance(model, GPipe) and options.schedule is not None:
+        with torch.autocast(model.devices[0].type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
+            return model.step(*windows(text, starts, options.context))
+    loss = loss_at(model, text, starts, options)
+    (loss * share).backward()
+    return loss
 
 
 @torch.no_grad()
@@ -228,7 +258,8 @@ def time_steps(options: argparse.Namespace, text: Tensor, steps: int = 6) -> dic
     ways = {"plain, whole": (plain, 1), f"plain, in {options.chunks} micro-batches": (plain, options.chunks)}
     for mode in dict.fromkeys(["never", "except_last", options.checkpoint]):
         of_mode = argparse.Namespace(**{**vars(options), "checkpoint": mode})
-        ways[f"pipeline, checkpoint={mode!r}"] = (build(of_mode, pipeline=True), 1)
+        way = f"{options.schedule or 'pipeline'}, checkpoint={mode!r}"
+        ways[way] = (build(of_mode, pipeline=True), 1)
 
     starts = torch.linspace(0, len(text) - options.context - 1, options.batch).long()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -236,7 +267,7 @@ def time_steps(options: argparse.Namespace, text: Tensor, steps: int = 6) -> dic
         for way, (model, parts) in ways.items():
             begin = time.perf_counter()
             for part in starts.chunk(parts):
-                (loss_at(model, text, part, options) * len(part) / len(starts)).backward()
+                loss_and_gradients(model, text, part, options, len(part) / len(starts))
             for device in {parameter.device for parameter in model.parameters()}:
                 if device.type != "cpu":
                     torch.accelerator.synchronize(device)
@@ -304,6 +335,7 @@ def parse_options() -> argparse.Namespace:
     add("--partitions", type=int, default=0, help="0 for one per accelerator, or four on the CPU")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", default="never", choices=["always", "except_last", "never"], help="what to recompute")
+    add("--schedule", choices=["GPipe", "1F1B", "ZeroBubble"], help="train by `model.step` under this schedule")
 
     add_model_and_training(parser)
 

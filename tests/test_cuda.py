@@ -631,3 +631,63 @@ def test_batch_norm_counts_once(mode: str) -> None:
         run_plain(plain, [1, 2], ["cpu", GPU], batch()).sum().backward()
     for (name, actual), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert_close(actual, expected, name)
+
+
+# ------------------------------------------------------------------------------------------------------- steps
+
+
+class SlowHooks(nn.Module):
+    """Keeps its GPU busy in forward and backward. Without a function of Python, whose backward cannot be split."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input * 1
+        if input.is_cuda:
+            be_slow()
+            if output.requires_grad:
+                output.register_hook(lambda _: be_slow())
+        return output
+
+
+PLACES: dict[str, list[list[str]]] = {
+    "GPipe": [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]],
+    "1F1B": [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]],
+    "ZeroBubble": [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]],
+    "Interleaved1F1B": [[GPU, GPU], [GPU, "cpu", GPU, "cpu"], ["cpu", GPU, "cpu", GPU]],
+    "V-Half": [[GPU, GPU], [GPU, "cpu", "cpu", GPU], ["cpu", GPU, GPU, "cpu"]],
+}
+
+
+@pytest.mark.parametrize("home", ["cpu", GPU])
+@every_mode
+@pytest.mark.parametrize(
+    "schedule, devices",
+    [(schedule, devices) for schedule, own in PLACES.items() for devices in own],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_step_gives_the_gradients_of_the_micro_batches(
+    schedule: str, devices: list[str], mode: str, home: str
+) -> None:
+    """No device waits for ever: `benchmarks.cuda_tests` ends a test that takes more than a minute."""
+    torch.manual_seed(0)
+    balance = [3] * len(devices)
+    layers = nn.Sequential(
+        *[layer for _ in devices for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), SlowHooks())]
+    ).double()
+    plain = python_copy.deepcopy(layers)
+    loss_fn = nn.MSELoss()
+    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode, schedule=schedule, loss_fn=loss_fn)
+    x = batch(home)
+    x2 = x.detach().clone().requires_grad_()
+    y = torch.rand(len(x), WIDTH, dtype=torch.float64).to(home)
+
+    place(plain, balance, devices)
+    expected = loss_fn(run_plain(plain, balance, devices, x2), y.to(devices[-1]))
+    expected.backward()
+    torch.cuda.synchronize()
+    for step in (1, 2):
+        loss = model.step(x, y)
+        torch.cuda.synchronize()
+        assert_close(loss, expected, "loss")
+        for actual, its in zip((x, *model.parameters()), (x2, *plain.parameters()), strict=True):
+            assert its.grad is not None
+            assert_close(actual.grad, step * its.grad, "gradient")

@@ -87,6 +87,33 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     assert re.findall(r"^ *(p.*\S) +\d+ +\d+\.\d\d$", out, re.MULTILINE) == ways
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+def test_language_model_learns_the_same_under_a_schedule(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    small = ["--dtype", "float64", "--steps", "3", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
+    small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png"), "--partitions", "2"]
+    small += ["--timeline", str(tmp_path / "timeline.png"), "--schedule", schedule]
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *small])
+    runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
+
+    out = capsys.readouterr().out
+    assert re.search(r"difference +0\.000000 +0\.000000\n", out)
+    assert f"{schedule}, checkpoint='never'" in out
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_schedules_give_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "schedules.py"))["main"](["--chunks", "2"])
+    out = capsys.readouterr().out
+    lines = re.findall(r"^(\S+): (loss 0\.\d+, then 0\.\d{6}); measured \d+\.\d ms a step$", out, re.MULTILINE)
+    assert tuple(name for name, _ in lines) == ("GPipe", "1F1B", "ZeroBubble", "Interleaved1F1B", "V-Half")
+    assert len({losses for _, losses in lines}) == 1
+    assert out.count("device 0 F0") == len(lines)
+
+
 @pytest.mark.parametrize(("count", "shared"), [(0, None), (1, [0, 0, 0, 0]), (3, [0, 0, 1, 2]), (6, [0, 1, 2, 3])])
 def test_four_partitions_share_fewer_accelerators(
     count: int, shared: list[int] | None, monkeypatch: pytest.MonkeyPatch

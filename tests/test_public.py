@@ -28,6 +28,7 @@ PUBLIC: dict[str, list[str]] = {
     "torchgpipe.pipe": ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"],
     "torchgpipe.timeline.timeline": ["Timeline"],
     "torchgpipe.timeline.span": ["Row", "Span"],
+    "torchgpipe.timeline.prediction": ["Prediction"],
     "torchgpipe.timeline.report": ["Advice", "DeviceUse", "Report"],
     "torchgpipe_balancing": [
         "LayerProfile",
@@ -42,7 +43,12 @@ PUBLIC: dict[str, list[str]] = {
 }
 
 #: Modules that also have names for the rest of the library.
-SHARED = {"torchgpipe.schedule", "torchgpipe.batchnorm", "torchgpipe.timeline.span"}
+SHARED = {
+    "torchgpipe.schedule",
+    "torchgpipe.batchnorm",
+    "torchgpipe.timeline.prediction",
+    "torchgpipe.timeline.span",
+}
 
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 
@@ -98,6 +104,7 @@ def test_each_public_name_is_shown_at_work() -> None:
     pages += [snippets.in_docstring(inspect.getdoc(t)) for name in NAMES for _, t in snippets.documented(named(name))]
     code = "\n".join(snippet.code for page in pages for snippet in page)
     returned = {"LayerProfile", "LocalRRef", "Profile", "Report", "Timeline", "Row", "Span", "Advice", "DeviceUse"}
+    returned |= {"Prediction"}
     names = {name.rpartition(".")[2] for name in NAMES} - returned - {"BalanceError"}  # never raised
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
 

@@ -293,7 +293,7 @@ def test_a_failing_step_leaves_gradients_as_they_were(
     with pytest.raises(Fault) as info:
         model.step(x, y)
     assert f"micro-batch 2 of 4, partition {j}" in info.value.__notes__[0]
-    assert info.value.__notes__[0].endswith(f"during {phase}")
+    assert f"during {phase}" in info.value.__notes__[0]  # or half of it, such as "during backward of the weights"
     assert threading.active_count() == threads
     for parameter, grad, copied in zip(model.parameters(), before, kept, strict=True):
         assert parameter.grad is grad

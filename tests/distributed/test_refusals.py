@@ -107,7 +107,8 @@ def test_settings_that_are_changed_later_act_as_in_a_new_model_or_raise() -> Non
 def test_wrong_arguments_raise_when_the_model_is_made() -> None:
     for said in launch(2, arguments):
         assert said["schedule"].endswith(
-            "schedule must be one of GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, but got '2F2B'"
+            "schedule must be one of GPipe, 1F1B, Interleaved1F1B, ZeroBubble, or PyTorch's name of one of these, but "
+            "got '2F2B'"
         )
         assert "3 partitions in the balance and 2 processes" in said["partitions"]
         assert "but there are 3 partitions and 2 processes" in said["multiple"]

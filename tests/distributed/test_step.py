@@ -40,7 +40,7 @@ def steps(schedule: str, balance: list[int], checkpoint: str = "never") -> None:
         expected = plain_step(plain, input, target, 4)
         loss = model.step(input, target)
         torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
-        assert_gradients(model, plain, exact=schedule in ("GPipe", "1F1B"))
+        assert_gradients(model, plain, exact=len(balance) == dist.get_world_size())
         with torch.no_grad():
             assert torch.equal(model.step(input, target), loss)
         output = model.eval_step(input, gather=True)
@@ -90,7 +90,7 @@ def test_an_optimizer_made_on_the_meta_device_trains_the_stages() -> None:
 
 
 def several() -> None:
-    for schedule in ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"]:
+    for schedule in ["GPipe", "LoopedBFS", "Interleaved1F1B", "ZeroBubble", "InterleavedZeroBubble"]:
         steps(schedule, [1, 2, 2, 1])
     steps("Interleaved1F1B", [2, 1, 1, 2], "always")
 

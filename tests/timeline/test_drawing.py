@@ -66,6 +66,17 @@ def test_copies_waits_and_faults_are_drawn() -> None:
     assert legend(draw(spans, rows(2))) == ["forward", "recomputation", "backward", "copy", "wait", "failed"]
 
 
+def test_the_halves_of_backward_have_colours_of_their_own() -> None:
+    halves = [span("backward of the input", 0, 0, 8, 9), span("backward of the weights", 0, 0, 9, 10)]
+    figure = draw(
+        [*ideal(1, 1), *halves, span("copy", 0, 0, 1, 2, other=1), span("wait", 0, 0, 1, 2, other=1)], rows(1)
+    )
+    assert legend(figure)[2:5] == ["backward", "backward: input", "backward: weights"]
+    assert len({box.get_facecolor() for box in boxes(figure)}) == 7
+    title, names = figure.texts[0].get_window_extent(), figure.legends[0].get_window_extent()
+    assert not title.overlaps(names)
+
+
 def test_partitions_on_one_device_have_a_row_each() -> None:
     (axes,) = draw(ideal(1, 2, devices=["cpu", "cpu"]), rows(2, ["cpu", "cpu"])).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0 on cpu", "1 on cpu"]

@@ -9,7 +9,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import torchgpipe
-from tests.conftest import Pipe
+from tests.conftest import Devices, Pipe
 from tests.fake_accelerator import on_fake_devices
 from tests.plain import assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
@@ -161,6 +161,28 @@ def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str) -> No
     with torchgpipe.record(model):
         torch.manual_seed(1)
         assert_same(outcome(model, x), expected)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+def test_a_step_gives_the_same_gradients(devices: Devices, checkpoint: str, schedule: str) -> None:
+    module, x = linears(), batch()
+    grads = []
+    for recording in (False, True):
+        model = GPipe(
+            copy.deepcopy(module),
+            [1] * N,
+            devices=devices(N),
+            chunks=M,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            loss_fn=nn.functional.mse_loss,
+        )
+        model.step(x, x)  # gradients to add to
+        with torchgpipe.record(model) if recording else nullcontext():
+            model.step(x, x)
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.timeline.synthetic import ideal, rows, span
+from torchgpipe.engine.record import Kind
 from torchgpipe.timeline.schedule_text import schedule
 
 
@@ -37,6 +38,13 @@ def test_a_failed_cell_is_marked() -> None:
     text = schedule([span("forward", 0, 0, 0.0, 0.01), span("forward", 1, 0, 0.01, 0.02, failed=True)], rows(1))
     assert "! failed: forward of micro-batch 1 on partition 0" in text
     assert "F1!" in text
+
+
+def test_the_halves_of_backward_have_letters_of_their_own() -> None:
+    kinds: list[Kind] = ["forward", "backward of the input", "backward of the weights"]
+    head, line = schedule([span(kind, 0, 0, k, k + 1) for k, kind in enumerate(kinds)], rows(1)).splitlines()
+    assert "B backward (I of the input, W of the weights)" in head
+    assert [name for name in ("F0", "I0", "W0") if name in line] == ["F0", "I0", "W0"]
 
 
 def test_cells_without_duration_are_drawn_as_well() -> None:

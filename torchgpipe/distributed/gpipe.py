@@ -66,8 +66,9 @@ class DistributedGPipe(nn.Module):
         balance: the number of layers in each partition. There is one partition for each process of a pipeline or,
             for the interleaved schedules, the same number of partitions for each.
         chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
-        schedule: the name of a schedule in PyTorch without the word Schedule: ``'GPipe'`` or ``'1F1B'``; with several
-            partitions in each process ``'LoopedBFS'``, ``'Interleaved1F1B'`` or ``'InterleavedZeroBubble'``
+        schedule: the name of a schedule, as in :class:`~torchgpipe.GPipe`: ``'GPipe'`` or ``'1F1B'``; with several
+            partitions in each process ``'GPipe'``, ``'Interleaved1F1B'`` or ``'ZeroBubble'``. PyTorch's own names,
+            ``'LoopedBFS'`` and ``'InterleavedZeroBubble'``, are taken as well.
         checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
         loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
         weight: takes the target of a micro-batch, and returns the weight of its loss in the mean over all

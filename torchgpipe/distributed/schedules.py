@@ -16,29 +16,39 @@ from torchgpipe.model.settings import CheckpointMode, verify_checkpoint
 
 __all__ = ["ScheduleName", "fill_drain", "is_interleaved", "name_of", "verify_fit", "verify_schedule"]
 
-#: PyTorch's names of schedules, without the word Schedule.
-ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"]
+#: The names of `torchgpipe.schedule` that PyTorch has a schedule for, and two of PyTorch's own.
+ScheduleName: TypeAlias = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "LoopedBFS", "InterleavedZeroBubble"
+]
 
-#: Schedules with one stage in each process, and with several. The keys are in lower case, because any case is accepted.
-_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+#: PyTorch's schedules with one stage in each process, and with several, by their names here.
+_SINGLE: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 _SEVERAL: dict[str, Any] = {
-    "loopedbfs": ScheduleLoopedBFS,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
+    "GPipe": ScheduleLoopedBFS,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "ZeroBubble": ScheduleInterleavedZeroBubble,
 }
+_NAMES = {schedule: name for name, schedule in [*_SINGLE.items(), *_SEVERAL.items()]}
+
+#: PyTorch's names, without the word Schedule.
+_THEIRS = {schedule.__name__.removeprefix("Schedule").lower(): schedule for schedule in _NAMES}
 
 
 def verify_schedule(name: str, partitions: int, processes: int) -> Any:
-    """Return PyTorch's class of this name.
+    """Return PyTorch's class of a schedule, given the schedule's name in any case.
 
     Raises:
         ValueError: there is none, or it does not fit the numbers of partitions and processes.
     """
-    known = {**_SINGLE, **_SEVERAL}
-    schedule = known.get(name.lower())
+    several = partitions > processes
+    ours = {**_SINGLE, **_SEVERAL, **(_SEVERAL if several else _SINGLE)}
+    schedule = {**_THEIRS, **{known.lower(): one for known, one in ours.items()}}.get(name.lower())
     if schedule is None:
-        raise ValueError(f"schedule must be one of {', '.join(map(name_of, known.values()))}, but got {name!r}")
-    if name.lower() in _SINGLE and partitions != processes:
+        raise ValueError(
+            f"schedule must be one of {', '.join(dict.fromkeys(_NAMES.values()))}, or PyTorch's name of one of these, "
+            f"but got {name!r}"
+        )
+    if several and schedule in _SINGLE.values():
         raise ValueError(
             f"{name} has one stage in each process, but there are {partitions} partitions in the balance and "
             f"{processes} processes in a pipeline; for several stages in each, use schedule='Interleaved1F1B'"
@@ -52,9 +62,8 @@ def verify_schedule(name: str, partitions: int, processes: int) -> Any:
 
 
 def name_of(schedule: Any) -> str:
-    """Return the name of a schedule's class, without the word Schedule."""
-    name: str = schedule.__name__
-    return name.removeprefix("Schedule")
+    """Return the name of PyTorch's class of a schedule."""
+    return _NAMES[schedule]
 
 
 def verify_fit(checkpoint: Any, schedule: Any) -> CheckpointMode:

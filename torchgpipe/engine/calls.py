@@ -17,6 +17,7 @@ from torchgpipe.engine.record import Place, Recorder, Step
 from torchgpipe.model.partition import Partition, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
+from torchgpipe.schedule import Program
 from torchgpipe.skip.layout import inspect_skip_layout
 
 __all__ = ["Mechanisms", "begin_step", "make_calls"]
@@ -38,7 +39,11 @@ class Mechanisms:
 
 
 def begin_step(
-    m: int, partitions: Sequence[Partition], devices: Sequence[torch.device], mechanisms: Mechanisms
+    m: int,
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    mechanisms: Mechanisms,
+    program: Program | None = None,
 ) -> Step | None:
     """Return the listener of a mini-batch of ``m`` micro-batches, or None."""
     if mechanisms.recorder is None:
@@ -48,7 +53,7 @@ def begin_step(
         Place(streams[views[0]], [name for view in views for name in partitions[view]._modules])
         for views in views_of_each(partitions)
     ]
-    return labelled(mechanisms.recorder.begin_step(m, places))
+    return labelled(mechanisms.recorder.begin_step(m, places, program))
 
 
 def make_calls(

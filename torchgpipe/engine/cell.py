@@ -48,17 +48,17 @@ class Cell:
         return recorded(call.step, kind, self.i, call.j, None, call.stream)
 
     @contextmanager
-    def differentiating(self) -> Iterator[None]:
-        """Tell the listener of a backward in a ``with`` block, and add a note to its errors."""
+    def differentiating(self, kind: Kind = "backward") -> Iterator[None]:
+        """Tell the listener of a backward, or half of one, in a ``with`` block, and add a note to its errors."""
         try:
-            with self.recorded("backward"):
+            with self.recorded(kind):
                 yield
         except BaseException as error:
-            self.failed(error, "backward")
+            self.failed(error, kind)
             raise
 
     def failed(self, error: BaseException, phase: str) -> None:
-        """Add a note to ``error`` that tells the cell and the phase: forward, recomputation or backward."""
+        """Add a note to ``error`` that tells the cell and the phase, such as forward."""
         note = f"micro-batch {self.i} of {self.m}, {self.call.where}, during {phase}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -113,7 +113,7 @@ class CutCell:
         direct = self._cell.call.direct
         if split and direct is not None and direct.adds_to_grad:
             if not any(needed):
-                self._rest = partial(run.differentiate, grads, needed, keep_graph=False)
+                self._rest = partial(run.differentiate, grads, needed, keep_graph=False, kind="backward of the weights")
                 return tuple([None] * len(needed))
             result = run.differentiate_inputs(grads, needed)
             if result is not None:

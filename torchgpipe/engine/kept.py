@@ -22,6 +22,7 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge, Function
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.recomputation import differentiate, roots_of
+from torchgpipe.engine.record import Kind
 from torchgpipe.engine.split_backward import SplitBackward
 
 __all__ = ["Enter", "KeptGraph"]
@@ -54,20 +55,23 @@ class KeptGraph:
         self._roots = roots_of(outputs)
         return outputs
 
-    def differentiate(self, grads: Leaves, needed: Sequence[bool], *, keep_graph: bool) -> list[Leaf]:
+    def differentiate(
+        self, grads: Leaves, needed: Sequence[bool], *, keep_graph: bool, kind: Kind = "backward"
+    ) -> list[Leaf]:
         """Differentiate the graph.
 
         Args:
             grads: the gradients of the outputs
             needed: for each input, whether it requires grad
             keep_graph: whether the graph will be differentiated again
+            kind: what to call the work
 
         Returns:
             the gradients of the inputs
         """
         with self._entrance.taking() as taken:
             leaves = [self._entrance.leaf] if any(needed) else []
-            differentiate(self.cell, self._roots, grads, leaves, keep_graph=keep_graph)
+            differentiate(self.cell, self._roots, grads, leaves, keep_graph=keep_graph, kind=kind)
         result = iter(taken or [None] * sum(needed))
         return [next(result) if need else None for need in needed]
 
@@ -83,7 +87,7 @@ class KeptGraph:
         split = SplitBackward(edges, self._entrance.leaf)
         if not split.is_possible:
             return None
-        with self._entrance.taking() as taken, self.cell.differentiating():
+        with self._entrance.taking() as taken, self.cell.differentiating("backward of the input"):
             split.differentiate_inputs(arriving)
         self._split, self._roots = split, []
         result = iter(taken or [None] * sum(needed))
@@ -91,7 +95,7 @@ class KeptGraph:
 
     def differentiate_weights(self) -> None:
         """Add the gradients of the weights to ``.grad``, after `differentiate_inputs`."""
-        with self.cell.differentiating():
+        with self.cell.differentiating("backward of the weights"):
             self._split.differentiate_weights()
 
 

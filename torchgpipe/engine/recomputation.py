@@ -13,6 +13,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, gradient
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
+from torchgpipe.engine.record import Kind
 from torchgpipe.replay.phase import checkpointing, recomputing
 from torchgpipe.replay.random import Drawn
 
@@ -141,7 +142,13 @@ class Recomputation:
 
 
 def differentiate(
-    cell: Cell, roots: list[Edge | None], grads: Leaves, leaves: list[Tensor], *, keep_graph: bool
+    cell: Cell,
+    roots: list[Edge | None],
+    grads: Leaves,
+    leaves: list[Tensor],
+    *,
+    keep_graph: bool,
+    kind: Kind = "backward",
 ) -> list[Leaf]:
     """Differentiate a graph of a cell, and let the gradients of its parameters go where the pass needs them.
 
@@ -151,6 +158,7 @@ def differentiate(
         grads: the gradients of the outputs
         leaves: the leaves of the graph whose gradients are wanted
         keep_graph: whether the graph will be differentiated again
+        kind: what to call the work
 
     Returns:
         the gradients of the leaves
@@ -159,7 +167,7 @@ def differentiate(
         RuntimeError: the cell had another number of outputs in its first run.
         Exception: what the backward of a layer raises, with a note of the cell.
     """
-    with cell.differentiating():
+    with cell.differentiating(kind):
         if len(roots) != len(grads):
             raise RuntimeError(
                 f"{cell.call.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "

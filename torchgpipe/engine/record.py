@@ -9,11 +9,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
+from torchgpipe.schedule import Program
+
 __all__ = ["End", "Kind", "Place", "Recorder", "Step", "recorded"]
 
-#: The kinds of work. A copy goes to a later partition, or brings a gradient back from there; a wait is the time that
-#: the computation waits for such a copy.
-Kind = Literal["forward", "recomputation", "backward", "copy", "wait"]
+#: The kinds of work. A step may run the backward of a cell in two halves. A copy goes to a later partition, or brings a
+#: gradient back from there; a wait is the time that the computation waits for such a copy.
+Kind = Literal[
+    "forward",
+    "recomputation",
+    "backward",
+    "backward of the input",
+    "backward of the weights",
+    "copy",
+    "wait",
+]
 
 
 class Place(NamedTuple):
@@ -53,8 +63,14 @@ class Step(Protocol):
 class Recorder(Protocol):
     """Listens to a model."""
 
-    def begin_step(self, m: int, places: Sequence[Place]) -> Step:
-        """Note that a mini-batch of ``m`` micro-batches begins, and return its listener."""
+    def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> Step:
+        """Note that a mini-batch begins, and return its listener.
+
+        Args:
+            m: the number of micro-batches
+            places: the partitions
+            program: the actions of each device; None if autograd orders the backward of the cells
+        """
 
 
 def recorded(

@@ -29,6 +29,7 @@ from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_bac
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.record import Step
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.microbatch import Batch
@@ -72,8 +73,9 @@ def run_step(
         BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
     """
     refuse_transforms()
+    step = begin_step(len(inputs), partitions, devices, mechanisms, program)
     views = tuple(map(tuple, views_of_each(partitions)))
-    _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas).run(
+    _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas, step).run(
         _in_views(tuple(map(tuple, program)), views)
     )
 
@@ -91,6 +93,7 @@ class _Step:
         stops: Sequence[int],
         backward: bool,
         replicas: Replicas,
+        step: Step | None,
     ) -> None:
         self._m, self._n = len(inputs), len(partitions)
         self._finish = finish
@@ -111,7 +114,7 @@ class _Step:
             ambient=self._ambient,
             ordered=False,
             replicated=False,
-            step=begin_step(self._m, partitions, devices, mechanisms),
+            step=step,
         )
         self._activations = {(i, 0): _cut(batch) for i, batch in enumerate(inputs)}
         self._inputs = inputs

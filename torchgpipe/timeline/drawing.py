@@ -1,7 +1,8 @@
 """Draw one step, after the figure in the GPipe paper: partitions from top to bottom, time from left to right.
 
 This needs Matplotlib, and leaves its global state alone. The colours are Okabe and Ito's, which colour-blind people can
-tell apart; the kinds also differ in brightness. A long step continues in further bands below.
+tell apart; the kinds also differ in brightness. The halves of a backward have a darker and a lighter shade of its
+colour. A long step continues in further bands below.
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ _COLOURS: dict[Kind, str] = {
     "forward": "#56B4E9",
     "recomputation": "#F5D76E",
     "backward": "#009E73",
+    "backward of the input": "#00604A",
+    "backward of the weights": "#9BDCC4",
     "copy": "#CC79A7",
     "wait": "#C8C8C8",
 }
-_INK: dict[Kind, str] = {"forward": "black", "recomputation": "black", "backward": "white"}
+_INK: dict[Kind, str] = {
+    "forward": "black",
+    "recomputation": "black",
+    "backward": "white",
+    "backward of the input": "white",
+    "backward of the weights": "black",
+}
 _FAILED = "#D00000"
 _MOST_BANDS = 4
 _POINTS = 72  # an inch
@@ -73,14 +82,15 @@ def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
     step = spans[0].step if spans else 0
     head = 1 - 0.24 / total
     figure.text(1.1 / width, head, f"Step {step}: {seconds * 1000:.1f} ms", fontsize=11, va="center", weight="bold")
+    entries = list(_legend(spans))
     figure.legend(
-        handles=list(_legend(spans)),
+        handles=entries,
         loc="center right",
         bbox_to_anchor=(1 - 0.4 / width, head),
         bbox_transform=figure.transFigure,
-        ncols=len(KINDS) + 1,
+        ncols=len(entries),
         frameon=False,
-        fontsize=9,
+        fontsize=9 if len(entries) <= 6 else 8,  # room for the title
         handlelength=1.2,
         handleheight=0.9,
         columnspacing=1.2,
@@ -169,6 +179,6 @@ def _legend(spans: Sequence[Span]) -> Iterator[Any]:
 
     for kind in KINDS:
         if any(span.kind == kind for span in spans):
-            yield Patch(facecolor=_COLOURS[kind], label=kind)
+            yield Patch(facecolor=_COLOURS[kind], label=kind.replace(" of the", ":"))
     if any(span.failed for span in spans):
         yield Line2D([], [], marker="v", color=_FAILED, linestyle="", markersize=7, label="failed")

@@ -23,6 +23,7 @@ from torchgpipe.devices.device import device_module
 from torchgpipe.devices.stream import Stream, Tick
 from torchgpipe.engine.record import End, Kind, Place
 from torchgpipe.gpipe import GPipe
+from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
 
@@ -34,7 +35,7 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     """Record the work of a pipeline in a ``with`` block around any training steps::
 
         with torchgpipe.record(model) as timeline:
-            loss_fn(model(input), target).backward()
+            loss_fn(model(input), target).backward()  # or model.step(input, target)
         timeline.plot("step.svg")
         print(timeline.report())
 
@@ -42,12 +43,13 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     :class:`~torchgpipe.timeline.span.Span`. The timeline can be read after the block. If an exception leaves the block,
     the timeline ends where the exception was raised.
 
-    Outputs are the same to the last bit as without recording, and so are gradients where micro-batches are
-    checkpointed. With ``checkpoint='never'``, each recorded cell adds its gradients to ``.grad`` by itself. So the last
-    bit may differ where ``.grad`` had a value, and more under autocast, and ``create_graph=True`` is an error.
+    Outputs are the same to the last bit as without recording, and so are the gradients of a step, and of micro-batches
+    that are checkpointed. Otherwise, with ``checkpoint='never'``, each recorded cell adds its gradients to ``.grad`` by
+    itself. So the last bit may differ where ``.grad`` had a value, and more under autocast, and ``create_graph=True``
+    is an error.
 
-    A step is a call of the pipeline and those of its backward passes that are inside the block. Only one block at a
-    time can record a pipeline.
+    A step is a call of the pipeline and those of its backward passes that are inside the block, or a call of its
+    :meth:`~torchgpipe.GPipe.step`. Only one block at a time can record a pipeline.
 
     Args:
         model: a :class:`~torchgpipe.GPipe`, or a module that contains one, such as a
@@ -124,11 +126,11 @@ class _Recorder:
         # A copy of the model is not recorded: instead of this recorder it gets None.
         return type(None), ()
 
-    def begin_step(self, m: int, places: Sequence[Place]) -> _Step:
+    def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> _Step:
         for place in places:
             if place.stream.device not in self._clocks:
                 self._clocks[place.stream.device] = _Clock(place.stream, self._began)
-        step = _Step(next(self._numbers), m, places)
+        step = _Step(next(self._numbers), m, places, program)
         self._steps.append(step)
         return step
 
@@ -141,6 +143,7 @@ class _Recorder:
         timeline._fill(
             rows=steps[-1].rows if steps else [],
             micro_batches={step.number: step.m for step in steps},
+            programs={step.number: step.program for step in steps},
             spans=sorted(spans, key=lambda span: (span.step, span.start, span.end)),
             peak_memory={device: _peak_memory(device) for device in self._clocks},
         )
@@ -149,9 +152,10 @@ class _Recorder:
 class _Step:
     """Listen to one step. `begin` may be called from any thread."""
 
-    def __init__(self, number: int, m: int, places: Sequence[Place]) -> None:
+    def __init__(self, number: int, m: int, places: Sequence[Place], program: Program | None) -> None:
         self.number = number
         self.m = m
+        self.program = program
         self.rows = [Row(j, place.stream.device, tuple(place.layers)) for j, place in enumerate(places)]
         self._work: list[_Work] = []
 

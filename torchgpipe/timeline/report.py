@@ -11,15 +11,21 @@ together. The predicted time of a step is the makespan of a pipeline:
 where the load of a device is the sum of c(j) over its partitions. The first micro-batch passes all partitions; after
 that, a micro-batch comes out each time the busiest device has finished one. For n equal devices the idle share of the
 makespan is (n - 1) / (m + n - 1), the bubble of the GPipe paper (https://arxiv.org/abs/1811.06965, section 2.3).
+
+This is the makespan of a mini-batch that runs forward and then backward, and of a step under 'GPipe' and '1F1B'. The
+predictions for schedules are simulated instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
+from torchgpipe.schedule import Program
+from torchgpipe.timeline.prediction import Prediction, predict, table
 from torchgpipe.timeline.span import Row, Span, covered
 
 __all__ = ["Advice", "DeviceUse", "Report"]
@@ -67,6 +73,7 @@ class Report:
         rows: the partitions
         micro_batches: the number of micro-batches of each step
         peak_memory: the peak memory of each device in bytes, or None if unknown
+        programs: the program of each step; None, or missing, if autograd ordered its backward
 
     Attributes:
         duration (float): seconds from the first start to the last end in a step, added up over the steps. Time in
@@ -75,13 +82,16 @@ class Report:
         bubble (float): the share of the devices' time in which they do not compute, 1 - sum of busy shares / n
         ideal_bubble (float): the bubble if all cells took the same time and nothing else took any,
             (n - 1) / (m + n - 1), averaged over the steps
-        take_turns (bool): whether several of the devices are the CPU. They share its cores and run one after the other
-            at backward, so ``bubble`` is not that of a pipeline.
+        take_turns (bool): whether several of the devices are the CPU, and autograd ordered the backward of a step.
+            They share its cores and run one after the other at backward, so ``bubble`` is not that of a pipeline.
         costs (list[float]): c(j) of each partition in seconds: time of all its cells / (steps * micro-batches)
         slowest (int): the partition with the largest c(j)
         slowest_by (float): how far the slowest partition is above the average: its c(j) / the average c(j) - 1
         recomputation (float): the share of recomputations in the time of all cells
         failed (Span | None): the first span that failed, if any; the figures then end with the failure
+        schedules (list[Prediction]): what :meth:`GPipe.step <torchgpipe.GPipe.step>` would take under each schedule
+            that these devices allow; empty if devices take turns, a span failed, a step had no backward, or steps
+            differ in the number of micro-batches
 
     Raises:
         ValueError: there is no cell in ``spans``.
@@ -93,8 +103,9 @@ class Report:
         rows: Sequence[Row],
         micro_batches: Mapping[int, int],
         peak_memory: Mapping[torch.device, int | None],
+        programs: Mapping[int, Program | None] = MappingProxyType({}),
     ) -> None:
-        cells = [span for span in spans if span.computes]
+        self._cells = cells = [span for span in spans if span.computes]
         if not cells:
             raise ValueError("nothing to report: no cell of the model ran in the block of torchgpipe.record()")
         self._spans = spans
@@ -107,13 +118,17 @@ class Report:
         n = len(distinct)
         self.bubble = 1 - sum(use.busy for use in self.devices) / n
         self.ideal_bubble = _average([(n - 1) / (m + n - 1) for m in self._chunks])
-        self.take_turns = sum(device.type == "cpu" for device in distinct) > 1
+        ran = [programs.get(step) for step in steps]
+        self.take_turns = None in ran and sum(device.type == "cpu" for device in distinct) > 1
         self.costs = self._costs(cells)
         self.slowest = max(range(len(rows)), key=self.costs.__getitem__)
         self.slowest_by = _share(self.costs[self.slowest], _average(self.costs)) - 1
         again = [span for span in cells if span.kind == "recomputation"]
         self.recomputation = _share(_total(again), _total(cells))
         self.failed = next((span for span in spans if span.failed), None)
+        self.schedules: list[Prediction] = []
+        if not self.take_turns and self.failed is None:
+            self.schedules = predict(cells, rows, micro_batches, ran[0] if ran.count(ran[0]) == len(ran) else None)
 
     def _use_of(self, device: torch.device, peak_memory: int | None) -> DeviceUse:
         mine = [span for span in self._spans if span.device == device]
@@ -204,7 +219,11 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
         peak = "n/a" if use.peak_memory is None else f"{use.peak_memory / 2**20:.0f} MiB"
         yield _columns([str(use.device), *map(_percent, (use.busy, use.copying, use.idle)), peak])
     yield ""
-    yield f"bubble           {_percent(report.bubble):>6}   ideal {_percent(report.ideal_bubble)}"
+    own = next((one for one in report.schedules if one.ran), None)
+    ideal = (
+        f"ideal {_percent(report.ideal_bubble)}" if own is None else f"of the program {_percent(own.bubble)}, simulated"
+    )
+    yield f"bubble           {_percent(report.bubble):>6}   {ideal}"
     if report.take_turns:
         yield "                 CPU devices take turns: this is no bubble of a pipeline"
     names = rows[report.slowest].layers
@@ -214,6 +233,9 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
         f"micro-batch, {_percent(report.slowest_by).strip()} above the average"
     )
     yield f"recomputation    {_percent(report.recomputation):>6}   of the computing time"
+    if report.schedules:
+        yield ""
+        yield from table(report.schedules, report._cells, report.duration / steps, report.bubble)
     yield ""
     if report.advice:
         yield "to try           saves of a step's time, at best"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil
 
+from torchgpipe.engine.record import Kind
 from torchgpipe.timeline.span import Row, Span
 
 __all__ = ["schedule"]
@@ -15,6 +16,7 @@ __all__ = ["schedule"]
 _WIDTH = 100
 _MOST_BANDS = 6
 _IDLE = "."
+_HALVES: dict[Kind, str] = {"backward of the input": "I", "backward of the weights": "W"}
 
 
 def schedule(spans: Sequence[Span], rows: Sequence[Row]) -> str:
@@ -34,7 +36,9 @@ def _lines(cells: Sequence[Span], rows: Sequence[Row]) -> Iterator[str]:
     bands = _bands(cells, seconds, columns)
     scale = bands * columns / seconds if seconds else 0.0
 
-    yield f"step {cells[0].step}, {seconds * 1000:.2f} ms: F forward, R recomputation, B backward; . nothing computed"
+    halves = " (I of the input, W of the weights)" if any(_name(span)[0] in "IW" for span in cells) else ""
+    kinds = "F forward, R recomputation, B backward"
+    yield f"step {cells[0].step}, {seconds * 1000:.2f} ms: {kinds}{halves}; . nothing computed"
     for span in cells:
         if span.failed:
             yield f"! failed: {span.kind} of micro-batch {span.micro_batch} on partition {span.partition}"
@@ -67,7 +71,8 @@ def _strip(cells: Sequence[Span], begin: float, scale: float, columns: int) -> s
 
 
 def _name(span: Span) -> str:
-    return f"{span.kind[0].upper()}{span.micro_batch}{'!' if span.failed else ''}"
+    letter = _HALVES.get(span.kind, span.kind[0].upper())
+    return f"{letter}{span.micro_batch}{'!' if span.failed else ''}"
 
 
 def _box(name: str, width: int) -> str:

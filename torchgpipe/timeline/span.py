@@ -13,7 +13,13 @@ from torchgpipe.engine.record import Kind
 __all__ = ["COMPUTING", "KINDS", "Row", "Span", "covered"]
 
 #: The kinds of spans in which a device computes.
-COMPUTING: tuple[Kind, ...] = ("forward", "recomputation", "backward")
+COMPUTING: tuple[Kind, ...] = (
+    "forward",
+    "recomputation",
+    "backward",
+    "backward of the input",
+    "backward of the weights",
+)
 
 #: All kinds of spans.
 KINDS: tuple[Kind, ...] = (*COMPUTING, "copy", "wait")
@@ -40,7 +46,8 @@ class Span:
 
     Attributes:
         step: the call of the model, counted from 0 since recording began
-        kind: ``'forward'``, ``'recomputation'``, ``'backward'``, ``'copy'`` or ``'wait'``
+        kind: ``'forward'``, ``'recomputation'``, ``'backward'``, ``'copy'`` or ``'wait'``; in a step also
+            ``'backward of the input'`` and ``'backward of the weights'``, where a schedule splits backward
         micro_batch: the index of the micro-batch
         partition: the index of the partition that computes, sends or waits
         device: the device of that partition

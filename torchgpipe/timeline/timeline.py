@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchgpipe.schedule import Program
 from torchgpipe.timeline import schedule_text, trace
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Row, Span
@@ -30,17 +31,20 @@ class Timeline:
         self._spans: list[Span] | None = None
         self._rows: list[Row] = []
         self._micro_batches: dict[int, int] = {}
+        self._programs: dict[int, Program | None] = {}
         self._peak_memory: dict[torch.device, int | None] = {}
 
     def _fill(
         self,
         rows: Iterable[Row],
         micro_batches: Mapping[int, int],
+        programs: Mapping[int, Program | None],
         spans: Iterable[Span],
         peak_memory: Mapping[torch.device, int | None],
     ) -> None:
         self._rows = list(rows)
         self._micro_batches = dict(micro_batches)
+        self._programs = dict(programs)
         self._spans = list(spans)
         self._peak_memory = dict(peak_memory)
 
@@ -125,12 +129,12 @@ class Timeline:
         return figure
 
     def report(self) -> Report:
-        """Report how busy the devices were in all kept steps, and what to try.
+        """Report how busy the devices were in all kept steps, what other schedules would give, and what to try.
 
         Raises:
             ValueError: no cell was recorded.
         """
-        return Report(self.spans, self._rows, self._micro_batches, self._peak_memory)
+        return Report(self.spans, self._rows, self._micro_batches, self._peak_memory, self._programs)
 
     def __str__(self) -> str:
         if not self._spans:

@@ -22,6 +22,8 @@ _COLOURS: dict[Kind, str] = {
     "forward": "thread_state_running",
     "recomputation": "thread_state_runnable",
     "backward": "thread_state_iowait",
+    "backward of the input": "good",
+    "backward of the weights": "olive",
     "copy": "rail_idle",
     "wait": "grey",
 }

@@ -1,0 +1,199 @@
+"""The most activations that each device keeps during a step, and the child that counts their bytes.
+
+Layers count what autograd saves for backward: a hook wraps each saved tensor, and the bytes of its memory are alive
+until the graph drops the wrapper. Tensors that share memory count once a device; parameters and the caller's mini-batch
+do not count. A device runs its actions in one order, so its peak is the same in every step. Beside the devices' peaks
+stands the most that PyTorch's allocator has handed out for all of them together (`allocations.py`). That figure has
+everything in it, such as the gradients that wait between I and W, and depends on which threads are faster: given is the
+highest of all steps.
+
+The simulation gets the bytes that each partition saves of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.allocations import reports
+from benchmarks.peers import Answer, Request, running, serve
+from benchmarks.program import Progress
+from benchmarks.records import KIB, table
+from benchmarks.step_sleeping import places
+from torchgpipe import GPipe
+from torchgpipe.schedule import NAMES, program, simulate
+
+__all__ = ["memory", "step_memory"]
+
+#: Layers of a device, their width, and the rows of a micro-batch: activations are many times larger than parameters.
+LAYERS, WIDTH, ROWS = 4, 32, 512
+
+
+class Device:
+    """The saved tensors of a device."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._bytes = 0
+        self._holders: Counter[int] = Counter()
+        self._lock = threading.RLock()  # The collector may drop a wrapper in the midst of `hold`.
+
+    def hold(self, memory: torch.UntypedStorage) -> None:
+        with self._lock:
+            self._holders[memory.data_ptr()] += 1
+            if self._holders[memory.data_ptr()] == 1:
+                self._bytes += memory.nbytes()
+                self.peak = max(self.peak, self._bytes)
+
+    def drop(self, memory: torch.UntypedStorage) -> None:
+        with self._lock:
+            self._holders[memory.data_ptr()] -= 1
+            if self._holders[memory.data_ptr()] == 0:
+                self._bytes -= memory.nbytes()
+
+
+class Saved:
+    """A tensor that autograd saves."""
+
+    def __init__(self, device: Device, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # With its graph, an output would keep the node that saves it alive.
+        self._device = device
+        device.hold(tensor.untyped_storage())
+
+    def __del__(self) -> None:
+        self._device.drop(self.tensor.untyped_storage())
+
+
+class Counted(nn.Sequential):
+    """Layers whose saved tensors are counted.
+
+    Attributes:
+        device: where they are counted
+        given: a tensor of the caller, which does not count
+    """
+
+    device: Device
+    given: Tensor
+
+    def forward(self, input: Any) -> Any:
+        own = {one.untyped_storage().data_ptr() for one in (self.given, *self.parameters())}
+
+        def pack(tensor: Tensor) -> Tensor | Saved:
+            return tensor if tensor.untyped_storage().data_ptr() in own else Saved(self.device, tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: getattr(kept, "tensor", kept)):
+            return super().forward(input)
+
+
+def layers(partitions: int, n: int) -> list[Counted]:
+    """Return the partitions of a model whose ``n`` devices have the same layers in every schedule."""
+    torch.manual_seed(0)
+    each = LAYERS * n // partitions
+    return [
+        Counted(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(each)]) for _ in range(partitions)
+    ]
+
+
+def saved_by(partitions: list[Counted], given: Tensor) -> list[int]:
+    """Return the bytes that each partition saves of the micro-batch ``given``."""
+    value = given
+    for partition in partitions:
+        partition.device, partition.given = Device(), given
+        value = partition(value).detach().requires_grad_()
+    return [partition.device.peak for partition in partitions]
+
+
+def answer(peer: str, request: Request) -> Answer:
+    n, m, schedule = request["n"], request["m"], request["schedule"]
+    at = places(schedule, n)
+    parts = layers(len(at), n)
+    x = torch.randn(m * ROWS, WIDTH)
+    units = saved_by(parts, x[:ROWS])
+    devices = [Device() for _ in range(n)]
+    for part, k in zip(parts, at):
+        part.device, part.given = devices[k], x
+    model = GPipe(
+        nn.Sequential(*parts),
+        [1] * len(parts),
+        devices=[f"{request['device']}:{k}" for k in at],
+        chunks=m,
+        checkpoint=request["mode"],
+        schedule=schedule,
+        loss_fn=lambda output, _: output.mean(),
+    )
+    model.step(x)  # What is made once and kept is made here, gradients among it.
+    saved, together = [], []
+    for _ in range(request["steps"]):
+        gc.collect()
+        for device in devices:
+            device.peak = 0
+        together.append(reports().peak(lambda: model.step(x)))
+        saved.append([device.peak for device in devices])
+    simulated = simulate(program(schedule, m, at), memory=units).peaks
+    return {
+        "saved": saved[0],
+        "same_each_step": all(one == saved[0] for one in saved),
+        "simulated": simulated,
+        "allocated": max(together),
+    }
+
+
+# ---- The rows of the result.
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Count every schedule without checkpointing, and 'GPipe' with it, on four devices."""
+    wanted = [*((schedule, "never") for schedule in NAMES), ("GPipe", "always")]
+    rows = []
+    progress = Progress(len(wanted))
+    with running(["ours"], "step_memory.py") as peers:
+        for schedule, mode in wanted:
+            progress(f"activations, {schedule}, {mode}")
+            shape = {"n": 4, "m": args.micro_batches, "schedule": schedule, "mode": mode, "device": "cpu"}
+            rows.append({**shape, **peers["ours"].ask({**shape, "steps": args.steps})})
+    return {"rows": rows, "aims": aims(rows)}
+
+
+def aims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the aims with what was reached: ratios of the devices that keep the most."""
+    kept = {row["schedule"]: row for row in rows if row["mode"] == "never"}
+    most = {schedule: max(row["saved"]) for schedule, row in kept.items()}
+    over = [a / b for row in kept.values() for a, b in zip(row["saved"], row["simulated"], strict=True)]
+    reached = {
+        "1F1B / GPipe, activations": (0.35, most["1F1B"] / most["GPipe"]),
+        "ZeroBubble / 1F1B, activations": (1.5, most["ZeroBubble"] / most["1F1B"]),
+        "activations / simulated, highest device of all schedules": (1.05, max(over)),
+    }
+    return [
+        {"aim": what, "at most": limit, "reached": ratio, "met": ratio <= limit}
+        for what, (limit, ratio) in reached.items()
+    ]
+
+
+def step_memory(result: dict[str, Any]) -> str:
+    """Return a table of the activations of each device."""
+    rows = result.get("parts", {}).get("memory", {}).get("rows", [])
+    lines = [
+        [
+            row["schedule"],
+            row["mode"],
+            ", ".join(f"{count / KIB:.0f}" for count in row["saved"]),
+            ", ".join(f"{count / KIB:.0f}" for count in row["simulated"]) if row["mode"] == "never" else "-",
+            f"{row['allocated'] / KIB:.0f}",
+        ]
+        for row in rows
+    ]
+    header = ["schedule", "checkpoint", "saved by each device, KiB", "simulated", "allocated by all, KiB"]
+    return table(lines, header) if lines else ""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    reports()
+    serve(answer)

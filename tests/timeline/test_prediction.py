@@ -1,0 +1,195 @@
+"""The predictions of a report equal simulations with costs that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe
+from tests.conftest import Devices
+from tests.timeline.synthetic import ideal, rows, span
+from torchgpipe import GPipe
+from torchgpipe.engine.record import Kind
+from torchgpipe.schedule import Action, Program, program, simulate
+from torchgpipe.timeline.prediction import Prediction
+from torchgpipe.timeline.report import Report
+from torchgpipe.timeline.span import Span
+
+M = 4
+KINDS: dict[str, Kind] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of the input",
+    "W": "backward of the weights",
+}
+
+
+def spans_of(ran: Program, devices: Sequence[str], costs: dict[str, float]) -> list[Span]:
+    """Return a step that went exactly as simulated."""
+    return [
+        span(KINDS[action.kind], action.i, action.j, start, start + costs[action.kind], device=devices[action.j])
+        for own in simulate(ran, costs).starts  # type: ignore[arg-type]
+        for action, start in own
+    ]
+
+
+def by_name(report: Report) -> dict[str | None, Prediction]:
+    return {one.schedule: one for one in report.schedules}
+
+
+def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program() -> None:
+    devices, costs = ["cpu:0", "cpu:1", "cpu:2"], {"F": 1.0, "I": 1.5, "W": 0.5}
+    ran = program("ZeroBubble", M, [0, 1, 2])
+    made = Report(spans_of(ran, devices, costs), rows(3, devices), {0: M}, {}, {0: ran})
+    own = by_name(made)["ZeroBubble"]
+    assert own.ran and [one.schedule for one in made.schedules if one.ran] == ["ZeroBubble"]
+    assert own.seconds == made.duration
+    assert own.bubble == pytest.approx(made.bubble)
+    assert own.live == 3
+    assert f"of the program {own.bubble * 100:.1f} %, simulated" in str(made)
+    assert not made.take_turns, "each device has a worker of its own in a step"
+
+    other = simulate(program("1F1B", M, [0, 1, 2]), {"F": 1.0, "B": 2.0, "I": 0.0, "W": 0.0})
+    assert (by_name(made)["1F1B"].seconds, by_name(made)["1F1B"].bubble) == (other.seconds, other.bubble)
+    assert "with other devices: Interleaved1F1B, V-Half" in str(made)
+    assert "recorded whole" not in str(made)
+
+
+def test_halves_that_were_not_recorded_are_equal() -> None:
+    devices, costs = ["cuda:0", "cuda:1"], {"F": 1.0, "B": 3.0}
+    ran = program("1F1B", M, [0, 1])
+    made = Report(spans_of(ran, devices, costs), rows(2, devices), {0: M}, {}, {0: ran})
+    expected = simulate(program("ZeroBubble", M, [0, 1]), {"F": 1.0, "B": 3.0, "I": 1.5, "W": 1.5})
+    assert by_name(made)["ZeroBubble"].seconds == expected.seconds
+    assert "either half of it is taken to need half of its time" in str(made)
+
+
+def test_a_recomputed_cell_has_no_second_half() -> None:
+    made = Report(ideal(M, 2), rows(2), {0: M}, {})
+    expected = simulate(program("ZeroBubble", M, [0, 1]), {"F": 1.0, "B": 3.0, "I": 3.0, "W": 0.0})
+    assert by_name(made)["ZeroBubble"].seconds == expected.seconds
+    assert "the recorded cells and recomputations; copies" in str(made)
+
+
+def test_forward_and_backward_are_told_what_a_step_would_take() -> None:
+    made = Report(ideal(M, 3, again=0), rows(3), {0: M}, {})
+    assert not any(one.ran for one in made.schedules)
+    assert (by_name(made)["1F1B"].seconds, by_name(made)["1F1B"].live) == (made.duration, 3)
+    assert by_name(made)["GPipe"].live == M
+    assert "ideal" in str(made)
+
+
+def test_parts_of_a_device_are_counted_as_parts_of_a_micro_batch() -> None:
+    devices = ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
+    ran = program("V-Half", M, [0, 1, 1, 0])
+    made = Report(spans_of(ran, devices, {"F": 1.0, "I": 1.0, "W": 1.0}), rows(4, devices), {0: M}, {}, {0: ran})
+    assert by_name(made)["V-Half"].live == max(simulate(ran).peaks) / 2
+    assert "with other devices: 1F1B, Interleaved1F1B, ZeroBubble" in str(made)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]])
+def test_interleaving_that_ran_is_named(devices: list[str]) -> None:
+    """With one partition on each device there is nothing to interleave, but it may have run all the same."""
+    ran = program("Interleaved1F1B", M, [0, 1] * (len(devices) // 2))
+    made = Report(spans_of(ran, devices, {"F": 1.0, "B": 2.0}), rows(len(devices), devices), {0: M}, {}, {0: ran})
+    assert [one.schedule for one in made.schedules if one.ran] == ["Interleaved1F1B"]
+
+
+def test_a_program_of_your_own_is_compared_as_well() -> None:
+    ran = [[Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]]
+    costs = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    made = Report(spans_of(ran, ["cuda:0", "cuda:1"], costs), rows(2), {0: 1}, {}, {0: ran})
+    assert by_name(made)[None].ran
+    assert by_name(made)[None].seconds == made.duration
+    assert "your program, which ran" in str(made)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [span("forward", 0, 0, 0, 1)],
+        [*ideal(M, 1), span("forward", 0, 0, 50, 51, step=1)],
+        [*ideal(M, 1), *ideal(M - 1, 1, step=1)],
+        [*ideal(M, 1), span("backward", 0, 0, 50, 51, failed=True)],
+    ],
+    ids=["no backward", "a step without backward", "steps of other sizes", "failed"],
+)
+def test_where_steps_cannot_be_compared_nothing_is_predicted(spans: list[Span]) -> None:
+    made = Report(
+        spans, rows(1), {0: M, 1: M - 1 if any(one.step and one.kind != "forward" for one in spans) else M}, {}
+    )
+    assert made.schedules == []
+    assert "micro-batches\n" not in str(made).partition("to try")[0]
+
+
+# What is recorded
+
+
+def recorded(
+    devices: Devices, schedule: str, checkpoint: str = "never", n: int = 2
+) -> tuple[GPipe, Report, list[Span]]:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
+    model = GPipe(
+        layers,
+        [1] * n,
+        devices=devices(n),
+        chunks=M,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss_fn=nn.functional.mse_loss,
+    )
+    x = torch.randn(2 * M, 3)
+    with torchgpipe.record(model) as timeline:
+        for _ in range(2):
+            model.step(x, x)
+    return model, timeline.report(), timeline.of_step()
+
+
+def count(spans: list[Span], kind: str, j: int) -> int:
+    return sum((span.kind, span.partition) == (kind, j) for span in spans)
+
+
+def test_the_halves_of_backward_are_kinds_of_their_own(devices: Devices) -> None:
+    _, report, spans = recorded(devices, "ZeroBubble", n=3)
+    for j in range(3):
+        # The first partition has no input to differentiate.
+        assert count(spans, "backward of the input", j) == (M if j > 0 else 0)
+        assert count(spans, "backward of the weights", j) == count(spans, "forward", j) == M
+        assert count(spans, "backward", j) == 0
+    assert [one.schedule for one in report.schedules if one.ran] == ["ZeroBubble"]
+
+
+def test_a_backward_that_cannot_be_split_is_recorded_whole() -> None:
+    _, _, spans = recorded(lambda n: [f"cpu:{j}" for j in range(n)], "ZeroBubble", "always")
+    # The backward of a cell of the last partition comes next, so the cell is not recomputed.
+    assert (count(spans, "recomputation", 0), count(spans, "backward", 0)) == (M, M)
+    assert (count(spans, "recomputation", 1), count(spans, "backward of the weights", 1)) == (0, M)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: str) -> None:
+    model, report, spans = recorded(devices, schedule)
+    assert count(spans, "backward", 0) == count(spans, "backward", 1) == M
+    assert [one.schedule for one in report.schedules if one.ran] == [schedule]
+    assert max(map(len, str(report).splitlines())) <= 100
+
+    x = torch.randn(2 * M, 3)
+    with torchgpipe.record(model) as timeline, torch.no_grad():
+        model.step(x, x)
+    assert {span.kind for span in timeline.spans} == {"forward"}
+    assert timeline.report().schedules == []
+
+
+def test_steps_of_different_schedules_have_no_program_in_common(devices: Devices) -> None:
+    model, _, _ = recorded(devices, "1F1B")
+    x: Tensor = torch.randn(2 * M, 3)
+    with torchgpipe.record(model) as timeline:
+        model.step(x, x)
+        model.schedule = "GPipe"
+        model.step(x, x)
+    report = timeline.report()
+    assert {one.schedule for one in report.schedules} >= {"GPipe", "1F1B"}
+    assert not any(one.ran for one in report.schedules)

@@ -1,0 +1,148 @@
+"""Simulate a step under each schedule, with the mean times of the recorded cells.
+
+The time of an action is a mean over all recorded cells of its partition. Recomputation counts as backward of the input,
+because a recomputed cell has no second half; a schedule that would recompute fewer cells is faster than predicted.
+Where a backward was recorded whole, each half takes half of its time. Copies take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchgpipe.schedule import NAMES, Action, Program, program, simulate
+from torchgpipe.timeline.span import Row, Span
+
+__all__ = ["Prediction", "predict", "table"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step under a schedule is expected to take, in a simulation with the mean times of the recorded cells.
+
+    Attributes:
+        schedule: the name of the schedule; None for a program of your own
+        ran: whether the recorded steps ran under it
+        seconds: the time of a step
+        bubble: the share of the devices' time in which they are idle
+        live: the most micro-batches that a device holds, from forward to the end of backward. Of a recomputed
+            micro-batch a device holds only the input until then. A device with several partitions counts the part of a
+            micro-batch that is in each.
+    """
+
+    schedule: str | None
+    ran: bool
+    seconds: float
+    bubble: float
+    live: float
+
+
+def predict(
+    cells: Sequence[Span], rows: Sequence[Row], micro_batches: Mapping[int, int], ran: Program | None
+) -> list[Prediction]:
+    """Return the predictions for all schedules that fit these devices, and for the program that ran.
+
+    Args:
+        cells: the cells of some steps
+        rows: the partitions
+        micro_batches: the number of micro-batches of each step
+        ran: the program that the steps ran, if they ran one
+
+    Returns:
+        the predictions; none if a step had no backward, or the steps differ in the number of micro-batches
+    """
+    steps = {span.step for span in cells}
+    differentiated = {span.step for span in cells if span.kind.startswith("backward")}
+    counts = {micro_batches[step] for step in steps}
+    if steps != differentiated or len(counts) != 1:
+        return []
+    (m,) = counts
+    seen = list(dict.fromkeys(row.device for row in rows))
+    places = [seen.index(row.device) for row in rows]
+    costs = _mean_costs(cells, m * len(steps))
+    recorded = None if ran is None else [list(map(Action._make, own)) for own in ran]
+    programs: dict[str | None, Program] = {}
+    for name in NAMES:
+        try:
+            made = program(name, m, places)  # type: ignore[arg-type]
+        except ValueError:
+            continue  # The schedule wants another placement.
+        if name == "Interleaved1F1B" and len(rows) == len(seen) and made != recorded:
+            continue  # A device with one partition has nothing to interleave.
+        if made not in programs.values():
+            programs[name] = made
+    if recorded is not None and recorded not in programs.values():
+        programs = {None: recorded, **programs}
+    predictions = []
+    for schedule, one in programs.items():
+        simulation = simulate(
+            one,
+            lambda action: costs.get((action.kind, action.j), 0.0),
+            [1 / places.count(place) for place in places],
+        )
+        predictions.append(
+            Prediction(
+                schedule, one == recorded, simulation.seconds, simulation.bubble, max(simulation.peaks, default=0.0)
+            )
+        )
+    return predictions
+
+
+def _mean_costs(cells: Sequence[Span], count: int) -> dict[tuple[str, int], float]:
+    """Return the mean seconds of each kind of action in each partition, over ``count`` micro-batches."""
+    has_halves = _has_halves(cells)
+    again = {(span.step, span.micro_batch, span.partition) for span in cells if span.kind == "recomputation"}
+    totals: dict[tuple[str, int], float] = {}
+
+    def add(kinds: str, j: int, seconds: float) -> None:
+        for kind in kinds:
+            totals[kind, j] = totals.get((kind, j), 0.0) + seconds / count
+
+    for span in cells:
+        j, seconds = span.partition, span.seconds
+        if span.kind == "forward":
+            add("F", j, seconds)
+        elif span.kind == "backward of the weights":
+            add("BW", j, seconds)
+        elif span.kind == "backward" and not has_halves and (span.step, span.micro_batch, j) not in again:
+            add("B", j, seconds)
+            add("IW", j, seconds / 2)
+        else:
+            add("BI", j, seconds)
+    return totals
+
+
+def _has_halves(cells: Sequence[Span]) -> bool:
+    return any(span.kind in ("backward of the input", "backward of the weights") for span in cells)
+
+
+def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: float, bubble: float) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        predictions: the predictions, at least one
+        cells: the recorded cells
+        seconds: the measured time of a step
+        bubble: the measured bubble
+    """
+    yield _row("step under", "time", "bubble", "live micro-batches")
+    yield _row("(as recorded)", seconds, bubble)
+    for one in predictions:
+        name = one.schedule or "your program"
+        live = f"{one.live:.1f}".removesuffix(".0")
+        yield _row(f"{name}{', which ran' if one.ran else ''}", one.seconds, one.bubble, live)
+    again = " and recomputations" if any(span.kind == "recomputation" for span in cells) else ""
+    yield f"simulated with the mean times of the recorded cells{again}; copies take no time"
+    names = [one.schedule for one in predictions]
+    if not _has_halves(cells) and ("ZeroBubble" in names or "V-Half" in names):
+        yield "backward was recorded whole: either half of it is taken to need half of its time"
+    missing = [name for name in NAMES if name not in names]
+    if missing:
+        yield f"with other devices: {', '.join(missing)}"
+
+
+def _row(name: str, *cells: str | float) -> str:
+    texts = [*cells, ""]
+    if isinstance(cells[0], float) and isinstance(cells[1], float):
+        texts[:2] = f"{cells[0] * 1000:.2f} ms", f"{cells[1] * 100:.1f} %"
+    return f"{name:<26}{texts[0]:>12}{texts[1]:>12}{texts[2]:>22}".rstrip()
