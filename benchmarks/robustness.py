@@ -1,8 +1,8 @@
 """Random models, random faults, and very many cells in one process: does the engine stay right?
 
-The first two run the properties of the tests with more examples than a test run has time for. Any model, balance,
-chunks, checkpoint mode and batch gives what the plain model gives. Any faults raise the first of them, with its place,
-and leave a model that works. Each is tried inline and through workers.
+The first two run the properties of the tests with more examples than a test run has time for, of the forward pass and
+of `step`. Any model, balance, chunks, checkpoint mode, batch and program gives what the plain model gives. Any faults
+raise the first of them, with its place, and leave a model that works. Each is tried inline and through workers.
 
 The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
 what the process holds: memory, tensors, threads, open files.
@@ -37,8 +37,13 @@ MODELS = [
     "tests/test_transparency.py::test_any_model_with_shared_weights_gives_what_the_plain_model_gives",
     "tests/test_transparency.py::test_random_layers_draw_what_they_draw_without_checkpointing",
     "tests/skip/test_transparency.py::test_any_skips_give_what_the_plain_model_gives",
+    "tests/test_step_transparency.py::test_any_model_steps_as_the_plain_model",
+    "tests/test_step_transparency.py::test_any_model_with_shared_weights_steps_as_the_plain_model",
+    "tests/test_step_transparency.py::test_random_layers_draw_the_same_under_any_program",
+    "tests/test_step_transparency.py::test_autocast",
+    "tests/test_step_transparency.py::test_any_skips_step_as_in_the_plain_model",
 ]
-FAULTS = ["tests/test_faults.py::test_any_faults"]
+FAULTS = ["tests/test_faults.py::test_any_faults", "tests/test_step_faults.py::test_any_faults"]
 QUESTIONS = ("endurance", "faults", "models")
 PARTITIONS, CHUNKS = 8, 32
 #: In steps. Every second fault comes to workers.

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from tests.conftest import VARIANTS, Pipe
 from tests.test_faults import Cell, Fault, Plan, note, rows
-from tests.test_step_transparency import MODES, Placing, linear, placings
+from tests.test_step_transparency import Placing, linear, placings
+from tests.test_transparency import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import Action
 

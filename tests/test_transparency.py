@@ -26,6 +26,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply
@@ -84,6 +85,27 @@ class Embed(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.embedding(tokens)
         return embedded.sum(1)
+
+
+class Cubed(torch.autograd.Function):
+    """A function of Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grads[0]
+
+
+def doubling(tensor: Tensor) -> Tensor:
+    """Let a hook double the gradient of a tensor."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda grad: grad * 2)
+    return tensor
 
 
 class First(nn.Module):
@@ -146,6 +168,13 @@ RECIPES = [
     recipe("layer norm", "vector", "vector", lambda: nn.LayerNorm(4)),
     recipe("residual", "vector", "vector", lambda: Using(lambda linear, x: x + linear(x).tanh())),
     recipe("linear twice", "vector", "vector", lambda: Using(lambda f, x: f(f(x))), "exact", "sums"),
+    recipe("two linear", "vector", "vector", lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))),
+    recipe("weight norm", "vector", "vector", lambda: weight_norm(nn.Linear(4, 4))),
+    recipe("complex numbers inside", "vector", "vector", lambda: Using(lambda f, x: (f(x) * (1 + 2j)).exp().imag)),
+    recipe("function of Python", "vector", "vector", lambda: Using(lambda f, x: Cubed.apply(f(x)))),
+    recipe("hook on the input", "vector", "vector", lambda: Using(lambda f, x: f(doubling(x * 1))), "exact"),
+    recipe("hook on the output", "vector", "vector", lambda: Using(lambda f, x: doubling(f(x))), "exact"),
+    recipe("hook on a weight", "vector", "vector", lambda: Using(lambda f, x: x * doubling(f.bias * 2)), "exact"),
     # Layers that work in place.
     recipe("relu in place", "vector", "vector", lambda: nn.ReLU(inplace=True), "exact", "in place"),
     recipe("double in place", "vector", "vector", Double, "exact", "in place"),

@@ -19,7 +19,7 @@ from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.microbatch import Batch, gather, scatter
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
-from torchgpipe.model.partition import Partition, divide, layers_of, split
+from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place
 from torchgpipe.model.settings import (
     CheckpointMode,
@@ -37,6 +37,7 @@ from torchgpipe.model.verify import (
     verify_module,
     verify_names,
 )
+from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.schedule import Schedule, program_of, verify_name
@@ -81,7 +82,7 @@ class GPipe(nn.Module):
             pair of the mean loss and other values
         weight: for :meth:`step`, takes the target of a micro-batch, and returns the weight of its loss in the mean over
             all micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
-        replicas: for :meth:`step`, a group of processes with the same layers and settings, each of which trains on a
+        replicas: for :meth:`step`, a group of processes with the same layers and balance, each of which trains on a
             part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
             call :meth:`step` equally often; a forward and its backward stay in their process
 

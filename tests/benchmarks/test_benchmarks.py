@@ -155,4 +155,4 @@ def test_all_take_the_same_arguments(
     with pytest.raises(SystemExit):
         importlib.import_module(f"benchmarks.{name}").main()
     told = capsys.readouterr().out
-    assert all(option in told for option in ("--size {small,", "paper}", "--devices", "--peers", "--json", "--draw"))
+    assert all(option in told for option in ("--size {small,", "paper", "--devices", "--peers", "--json", "--draw"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import torchgpipe
 from tests.distributed.launch import launch
 from tests.distributed.models import cross_entropy, everything, tokens, weigh
 from tests.distributed.test_replicas import mean_over_all
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.engine.direct_gradients import DirectGradients
+from torchgpipe.engine.direct_gradients import DirectGradients, reduce
 from torchgpipe.engine.replicas import Replicas
 
 pytestmark = pytest.mark.slow
@@ -126,19 +129,25 @@ def of_differences() -> None:
     """Replicas that would exchange different tensors; the process was killed."""
     here = dist.get_rank()
 
-    def replica(balance: list[int], bias: bool = True, checkpoint: Any = "never") -> GPipe:
+    def replica(balance: list[int], bias: bool = True, **options: Any) -> GPipe:
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=bias), nn.Linear(4, 4))
-        group = dist.group.WORLD
-        return GPipe(layers, balance, checkpoint=checkpoint, loss_fn=F.mse_loss, replicas=group)
+        return GPipe(layers, balance, loss_fn=F.mse_loss, replicas=dist.group.WORLD, **options)
 
     x, y = torch.rand(2, 4, 4)
     with pytest.raises(ValueError, match="replicas must have the same layers"):
         replica([3], bias=here == 0)
     frozen = replica([3])
     frozen[0].requires_grad_(here == 0)
-    for model in [replica([2, 1] if here else [1, 2]), replica([3], checkpoint=["1"] if here else []), frozen]:
-        with pytest.raises(ValueError, match="frozen parameters and names in checkpoint"):
-            model.step(x, y)
+    with pytest.raises(ValueError, match="as many of them on each device, and the same frozen parameters"):
+        frozen.step(x, y)
+    # Layers on a device may be divided, joined or recorded in one replica only.
+    model = replica([1, 2] if here else [2, 1], devices=["cpu"] * 2, checkpoint=["1"] if here else "never")
+    with torchgpipe.record(model) if here == 0 else nullcontext():
+        model.step(x, y)
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    whole = grads.clone()
+    dist.broadcast(whole, 0)
+    assert torch.equal(grads, whole)
     with torch.set_grad_enabled(here == 0), pytest.raises(ValueError, match="all run with gradients or all without"):
         replica([3]).step(x, y)
 
@@ -149,11 +158,11 @@ def of_memory() -> None:
     model = GPipe(layers, [4], loss_fn=F.mse_loss, replicas=dist.group.WORLD)
     own: list[Any] = []
     there: list[int] = []
-    reduce, all_reduce = DirectGradients.reduce, dist.all_reduce
+    all_reduce = dist.all_reduce
 
-    def begin(direct: DirectGradients, replicas: Replicas) -> None:
+    def begin(parts: Sequence[DirectGradients], replicas: Replicas) -> None:
         own.extend([weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
-        reduce(direct, replicas)
+        reduce(parts, replicas)
 
     def count(*args: Any, **keywords: Any) -> None:
         there.append(sum(one() is not None for one in own))
@@ -161,7 +170,7 @@ def of_memory() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchgpipe.engine.replicas._BUCKET", 1)
-        patch.setattr(DirectGradients, "reduce", begin)
+        patch.setattr("torchgpipe.engine.step.reduce", begin)
         patch.setattr(dist, "all_reduce", count)
         model.step(*torch.rand(2, 4, 4))
     assert [count for count in there if count] == [4, 3, 2, 1]

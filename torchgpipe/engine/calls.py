@@ -14,7 +14,8 @@ from torchgpipe.engine.label import labelled
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Place, Recorder, Step
-from torchgpipe.model.partition import Partition, views_of_each
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.schedule import Program

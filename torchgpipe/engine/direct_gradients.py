@@ -23,7 +23,7 @@ from torchgpipe.engine.gradients import add_to_grad, add_to_sums, sum_of
 from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.engine.replicas import Replicas
 
-__all__ = ["DirectGradients", "deliver"]
+__all__ = ["DirectGradients", "deliver", "reduce"]
 
 
 class DirectGradients:
@@ -62,18 +62,21 @@ class DirectGradients:
         """Whether each cell adds to ``.grad``."""
         return self._sums is None
 
-    def reduce(self, replicas: Replicas) -> None:
-        """Add the gradients of all replicas."""
-        if not replicas.exist:
-            return
-        if self._sums is not None:
-            self._sums = replicas.add_gradients(self._parameters, self._sums)
-            return
-        grads = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None  # Else all gradients would be there twice.
-        for parameter, total in zip(self._parameters, replicas.add_gradients(self._parameters, grads)):
-            parameter.grad = total
+    def take(self, totals: dict[Tensor, Leaf]) -> None:
+        """Move the gradients of this step to ``totals``, and add those of parameters that are there already."""
+        for k, parameter in enumerate(self._parameters):
+            grad = parameter.grad if self._sums is None else self._sums[k]
+            totals[parameter] = sum_of(totals.get(parameter), grad)
+        self.put({})
+
+    def put(self, totals: dict[Tensor, Leaf]) -> None:
+        """Move gradients from ``totals`` to the parameters, each to the first partition that has the parameter."""
+        for k, parameter in enumerate(self._parameters):
+            total = totals.pop(parameter, None)
+            if self._sums is not None:
+                self._sums[k] = total
+            else:
+                parameter.grad = total
 
     def sums(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters whose gradients are to be delivered, with the sums."""
@@ -102,6 +105,20 @@ class DirectGradients:
             parameter.grad = before
         for before, copied in self._copies:
             before.detach().copy_(copied)
+
+
+def reduce(parts: Sequence[DirectGradients], replicas: Replicas) -> None:
+    """Add the gradients of all replicas, all at once: views may be divided or joined in another way elsewhere."""
+    if not replicas.exist:
+        return
+    grads: dict[Tensor, Leaf] = {}
+    for part in parts:
+        part.take(grads)
+    parameters = list(grads)
+    own = [grads.pop(parameter) for parameter in parameters]  # Alone holds them, so they are freed one by one.
+    totals: dict[Tensor, Leaf] = dict(zip(parameters, replicas.add_gradients(parameters, own)))
+    for part in parts:
+        part.put(totals)
 
 
 def deliver(sums: Sequence[tuple[Tensor, Tensor]]) -> None:

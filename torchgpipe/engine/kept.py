@@ -20,6 +20,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge, Function
+from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.recomputation import differentiate, roots_of
 from torchgpipe.engine.record import Kind
@@ -42,7 +43,7 @@ class KeptGraph:
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self._entrance = _Entrance(cell.call.where, cell.call.device)
+        self._entrance = _Entrance(cell.call)
 
     def only_run(self, leaves: Leaves) -> Leaves:
         """Run the cell with a graph that begins at its inputs, and keep the graph."""
@@ -105,18 +106,17 @@ class _Entrance:
     The graph holds its entrance. The entrance does not hold the graph, or the two would be a cycle.
 
     Args:
-        where: names the partition, for errors
-        device: where the inputs are
+        call: the call of the partition
 
     Attributes:
         leaf: the leaf of the graph, in place of the inputs
     """
 
-    __slots__ = ("_taken", "_where", "leaf")
+    __slots__ = ("_call", "_taken", "leaf")
 
-    def __init__(self, where: str, device: torch.device) -> None:
-        self.leaf = get_phony(device).requires_grad_()
-        self._where = where
+    def __init__(self, call: PartitionCall) -> None:
+        self.leaf = get_phony(call.device).requires_grad_()
+        self._call = call
         #: By thread, the gradients of the inputs in a backward pass: two threads may differentiate one graph.
         self._taken: dict[int, list[Leaf]] = {}
 
@@ -136,7 +136,7 @@ class _Entrance:
         taken = self._taken.get(get_ident())
         if taken is None:
             raise RuntimeError(
-                f"a tensor from the midst of {self._where} was differentiated by itself, so the layers before it "
+                f"a tensor from the midst of {self._call.where} was differentiated by itself, so the layers before it "
                 "would not get its gradient; return it as an output of the layers, or use checkpoint='never'"
             )
         taken[:] = grads

@@ -25,6 +25,7 @@ from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Step
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
+from torchgpipe.model.views import starts_in_place
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import current_seeds
@@ -55,7 +56,6 @@ class PartitionCall:
     Attributes:
         j: the index of the partition
         direct: the gradients of the parameters in a step, where no backward pass of the caller takes them
-        where: names the partition, for errors
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
         frozen: the parameters that do not
@@ -94,8 +94,7 @@ class PartitionCall:
         self.direct: DirectGradients | None = None
         self._replicated = replicated
 
-        names = list(partition._modules)
-        self.where = f"partition {self.j} (layers '{names[0]}'..'{names[-1]}') on {self.device}"
+        self._partition = partition
         # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
         layers = [module for module in modules if module is not partition]
         self._layers = [(module, module.training, list(module._parameters.items())) for module in layers]
@@ -117,14 +116,19 @@ class PartitionCall:
         #: The backward pass in which the layers were last found unchanged.
         self._unchanged_in: int | None = None
 
-        source = f"the output of layer '{names[-1]}' ({type(partition[-1]).__name__})"
+        source = f"the output of layer '{[*partition._modules][-1]}' ({type(partition[-1]).__name__})"
         self.run_layers: Callable[[Batch], Batch] = partial(_run, partition, source)
         if any(is_skippable(module) for module in modules):
             self.run_layers = partial(_run_with_skips, self.run_layers, sending, receiving)
         if self._norms:
             self.run_layers = partial(_run_exclusively, self.run_layers, self._norms)
-        if _starts_in_place(partition):
+        if starts_in_place(partition):
             self.run_layers = partial(_run_on_copies, self.run_layers)
+
+    @property
+    def where(self) -> str:
+        """The partition that runs, for errors."""
+        return f"{self._partition.label} on {self.device}"
 
     def needs_grad(self, leaves: Leaves) -> bool:
         """Return whether there is anything to differentiate in a cell with these input leaves."""
@@ -226,9 +230,3 @@ def _run_on_copies(run: Callable[[Batch], Batch], batch: Batch) -> Batch:
     # Else the first layer would change the user's mini-batch, and what a recomputation starts from.
     batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
     return run(batch)
-
-
-def _starts_in_place(layer: nn.Module) -> bool:
-    while isinstance(layer, nn.Sequential) and len(layer) > 0:
-        layer = layer[0]
-    return bool(getattr(layer, "inplace", False))

@@ -25,7 +25,8 @@ from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
 from torchgpipe.model.microbatch import Batch
-from torchgpipe.model.partition import Partition, views_of_each
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles

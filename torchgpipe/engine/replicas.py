@@ -49,7 +49,7 @@ class Replicas:
         """Give all replicas the parameters and buffers of the first one."""
         if self.group is not None:
             tensors = [tensor for tensor in [*module.parameters(), *module.buffers()] if not is_lazy(tensor)]
-            with self.together("the construction of a pipeline", lambda: [tensors]):
+            with self.together("the construction of a pipeline", lambda: tensors):
                 pass
             with self._exchanging("the parameters"), torch.no_grad():
                 for tensor in tensors:
@@ -61,7 +61,7 @@ class Replicas:
         return self  # A group of processes cannot be copied, and a copy of the pipeline has the same replicas.
 
     @contextmanager
-    def together(self, what: str, exchanged: Callable[[], Sequence[Sequence[Tensor]]] = tuple) -> Iterator[None]:
+    def together(self, what: str, exchanged: Callable[[], Sequence[Tensor]] = tuple) -> Iterator[None]:
         """Run a ``with`` block in all replicas, and raise an error in all of them if one fails.
 
         Args:
@@ -78,7 +78,9 @@ class Replicas:
         try:
             yield
             # The hash of integers is the same in all processes.
-            plan = hash(tuple([tuple([(*one.shape, one.element_size()) for one in part]) for part in exchanged()]))
+            tensors = exchanged()
+            places = list(dict.fromkeys([one.device for one in tensors]))
+            plan = hash(tuple([(*one.shape, one.element_size(), places.index(one.device)) for one in tensors]))
         except Exception:
             self._largest([1, 0, 0], what)
             raise
@@ -87,8 +89,8 @@ class Replicas:
             raise RuntimeError(f"{what} failed in another replica, which raises the error; .grad is as it was before")
         if highest != ~lowest:
             raise ValueError(
-                "replicas must have the same layers, balance, frozen parameters and names in checkpoint, and must all "
-                "run with gradients or all without, but they differ; make them in the same way in every process"
+                "replicas must have the same layers, as many of them on each device, and the same frozen parameters, "
+                "and must all run with gradients or all without, but they differ; make them alike in every process"
             )
 
     def _largest(self, numbers: list[int], what: str) -> list[int]:

@@ -6,8 +6,7 @@ travels between cells is in four tables, each entry written by one action and ta
     activations (i, j)   from F(i, j-1) to F(i, j)          gradients (i, j)   from B(i, j+1) to B(i, j)
     skips (i, key)       from the stash to the pop          and their gradients, from the pop to the stash
 
-In a program, j is a partition. A partition whose layers are checkpointed by name is divided into views, which run one
-after the other; here each view is a j of its own.
+In a program, j is a partition. Here j is a view, which may be a part of a partition, or several partitions; see `plan`.
 
 A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
 their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
@@ -19,9 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +27,19 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_back
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
-from torchgpipe.engine.direct_gradients import DirectGradients, deliver
+from torchgpipe.engine.direct_gradients import DirectGradients, deliver, reduce
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.record import Step
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.microbatch import Batch
-from torchgpipe.model.partition import Partition, views_of_each
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import LayerSeeds
-from torchgpipe.schedule import Action, Program, simulate
-from torchgpipe.schedule.action import needs, splits_of
+from torchgpipe.schedule import Program
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = ["run_step"]
@@ -80,9 +78,14 @@ def run_step(
     with replicas.together("the preparation of a step"):
         refuse_transforms()
         step = begin_step(len(inputs), partitions, devices, mechanisms, program)
+        # A listener hears of each partition.
+        joins = joinable(partitions, devices, stops) if step is None else (False,) * len(partitions)
         views = tuple(map(tuple, views_of_each(partitions)))
-        cells = _Step(partitions, devices, inputs, finish, mechanisms, stops, backward, replicas, step)
-    return cells.run(_in_views(tuple(map(tuple, program)), views), gather)
+        todo = plan(tuple(map(tuple, program)), views, joins, backward=backward)
+        columns = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in todo.views]
+        devices, stops = [devices[own[0]] for own in todo.views], [stops[own[0]] for own in todo.views]
+        cells = _Step(columns, devices, inputs, finish, mechanisms, stops, backward, replicas, step)
+    return cells.run(todo, gather)
 
 
 class _Step:
@@ -128,13 +131,13 @@ class _Step:
         self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
         self._cells: dict[tuple[int, int], CutCell] = {}
 
-    def run(self, program: _Frozen, gather: Callable[[], Any]) -> Any:
-        """Run the actions of a program, and deliver the gradients, or leave ``.grad`` as it was."""
+    def run(self, todo: Plan, gather: Callable[[], Any]) -> Any:
+        """Run all actions, and deliver the gradients, or leave ``.grad`` as it was."""
         try:
             with self._replicas.together("the step", self._reduced):
                 if self._backward_runs:
                     self._begin_gradients()
-                self._run_actions(program)
+                self._run_actions(todo)
                 if self._recomputed:
                     self._seeds.verify()
                 gathered = gather()
@@ -147,14 +150,11 @@ class _Step:
                     call.direct.restore()
             raise
 
-    def _run_actions(self, program: _Frozen) -> None:
-        actions = _in_order(program, self._backward_runs)
-        keeps = _next_is_backward(program)
-
+    def _run_actions(self, todo: Plan) -> None:
         def run(number: int) -> None:
-            kind, i, j = actions[number]
+            kind, i, j = todo.actions[number]
             if kind == "F":
-                self._forward(i, j, (i, j) in keeps)
+                self._forward(i, j, (i, j) in todo.keeps)
             elif kind == "W":
                 with self._differentiating():
                     self._cells.pop((i, j)).differentiate_weights()
@@ -164,16 +164,11 @@ class _Step:
         calls = self._calls
         if len({call.device for call in calls}) == 1:
             with calls[0].stream.use():
-                for number in range(len(actions)):
+                for number in range(len(todo.actions)):
                     run(number)
         else:
-            numbers = {action: number for number, action in enumerate(actions)}
-            splits = splits_of(program)
-            tasks = [
-                Task(calls[action.j].stream, [numbers[one] for one in needs(action, splits, self._n)])
-                for action in actions
-            ]
-            run_in_workers(tasks, run, self._ambient)
+            streams = [calls[action.j].stream for action in todo.actions]
+            run_in_workers([Task(*task) for task in zip(streams, todo.needs)], run, self._ambient)
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
@@ -190,14 +185,13 @@ class _Step:
             shared = any([owners[parameter] > 1 for parameter in call.parameters])
             call.direct = DirectGradients(call.parameters, call.frozen, shared=shared)
 
-    def _reduced(self) -> Sequence[Sequence[Tensor]]:
-        """Return the parameters whose gradients are reduced, by partition."""
-        return [call.parameters for call in self._calls] if self._backward_runs else []
+    def _reduced(self) -> Sequence[Tensor]:
+        """Return the parameters whose gradients are reduced."""
+        return list(dict.fromkeys([one for call in self._calls for one in call.parameters if self._backward_runs]))
 
     def _end_gradients(self) -> None:
         direct = [call.direct for call in self._calls if call.direct is not None]
-        for one in direct:
-            one.reduce(self._replicas)
+        reduce(direct, self._replicas)
         with self._replicas.together("the end of the step"):
             self._deliver(direct)
         for one in direct:  # Behind everything that may fail.
@@ -243,8 +237,9 @@ class _Step:
         call, cut = self._calls[j], self._cells[i, j]
         if not split:
             del self._cells[i, j]
-        grads: Leaves = (torch.ones(1, device=call.device),)
-        if j < self._n - 1:
+        if j == self._n - 1:
+            grads: Leaves = (torch.ones(1, device=call.device),)
+        else:
             wait_back(call.leaving, i)
             grads = self._gradients.pop((i, j))
             grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
@@ -264,30 +259,3 @@ class _Step:
 def _cut(batch: Batch) -> Batch:
     """Return a batch whose leaves have no history."""
     return batch.replace(tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]))
-
-
-#: A program that can be a key of a cache.
-_Frozen: TypeAlias = tuple[tuple[Action, ...], ...]
-
-
-@lru_cache(maxsize=32)
-def _in_views(program: _Frozen, views: tuple[tuple[int, ...], ...]) -> _Frozen:
-    """Return a program of partitions as a program of their views, which run one after the other."""
-    return tuple(
-        tuple(Action(kind, i, view) for kind, i, j in own for view in views[j][:: 1 if kind == "F" else -1])
-        for own in program
-    )
-
-
-@lru_cache(maxsize=32)  # Simulating a program takes as long as many cells.
-def _in_order(program: _Frozen, backward: bool) -> list[Action]:
-    """Return all actions, by clock and device: the order in which errors count."""
-    runs = [[action for action in own if backward or action.kind == "F"] for own in program]
-    starts = simulate(runs).starts
-    return [action for _, _, action in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
-
-
-@lru_cache(maxsize=32)
-def _next_is_backward(program: _Frozen) -> set[tuple[int, int]]:
-    """Return the cells whose backward follows their forward on their device."""
-    return {(i, j) for own in program for (kind, i, j), after in pairwise(own) if kind == "F" and after[1:] == (i, j)}

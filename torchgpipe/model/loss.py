@@ -125,7 +125,7 @@ class MeanLoss:
 
 def _nothing(output: Batch, device: torch.device) -> Tensor:
     """Return a loss of 0 with a graph, for a micro-batch of weight 0, whose mean loss over no targets may be nan."""
-    parts = [leaf.reshape(-1)[:0].real.sum() for leaf in output.leaves if leaf is not None]
+    parts = [leaf.reshape(-1)[:0].sum().real for leaf in output.leaves if leaf is not None]
     return sum(parts, torch.zeros(1, device=device))
 
 

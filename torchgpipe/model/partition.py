@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchgpipe.devices.torch_internals import is_compiled
 from torchgpipe.replay.seeds import current_seeds
 
-__all__ = ["Partition", "divide", "layers_of", "split", "views_of_each"]
+__all__ = ["Partition", "layers_of", "split"]
 
 
 class Partition(nn.Sequential):
@@ -26,6 +25,12 @@ class Partition(nn.Sequential):
     """
 
     index: int = 0
+
+    @property
+    def label(self) -> str:
+        """The index and the layers, for errors."""
+        names = list(self._modules)
+        return f"partition {self.index} (layers '{names[0]}'..'{names[-1]}')"
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
@@ -87,50 +92,3 @@ def split(
         partition._modules.update(islice(rest, count))
         partitions.append(partition)
     return partitions
-
-
-def divide(partitions: Sequence[Partition], alone: Set[str]) -> list[Partition]:
-    """Return views in which each layer of these names is alone, in the order of the layers.
-
-    Neighbouring layers of other names stay together. A partition that need not be divided is its own view.
-
-    Args:
-        partitions: the partitions
-        alone: names of layers
-
-    Raises:
-        ValueError: a partition would have to be divided that is compiled or has hooks, so that it runs as a whole.
-    """
-    views = []
-    for partition in partitions:
-        runs: list[list[str]] = []
-        for name in partition._modules:
-            if runs and alone.isdisjoint([name, runs[-1][-1]]):
-                runs[-1].append(name)
-            else:
-                runs.append([name])
-        if len(runs) == 1:
-            views.append(partition)
-            continue
-        if is_compiled(partition) or any(getattr(partition, kind) for kind in _HOOKS):
-            raise ValueError(
-                f"checkpoint names layers of partition {partition.index}, which is compiled or has hooks and so runs "
-                "as a whole; compile its layers and give hooks to them, or use a checkpoint mode"
-            )
-        for run in runs:
-            view = type(partition)()
-            view.index, view.training = partition.index, partition.training
-            view._modules.update({name: partition._modules[name] for name in run})
-            views.append(view)
-    return views
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def views_of_each(views: Sequence[Partition]) -> list[list[int]]:
-    """Return for each partition the positions of its views."""
-    positions: dict[int, list[int]] = {}
-    for position, view in enumerate(views):
-        positions.setdefault(view.index, []).append(position)
-    return list(positions.values())

@@ -9,8 +9,8 @@ for that call.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from threading import get_ident
 from typing import Any, TypeVar
@@ -71,14 +71,10 @@ class Ambient:
         self.builds_graph = self._grad_enabled and not self._inference
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
-    @contextmanager
-    def without_autocast(self) -> Iterator[None]:
+    def without_autocast(self) -> AbstractContextManager[Any]:
         """Leave autocast for a ``with`` block, if these settings have it."""
-        with ExitStack() as stack:
-            for kind, enabled, _ in self._autocast.types:
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        kinds = [kind for kind, enabled, _ in self._autocast.types if enabled]
+        return _without_autocast(kinds) if kinds else nullcontext()
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function`` with these settings, and restore the thread's own settings."""
@@ -182,3 +178,11 @@ def _restack(old: list[Any], new: list[Any], push: Callable[[Any], None], pop: C
         pop()
     for mode in new:
         push(mode)
+
+
+@contextmanager
+def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -55,6 +55,8 @@ class LayerSeeds:
             if is_compiled(partition):  # It runs as one layer, the first.
                 self._positions.setdefault(partition, self._positions[layer])
         self._modes = {one: tuple([module.training for module in one.modules()]) for one in self._positions}
+        #: The layers that are known to draw nothing.
+        self._silent = {one for one, modes in self._modes.items() if _draws.get(one, {}).get(modes) is False}
         with _cpu_lock():
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
@@ -66,16 +68,18 @@ class LayerSeeds:
 
     def run(self, i: int, device: torch.device, layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         """Run a layer on micro-batch ``i``, with its own seed if it draws."""
-        if layer not in self._positions:  # of another pipeline, inside a layer of this one
+        # A layer without a position is one of another pipeline, inside a layer of this one.
+        if layer in self._silent or layer not in self._positions:
             return layer(*inputs, **keywords)
         modes = self._modes[layer]
         known = _draws.get(layer, {}).get(modes)
-        if known is False:
-            return layer(*inputs, **keywords)
         with self._seeded(i, device, self._positions[layer]) as has_drawn:
             output = layer(*inputs, **keywords)
             if known is None:
-                _draws.setdefault(layer, {})[modes] = has_drawn()
+                draws = has_drawn()
+                _draws.setdefault(layer, {})[modes] = draws
+                if not draws:
+                    self._silent.add(layer)
             return output
 
     def run_loss(self, i: int, device: torch.device, finish: Callable[[int, T], Tensor], output: T) -> Tensor:

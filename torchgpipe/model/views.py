@@ -1,0 +1,156 @@
+"""Views on the layers of a pipeline that divide or join its partitions, so that cells are smaller or larger.
+
+    partitions    a b c │ d e │ f g
+    divided       a │ b │ c │ d e │ f g      where checkpoint names 'b': each named layer is alone
+    joined        a b c   d e │ f g          in a step, where neighbours are on one device, and nothing keeps them apart
+
+The engine knows cells of views. Errors and timelines name the partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+
+from torchgpipe.devices.torch_internals import gradient_hooks, is_compiled
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+
+__all__ = ["Joined", "divide", "joinable", "starts_in_place", "views_of_each"]
+
+
+def divide(partitions: Sequence[Partition], alone: Set[str]) -> list[Partition]:
+    """Return views in which each layer of these names is alone, in the order of the layers.
+
+    Neighbouring layers of other names stay together. A partition that need not be divided is its own view.
+
+    Args:
+        partitions: the partitions
+        alone: names of layers
+
+    Raises:
+        ValueError: a partition would have to be divided that is compiled or has hooks, so that it runs as a whole.
+    """
+    views = []
+    for partition in partitions:
+        runs: list[list[str]] = []
+        for name in partition._modules:
+            if runs and alone.isdisjoint([name, runs[-1][-1]]):
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+        if len(runs) == 1:
+            views.append(partition)
+            continue
+        if _runs_as_a_whole(partition):
+            raise ValueError(
+                f"checkpoint names layers of partition {partition.index}, which is compiled or has hooks and so runs "
+                "as a whole; compile its layers and give hooks to them, or use a checkpoint mode"
+            )
+        for run in runs:
+            view = type(partition)()
+            view.index, view.training = partition.index, partition.training
+            view._modules.update({name: partition._modules[name] for name in run})
+            views.append(view)
+    return views
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def views_of_each(views: Sequence[Partition]) -> list[list[int]]:
+    """Return for each partition the positions of its views."""
+    positions: dict[int, list[int]] = {}
+    for position, view in enumerate(views):
+        positions.setdefault(view.index, []).append(position)
+    return list(positions.values())
+
+
+class Joined(Partition):
+    """Neighbouring partitions as one.
+
+    Args:
+        parts: the partitions
+    """
+
+    def __init__(self, parts: Sequence[Partition]) -> None:
+        super().__init__()
+        self.training = parts[0].training
+        self.index = parts[0].index
+        for part in parts:
+            self._modules.update(part._modules)
+        # In a tuple, because a module would become a layer.
+        self._parts = tuple(parts)
+        self._sources = [f"the output of {part.label}" for part in parts]
+        #: The position of the part that runs, forward or backward.
+        self._at = [0]
+        self._markers = [_marker(self._at, k) for k in range(len(parts))]
+
+    @property
+    def label(self) -> str:
+        return self._parts[self._at[0]].label
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        self._at[0] = 0
+        value = self._parts[0].forward(*inputs, **keywords)
+        self._mark(0, value)
+        for k, part in enumerate(self._parts[1:], 1):
+            self._at[0] = k
+            value = part.forward(value)
+            self._mark(k, value)
+        return value
+
+    def _mark(self, k: int, value: Any) -> None:
+        """Let backward note that it has come to part ``k``, which has returned ``value``."""
+        for leaf in Batch.of(value, self._sources[k]).leaves:
+            if leaf is not None and leaf.grad_fn is not None:
+                before = list(gradient_hooks(leaf))
+                leaf.register_hook(self._markers[k])  # type: ignore[no-untyped-call]
+                for number in before:  # The layers' own hooks on their output come later: they belong to part k.
+                    hooks = gradient_hooks(leaf)
+                    hooks[number] = hooks.pop(number)
+
+
+def _marker(at: list[int], k: int) -> Callable[[Any], None]:
+    def mark(_: Any) -> None:
+        at[0] = k
+
+    return mark
+
+
+def joinable(views: Sequence[Partition], devices: Sequence[torch.device], stops: Sequence[int]) -> tuple[bool, ...]:
+    """Return for each view whether it may be joined with the next one, which changes no result and no memory.
+
+    Args:
+        views: the views
+        devices: the device of each view
+        stops: for each view, how many micro-batches may be recomputed
+    """
+    alike = [a == b and not (s or t) for a, b, s, t in zip(devices, devices[1:], stops, stops[1:])]
+    if not any(alike):
+        return (False,) * len(views)
+    # Gradients of shared parameters are summed view by view. A view that starts in place runs on a copy.
+    counts: dict[torch.Tensor, int] = {}
+    for parameter in (parameter for view in views for parameter in view.parameters()):
+        counts[parameter] = counts.get(parameter, 0) + 1
+    free = [
+        not (_runs_as_a_whole(view) or any([counts[parameter] > 1 for parameter in view.parameters()]))
+        for view in views
+    ]
+    return (
+        *[joins and free[k] and free[k + 1] and not starts_in_place(views[k + 1]) for k, joins in enumerate(alike)],
+        False,
+    )
+
+
+def starts_in_place(layer: torch.nn.Module) -> bool:
+    """Return whether the first layer says that it changes its input."""
+    while isinstance(layer, torch.nn.Sequential) and len(layer) > 0:
+        layer = layer[0]
+    return bool(getattr(layer, "inplace", False))
+
+
+def _runs_as_a_whole(partition: Partition) -> bool:
+    return is_compiled(partition) or any(getattr(partition, kind) for kind in _HOOKS)
