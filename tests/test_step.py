@@ -306,6 +306,10 @@ def test_what_is_missing_or_does_not_fit_is_refused(devices: Devices) -> None:
     x, y = data()
     with pytest.raises(ValueError, match="a step needs a loss"):
         GPipe(mlp(), [4], devices=["cpu"]).step(x, y)
+    with pytest.raises(ValueError, match="a step needs layers"):
+        GPipe(nn.Sequential(), [], devices=[], loss_fn=F.mse_loss).step(x, y)
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        GPipe(mlp(), [4], devices=["cpu"], schedule=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="input and target must have the same size in dimension 0"):
         stepping(mlp(), devices(4)).step(x, y[:5])
     with pytest.raises(ValueError, match=r"schedule must be one of GPipe, 1F1B, .*, but got 'F1B1'"):

@@ -288,6 +288,8 @@ class GPipe(nn.Module):
         loss_fn, weight = self._loss
         if loss_fn is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
+        if not self._partitions:
+            raise ValueError("a step needs layers, but there are none in the pipeline")
         replicas = self._replicas
         mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1], takes_values=True)
         with replicas.together("the preparation of a step"):
@@ -369,7 +371,7 @@ class GPipe(nn.Module):
             return partitions, self.devices, [stop] * len(partitions)
         views = divide(partitions, set(checkpoint))
         stops = [0 if set(checkpoint).isdisjoint(view._modules) else m for view in views]
-        return views, [self._devices[view.index] for view in views], stops
+        return views, [self._devices[view._index] for view in views], stops
 
     @property
     def _places(self) -> list[int]:

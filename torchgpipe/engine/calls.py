@@ -84,7 +84,7 @@ def make_calls(
     computing = [streams.current(device) for device in devices]
 
     def route(a: int, c: int, load: str = "") -> Route | None:
-        return _route(streams, computing[a], computing[c], (partitions[a].index, partitions[c].index), load, step)
+        return _route(streams, computing[a], computing[c], (partitions[a]._index, partitions[c]._index), load, step)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
     modules = [list(partition.modules()) for partition in partitions]

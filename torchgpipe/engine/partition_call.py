@@ -79,7 +79,7 @@ class PartitionCall:
         replicated: bool = False,
         step: Step | None = None,
     ) -> None:
-        self.j = partition.index
+        self.j = partition._index
         self.device = stream.device
         self.stream = stream
         self.arriving = arriving
@@ -128,7 +128,7 @@ class PartitionCall:
     @property
     def where(self) -> str:
         """The partition that runs, for errors."""
-        return f"{self._partition.label} on {self.device}"
+        return f"{self._partition._label} on {self.device}"
 
     def needs_grad(self, leaves: Leaves) -> bool:
         """Return whether there is anything to differentiate in a cell with these input leaves."""

@@ -19,18 +19,16 @@ class Partition(nn.Sequential):
 
     Hooks and ``compile()`` work as on any module. The layers are registered on the pipeline, under the names that they
     have in the wrapped model, and are replaced there.
-
-    Attributes:
-        index: the position among all partitions
     """
 
-    index: int = 0
+    #: The position among all partitions. Private, or a layer could not have this name.
+    _index: int
 
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """The index and the layers, for errors."""
         names = list(self._modules)
-        return f"partition {self.index} (layers '{names[0]}'..'{names[-1]}')"
+        return f"partition {self._index} (layers '{names[0]}'..'{names[-1]}')"
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
@@ -87,7 +85,7 @@ def split(
     partitions = []
     for index, count in enumerate(balance):
         partition = kind()
-        partition.index = index
+        partition._index = index
         # Not by `add_module`, which refuses dotted names such as '0.1', of a layer inside another module.
         partition._modules.update(islice(rest, count))
         partitions.append(partition)

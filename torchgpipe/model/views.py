@@ -46,12 +46,12 @@ def divide(partitions: Sequence[Partition], alone: Set[str]) -> list[Partition]:
             continue
         if _runs_as_a_whole(partition):
             raise ValueError(
-                f"checkpoint names layers of partition {partition.index}, which is compiled or has hooks and so runs "
+                f"checkpoint names layers of partition {partition._index}, which is compiled or has hooks and so runs "
                 "as a whole; compile its layers and give hooks to them, or use a checkpoint mode"
             )
         for run in runs:
             view = type(partition)()
-            view.index, view.training = partition.index, partition.training
+            view._index, view.training = partition._index, partition.training
             view._modules.update({name: partition._modules[name] for name in run})
             views.append(view)
     return views
@@ -64,7 +64,7 @@ def views_of_each(views: Sequence[Partition]) -> list[list[int]]:
     """Return for each partition the positions of its views."""
     positions: dict[int, list[int]] = {}
     for position, view in enumerate(views):
-        positions.setdefault(view.index, []).append(position)
+        positions.setdefault(view._index, []).append(position)
     return list(positions.values())
 
 
@@ -78,19 +78,19 @@ class Joined(Partition):
     def __init__(self, parts: Sequence[Partition]) -> None:
         super().__init__()
         self.training = parts[0].training
-        self.index = parts[0].index
+        self._index = parts[0]._index
         for part in parts:
             self._modules.update(part._modules)
         # In a tuple, because a module would become a layer.
         self._parts = tuple(parts)
-        self._sources = [f"the output of {part.label}" for part in parts]
+        self._sources = [f"the output of {part._label}" for part in parts]
         #: The position of the part that runs, forward or backward.
         self._at = [0]
         self._markers = [_marker(self._at, k) for k in range(len(parts))]
 
     @property
-    def label(self) -> str:
-        return self._parts[self._at[0]].label
+    def _label(self) -> str:
+        return self._parts[self._at[0]]._label
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         self._at[0] = 0

@@ -39,7 +39,7 @@ def verify_name(schedule: Schedule) -> Schedule:
     Raises:
         ValueError: there is no schedule of this name.
     """
-    if isinstance(schedule, str) and schedule not in NAMES:
+    if schedule is None or (isinstance(schedule, str) and schedule not in NAMES):
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {schedule!r}")
     return schedule
 
