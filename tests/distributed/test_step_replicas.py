@@ -152,6 +152,25 @@ def of_differences() -> None:
         replica([3]).step(x, y)
 
 
+class Sometimes(nn.Module):
+    """Uses its embedding in one replica only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embedding(torch.zeros(len(x), dtype=torch.long)) if dist.get_rank() == 1 else x
+
+
+def of_sparse_gradients() -> None:
+    """The replica without the gradient waited for the others."""
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), Sometimes()), [2], loss_fn=F.mse_loss, replicas=dist.group.WORLD)
+    with pytest.raises(ValueError, match="sparse gradients cannot be added up over replicas"):
+        model.step(*torch.rand(2, 4, 4))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def of_memory() -> None:
     """Gradients and their sums were there at the same time, all of them."""
     layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
@@ -180,6 +199,7 @@ def both() -> list[str]:
     of_all(["cpu", "cpu"])
     of_all(["cpu:0", "cpu:1"])
     of_differences()
+    of_sparse_gradients()
     of_memory()
     return of_failures() + of_ends()
 

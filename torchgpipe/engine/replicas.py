@@ -141,13 +141,16 @@ def add_gradients(parameters: Sequence[Tensor], grads: list[Leaf], group: Any, d
         device: where numbers are exchanged
 
     Raises:
-        ValueError: a gradient is sparse.
+        ValueError: a gradient is sparse, in any of the processes.
         RuntimeError: another process does not answer.
     """
-    used = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=device)
-    dist.all_reduce(used, group=group)
+    there = [[grad is not None, grad is not None and grad.layout is not torch.strided] for grad in grads]
+    # So an error is raised in all processes, and none of them waits for another.
+    used, sparse = _added(torch.tensor(there, dtype=torch.int32, device=device), group)
+    if any(sparse):
+        raise ValueError("sparse gradients cannot be added up over replicas; make the layers without sparse=True")
     sums: list[Leaf] = [None] * len(parameters)
-    for bucket in _buckets(parameters, [index for index, count in enumerate(used.tolist()) if count]):
+    for bucket in _buckets(parameters, [index for index, count in enumerate(used) if count]):
         flat = torch.cat([_flat(parameters[index], grads[index]) for index in bucket])
         for index in bucket:
             grads[index] = None
@@ -174,8 +177,11 @@ def _buckets(parameters: Sequence[Tensor], indices: Sequence[int]) -> Iterator[l
 
 
 def _flat(parameter: Tensor, grad: Leaf) -> Tensor:
-    if grad is None:
-        return torch.zeros_like(parameter).flatten()
-    if grad.layout is not torch.strided:
-        raise ValueError(f"a gradient of layout {grad.layout} cannot be reduced; make the layer without sparse=True")
-    return grad.flatten()
+    return (torch.zeros_like(parameter) if grad is None else grad).flatten()
+
+
+def _added(numbers: Tensor, group: Any) -> tuple[list[int], list[int]]:
+    """Return the sums of the two columns of all processes."""
+    dist.all_reduce(numbers, group=group)
+    used, sparse = numbers.view(-1, 2).T.tolist()
+    return used, sparse
