@@ -221,8 +221,11 @@ def assert_place(
     kinds = {"weight": ["backward"], "loss": ["forward", "recomputation"]}.get(phase, [phase])
     # A half of a backward is told as such: "backward of the weights".
     assert told.removeprefix(first).partition(" of the ")[0] in kinds
-    # The gradient of a weight belongs to B, I or W, as the graph allows.
-    if all(part in ("forward", "recomputation", "backward") for _, part in cells):
+    # The gradient of a weight belongs to B, I or W, as the graph allows. So does all of backward in the first
+    # partition, whose input needs no gradient.
+    splits = {(action.i, action.j) for action in actions if action.kind == "I"}
+    in_any_half = {(cell, "backward") for cell in splits if cell[1] == 0}
+    if all(part in ("forward", "recomputation", "backward") for _, part in cells) and not cells & in_any_half:
         position = {
             (cell, part): next(
                 k

@@ -38,7 +38,8 @@ def expected_of(module: nn.Module, x: Tensor, y: Tensor, schedule: str) -> Tenso
 def test_compiled_partitions(devices: Devices, schedule: str) -> None:
     torch.compiler.reset()
     x, y = data()
-    model, plain = stepping(mlp(), devices(2), balance=[2, 2], schedule=schedule), mlp()
+    options: dict[str, Any] = {"balance": [2, 2], "schedule": schedule, "checkpoint": "never"}
+    model, plain = stepping(mlp(), devices(2), **options), mlp()
     model.compile(backend="eager")
     for _ in range(2):
         assert torch.equal(model.step(x, y), expected_of(plain, x, y, schedule))
