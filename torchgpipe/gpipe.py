@@ -40,7 +40,7 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.schedule import Schedule, program_of, verify_name
+from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
@@ -365,10 +365,9 @@ class GPipe(nn.Module):
 
         If layers are checkpointed by name, partitions are divided, so that each of these layers is alone.
         """
-        partitions, checkpoint = self.partitions, self._checkpoint
-        if isinstance(checkpoint, str) or not self.training:
-            stop = checkpoint_stop(checkpoint, m) if isinstance(checkpoint, str) and self.training else 0
-            return partitions, self.devices, [stop] * len(partitions)
+        partitions, checkpoint = self.partitions, self._checkpoint if self.training else "never"
+        if isinstance(checkpoint, str):
+            return partitions, self.devices, [checkpoint_stop(checkpoint, m)] * len(partitions)
         views = divide(partitions, set(checkpoint))
         stops = [0 if set(checkpoint).isdisjoint(view._modules) else m for view in views]
         return views, [self._devices[view._index] for view in views], stops
@@ -376,8 +375,7 @@ class GPipe(nn.Module):
     @property
     def _places(self) -> list[int]:
         """The index of the device of each partition, for programs."""
-        seen = list(dict.fromkeys(self._devices))
-        return [seen.index(device) for device in self._devices]
+        return places_of(self._devices)
 
     def __len__(self) -> int:
         return len(self._layers_of(self))

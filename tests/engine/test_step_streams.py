@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.engine.test_streams import LAYERS, MODES, Pop, Stash
+from tests.engine.test_streams import MODES, Pop, Stash, pipelines
 from tests.fake_accelerator import on_fake_devices
 from tests.layers import Apply
 from tests.test_step_transparency import Placing, placings
@@ -66,15 +66,7 @@ def test_skips_across_devices(schedule: Any, checkpoint: str) -> None:
 
 @given(data=st.data())
 def test_any_pipeline(data: st.DataObject) -> None:
-    layers = [LAYERS[name]() for name in data.draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=5))]
-    for _ in range(data.draw(st.integers(0, 2))):
-        namespace = Namespace()
-        ends = data.draw(st.tuples(*[st.integers(0, len(layers))] * 2))
-        layers.insert(max(ends), Pop().isolate(namespace))
-        layers.insert(min(ends), Stash().isolate(namespace))
-    balance = [1]
-    for _ in layers[1:]:
-        balance = [*balance, 1] if data.draw(st.booleans()) else [*balance[:-1], balance[-1] + 1]
+    layers, balance = data.draw(pipelines())
     module = nn.Sequential(*layers).double()
     # Batch norms count micro-batches in the order of the program, and skips of a plain model come one after the other.
     placing = data.draw(placings(len(balance), exact=True))

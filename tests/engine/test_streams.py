@@ -303,17 +303,24 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@given(data=st.data())
-def test_any_pipeline(data: st.DataObject) -> None:
-    layers = [LAYERS[name]() for name in data.draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=5))]
-    for _ in range(data.draw(st.integers(0, 2))):
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[nn.Module], list[int]]:
+    """Draw layers with skips, and a balance."""
+    layers = [LAYERS[name]() for name in draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=5))]
+    for _ in range(draw(st.integers(0, 2))):
         namespace = Namespace()
-        ends = data.draw(st.tuples(*[st.integers(0, len(layers))] * 2))
+        ends = draw(st.tuples(*[st.integers(0, len(layers))] * 2))
         layers.insert(max(ends), Pop().isolate(namespace))
         layers.insert(min(ends), Stash().isolate(namespace))
     balance = [1]
     for _ in layers[1:]:
-        balance = [*balance, 1] if data.draw(st.booleans()) else [*balance[:-1], balance[-1] + 1]
+        balance = [*balance, 1] if draw(st.booleans()) else [*balance[:-1], balance[-1] + 1]
+    return layers, balance
+
+
+@given(data=st.data())
+def test_any_pipeline(data: st.DataObject) -> None:
+    layers, balance = data.draw(pipelines())
     devices = data.draw(st.lists(st.integers(0, 2), min_size=len(balance), max_size=len(balance)))
     mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 5))
     module = nn.Sequential(*layers)

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias, get_args
 from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.v_half import v_half
 
-__all__ = ["NAMES", "Schedule", "ScheduleName", "program", "program_of", "verify_name"]
+__all__ = ["NAMES", "Schedule", "ScheduleName", "places_of", "program", "program_of", "verify_name"]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
 NAMES: tuple[str, ...] = get_args(ScheduleName)
@@ -42,6 +42,12 @@ def verify_name(schedule: Schedule) -> Schedule:
     if schedule is None or (isinstance(schedule, str) and schedule not in NAMES):
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {schedule!r}")
     return schedule
+
+
+def places_of(devices: Sequence[object]) -> list[int]:
+    """Return the index of the device of each partition; devices are counted in the order of their first partitions."""
+    seen = list(dict.fromkeys(devices))
+    return [seen.index(device) for device in devices]
 
 
 def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Program:

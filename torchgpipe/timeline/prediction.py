@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchgpipe.schedule import NAMES, Action, Program, program, simulate
+from torchgpipe.schedule import NAMES, Action, Program, places_of, program, simulate
 from torchgpipe.timeline.span import Row, Span
 
 __all__ = ["Prediction", "predict", "table"]
@@ -57,8 +57,7 @@ def predict(
     if steps != differentiated or len(counts) != 1:
         return []
     (m,) = counts
-    seen = list(dict.fromkeys(row.device for row in rows))
-    places = [seen.index(row.device) for row in rows]
+    places = places_of([row.device for row in rows])
     costs = _mean_costs(cells, m * len(steps))
     recorded = None if ran is None else [list(map(Action._make, own)) for own in ran]
     programs: dict[str | None, Program] = {}
@@ -67,7 +66,7 @@ def predict(
             made = program(name, m, places)  # type: ignore[arg-type]
         except ValueError:
             continue  # The schedule wants another placement.
-        if name == "Interleaved1F1B" and len(rows) == len(seen) and made != recorded:
+        if name == "Interleaved1F1B" and len(rows) == len(set(places)) and made != recorded:
             continue  # A device with one partition has nothing to interleave.
         if made not in programs.values():
             programs[name] = made
