@@ -109,7 +109,7 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
 
 
 def _is_entrance(node: Any) -> bool:
-    return type(node).__name__ == "EnterBackward"
+    return type(node).__name__ in ("EnterBackward", "ImportBackward")
 
 
 def _nodes_below(roots: Sequence[Edge]) -> list[Any]:
