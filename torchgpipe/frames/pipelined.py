@@ -107,7 +107,8 @@ def pipelined(
     move(module, settings)
     vars(module)[_SETTINGS] = settings
     _tell_trainers(module, settings)
-    module.__class__ = _subclass(type(module))
+    kind: Any = type(module)
+    module.__class__ = _subclass(kind)
     return module
 
 
@@ -263,7 +264,7 @@ def _forward_like(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _rebuilt(kind: type[nn.Module]) -> Any:
+def _rebuilt(kind: Any) -> Any:
     """Return a new pipelined module without state, for copies and pickles."""
     subclass = _subclass(kind)
     return subclass.__new__(subclass)
