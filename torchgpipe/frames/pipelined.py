@@ -14,10 +14,11 @@ from torch import nn
 from torchgpipe.devices.device import canonical_device, default_devices
 from torchgpipe.devices.torch_internals import own_call
 from torchgpipe.devices.typing import Device
-from torchgpipe.frames.arrange import arrange, move
+from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.door import close_door, here
 from torchgpipe.frames.inputs import arguments_of
 from torchgpipe.frames.layout import Layout
+from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import pipeline_of
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
@@ -227,7 +228,8 @@ class _Pipelined(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (_plain(self),), vars(self).copy()
+        made = super().__reduce_ex__(protocol)
+        return (_rebuilt, (_plain(self),), *made[2:])
 
     def extra_repr(self) -> str:
         settings: Settings = vars(self)[_SETTINGS]
