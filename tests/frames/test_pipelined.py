@@ -202,7 +202,7 @@ def test_a_graph_that_is_kept_is_differentiated_twice(pair: tuple[Any, Decoder],
     same(gradients(model), expected)
     loss.backward()
     same(gradients(model), expected)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time|differentiated and freed"):
+    with pytest.raises(RuntimeError, match=r"backward through the graph a second time|differentiated and freed"):
         loss.backward()
 
 
@@ -491,7 +491,7 @@ class Contrastive(nn.Module):
 
 def test_an_output_that_couples_the_rows_is_refused_by_name() -> None:
     model: Any = pipelined(Contrastive(), X[:2], chunks=2, devices=["cpu"] * 2)
-    with pytest.raises(ValueError, match="the output 'logits' has shapes .* couples the rows"):
+    with pytest.raises(ValueError, match=r"the output 'logits' has shapes .* couples the rows"):
         model(X)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.device import same_memory
+from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.placement import give_memory
 
@@ -25,7 +26,7 @@ def move(module: nn.Module, settings: Settings) -> None:
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()
         for name, buffer in child._buffers.items()
-        if buffer is not None and buffer.is_meta and name in child._non_persistent_buffers_set
+        if buffer is not None and buffer.is_meta and not is_saved(child, name)
     ]
     if lost:
         raise ValueError(
