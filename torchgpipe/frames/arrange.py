@@ -31,17 +31,17 @@ def arrange(
     sample: Arguments,
     devices: Sequence[torch.device],
     *,
+    fixed: bool,
     balance: str | Sequence[int] | Mapping[str, int],
     no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
     **settings: Any,
 ) -> Settings:
-    """Return the settings of a module, given a device for each partition.
+    """Return the settings of a module, given a device for each partition, or for each one at most if not ``fixed``.
 
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
-    n = len(devices)
     splitter = Splitter(module.forward, sample, no_chunk)
     began = balance if isinstance(balance, Mapping) else {}
     with _as_before(module):
@@ -52,9 +52,12 @@ def arrange(
         traces = [_traced(module, sample) for _ in range(_ROUNDS if balance == "time" else 1)]
         kinds = _kinds(module, sample, splitter, traces[0])
         takes_items = _takes_items(module, sample)
-    spine = spine_of(module, traces[0], n, list(began))
-    for part, *others in zip(spine, *[spine_of(module, one, n, list(began)) for one in traces[1:]]):
-        part.seconds = median([part.seconds, *[other.seconds for other in others]])
+    spine = spine_of(module, traces[0], len(devices), list(began))
+    if not fixed:
+        devices = devices[: max(1, len(spine))]
+    n = len(devices)
+    for part in spine:
+        part.seconds = median([one.seconds(part.modules.values()) for one in traces])
     if len(spine) < n:
         raise ValueError(_too_short(spine, n))
     counts = _counts(spine, n, balance)
