@@ -60,6 +60,7 @@ class Pipeline:
     def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
         arguments = Arguments(args, kwargs)
+        self._verify(arguments)
         sizes = self._sizes(arguments)
         if sizes is None:
             return self._in_one_piece(module, plain, arguments)
@@ -102,6 +103,7 @@ class Pipeline:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         arguments = Arguments(args, kwargs)
         settings = self._settings
+        self._verify(arguments)
         rows = settings.splitter.rows_of(arguments)
         sizes = chunk_sizes(rows, settings.chunks) if rows else [1]
         parts = settings.splitter.split(arguments, sizes) if rows else [arguments]
@@ -209,6 +211,13 @@ class Pipeline:
         self._draws[modes] = numbers.end()
         if not self._settings.layout.crossed:
             self._settings.layout.crossed = mini_batch.crossed
+
+    def _verify(self, arguments: Arguments) -> None:
+        if arguments.kwargs.get("adapter_names") is not None and len(self._settings.devices) > 1:
+            raise ValueError(
+                "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
+                "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
+            )
 
     def _sizes(self, arguments: Arguments) -> list[int] | None:
         """Return the rows of each micro-batch, or None if the batch runs in one piece."""
