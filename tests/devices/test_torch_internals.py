@@ -473,6 +473,16 @@ def test_the_call_of_a_module_is_replaced() -> None:
         assert internals.own_call(module) is not None
 
 
+def test_whether_memory_is_shared() -> None:
+    with relied_on("the tensors with one memory are counted", "a gradient on its way is changed in place"):
+        tensor = torch.ones(3)
+        assert not internals.shares_memory(tensor)
+        view = tensor[None]
+        assert internals.shares_memory(tensor)
+        del view
+        assert not internals.shares_memory(tensor)
+
+
 def test_a_module_that_torch_compile_returns() -> None:
     with relied_on("what torch.compile returns is known", "a model without code to stop in is pipelined"):
         module = nn.Linear(1, 1)

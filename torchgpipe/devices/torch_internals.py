@@ -57,6 +57,7 @@ __all__ = [
     "run_backward",
     "saved_tensors_hooks_in_use",
     "sequence_number",
+    "shares_memory",
     "transforms_are_active",
     "versions",
     "will_run",
@@ -194,6 +195,18 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     Gradients of such a parameter are summed beside ``.grad``; see `gradient_hooks`. Since 2.1.
     """
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Return whether another tensor has the memory of ``tensor``, or a part of it.
+
+    AccumulateGrad makes a gradient that arrives the ``.grad`` of a parameter, and later adds to it in place, although a
+    view of the same memory may be on its way to another cell. Since 2.1. Without it, every first gradient of a step
+    would have to be copied.
+    """
+    storage = tensor.untyped_storage()
+    # The tensor counts, and so does the object that stands for its storage here.
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def exchange_memory(tensor: Tensor, other: Tensor) -> None:

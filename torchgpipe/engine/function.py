@@ -6,17 +6,17 @@ occur here, which takes a fifth of the host time of a small cell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.devices.torch_internals import apply_directly, run_backward, transforms_are_active
+from torchgpipe.devices.torch_internals import apply_directly, run_backward, shares_memory, transforms_are_active
 from torchgpipe.devices.typing import Leaf
 
-__all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms"]
+__all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms", "unshare", "without_gradient"]
 
 #: Where a graph is entered: a node of autograd, and which of its outputs. It holds no tensor.
 Edge = GradientEdge
@@ -65,3 +65,24 @@ def gradients(roots: Sequence[Edge], grads: Sequence[Tensor], inputs: Sequence[T
             tuple(roots), tuple(grads), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
         )
     )
+
+
+def without_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have no gradient yet."""
+    return [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
+
+
+def unshare(parameters: Iterable[Tensor]) -> None:
+    """Give first gradients memory of their own, so that adding to them in place changes no other tensor.
+
+    Autograd may make one tensor the gradient of a parameter and of an input, as views of the same memory. A plain
+    backward pass has used the gradient of the input up before anything is added to ``.grad``. Here it may wait for
+    another cell, while the next micro-batch adds to ``.grad``.
+
+    Args:
+        parameters: those that had no gradient before a backward pass, see `without_gradient`
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and grad.layout is torch.strided and shares_memory(grad):
+            parameter.grad = grad.clone()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, will_run
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.engine.function import Edge, Function, accumulate, gradients
+from torchgpipe.engine.function import Edge, Function, accumulate, gradients, unshare, without_gradient
 from torchgpipe.engine.hooks import has_hooks, without_hooks
 from torchgpipe.engine.phony import get_phony
 
@@ -158,12 +158,14 @@ def add_to_grad(
         RuntimeError: the cell uses a tensor that was computed from one which is not ``known``, and another cell has
             used it up.
     """
+    fresh = without_gradient(known[len(leaves) :])
     try:
         accumulate(roots, grads, keep_graph)
     except RuntimeError:
         # The first cell that uses a captured non-leaf frees what that was computed from.
         refuse_captured(roots, known)
         raise
+    unshare(fresh)
     return [leaf.grad for leaf in leaves]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.engine.function import Edge, accumulate, gradients
+from torchgpipe.engine.function import Edge, accumulate, gradients, unshare, without_gradient
 
 __all__ = ["SplitBackward"]
 
@@ -73,10 +73,12 @@ class SplitBackward:
             edges, grads = zip(*entered)
             # Hooks of the layers have changed these gradients before they were noted, and would change them again.
             handle = node.register_prehook(lambda _, arrived=arrived: arrived)
+            fresh = without_gradient(weights)
             try:
                 accumulate(edges, grads, keep_graph=False, leaves=weights)
             finally:
                 handle.remove()
+            unshare(fresh)
 
 
 def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:

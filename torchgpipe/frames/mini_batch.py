@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.copy import copy_back, wait_back
+from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.frames.cell import Cell, Export
@@ -203,7 +204,9 @@ class MiniBatch:
                     cell.differentiate_weights()
                     return
                 wait_back(columns.leaving(j), i)
+                fresh = without_gradient(self._aliases.of(j))
                 result = cell.differentiate(split=kind == "I", keep_graph=keep_graph)
+                unshare(fresh)
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")
             raise

@@ -52,6 +52,7 @@ class Aliases:
         self._lock = lock
         self._by_column: dict[tuple[Tensor, int], Tensor] = {}
         self._parameters: dict[Tensor, Tensor] = {}
+        self._in_column: list[list[Tensor]] = [[] for _ in devices]
         self._installed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for module, name, column in slots:
             parameter = module._parameters[name]
@@ -80,6 +81,7 @@ class Aliases:
             vars(alias).update(vars(parameter))
         self._by_column[key] = alias
         self._parameters[alias] = parameter
+        self._in_column[column].append(alias)
         return alias
 
     def at(self, tensor: Tensor, column: int) -> Tensor | None:
@@ -90,6 +92,10 @@ class Aliases:
                 return None
             parameter = tensor
         return self._alias(parameter, column)
+
+    def of(self, column: int) -> list[Tensor]:
+        """Return the aliases in a column."""
+        return self._in_column[column]
 
     @contextmanager
     def installed(self) -> Iterator[None]:

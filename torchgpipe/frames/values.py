@@ -67,7 +67,8 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False)
 
 def is_cache(value: Any) -> bool:
     """Return whether ``value`` is an object that keeps tensors of earlier tokens, or a layer of such an object."""
-    return _is_kind_of_cache(type(value)) and hasattr(value, "__dict__")
+    kind: Any = type(value)
+    return _is_kind_of_cache(kind) and hasattr(value, "__dict__")
 
 
 @cache
