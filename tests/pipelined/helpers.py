@@ -25,6 +25,8 @@ declare_missing_operators()
 CLOSE = 1e-9
 CHUNKS = 2
 VOCABULARY = 32
+#: The deviation of random weights: with the usual 0.02, layers of this width would hardly change anything.
+SPREAD = 0.3
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -45,9 +47,8 @@ def llama(layers: int = 4, **options: Any) -> Any:
 
     sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
     marks = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64, **sizes, **marks, **options
-    )
+    settings = dict(max_position_embeddings=64, initializer_range=SPREAD) | sizes | marks | options
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **settings)
     return _build("LlamaForCausalLM", config)
 
 
@@ -61,6 +62,7 @@ def gpt2(layers: int = 4, dropout: float = 0.0) -> Any:
         n_embd=16,
         n_head=2,
         n_positions=64,
+        initializer_range=SPREAD,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
@@ -81,6 +83,7 @@ def bert(layers: int = 4) -> Any:
         num_attention_heads=2,
         intermediate_size=24,
         max_position_embeddings=64,
+        initializer_range=SPREAD,
         num_labels=3,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,

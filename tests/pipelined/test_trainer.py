@@ -184,7 +184,7 @@ def test_saving_and_resuming(devices: Devices, tmp_path: Path) -> None:
 def test_the_best_model_is_loaded_at_the_end(devices: Devices, tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     # At this rate the loss soon rises.
-    options |= {"load_best_model_at_end": True, "learning_rate": 0.5, "save_total_limit": 1}
+    options |= {"load_best_model_at_end": True, "learning_rate": 2.0, "save_total_limit": 1}
     trainer, plain = compare("gpt2", devices, tmp_path, **options)
     assert trainer.state.best_global_step == plain.state.best_global_step < 4
 
