@@ -20,7 +20,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from torchgpipe import pipelined  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +16,12 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 from torchgpipe import pipelined  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("losses_in_float64"),
+    # What the pipeline says once, and `test_it_says_once_that_it_is_not_faster` asks for.
+    pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. calls with a cache"),
+]
 
 
 def talkative_t5() -> Any:
@@ -58,6 +64,15 @@ def test_generated_tokens(name: str, strategy: str, devices: Devices) -> None:
     tokens = generate(model, name, **STRATEGIES[strategy])
     assert len(expected.unique()) > 4, "the model says different things"
     assert torch.equal(tokens, expected)
+
+
+def test_it_says_once_that_it_is_not_faster(devices: Devices) -> None:
+    model = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2)).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            generate(model, "llama", do_sample=False)
+    assert len([one for one in caught if "with a cache" in str(one.message)]) == 1
 
 
 def test_one_prompt(devices: Devices) -> None:

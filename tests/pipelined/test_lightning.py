@@ -20,6 +20,7 @@ from torchgpipe import pipelined  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("losses_in_float64"),
     # Lightning 2.6 asks PyTorch 2.13 in an old way.
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     # It would rather load data in other processes.
