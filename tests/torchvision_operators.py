@@ -1,8 +1,8 @@
 """torchvision beside a build of PyTorch that it does not fit: its operators are missing, and it cannot be imported.
 
-A CPU build of PyTorch with the torchvision of PyPI is such a pair. timm, peft, lightning and most of transformers import
-torchvision, though they need none of its operators. So conftest declares those that the import looks for. The tests use
-neither.
+A CPU build of PyTorch with the torchvision of PyPI is such a pair. timm, peft, lightning and most of transformers
+import torchvision, though they need none of its operators. So the tests declare those that the import looks for, and
+use none.
 """
 
 from __future__ import annotations

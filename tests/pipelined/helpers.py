@@ -1,8 +1,8 @@
 """Tiny models of the clients' libraries with random weights, batches for them, and comparisons.
 
-A mini-batch and its micro-batches round differently, and nothing else tells a pipelined model from the plain one. So the
-models are in float64, and results may differ by `CLOSE`: hundreds of times what a few training steps add up to, and far
-less than a wrong weight of a micro-batch, a wrong gradient or a missed row would change.
+A mini-batch and its micro-batches round differently, and nothing else tells a pipelined model from the plain one. So
+the models are in float64, and results may differ by `CLOSE`: more than the rounding errors of some training steps, and
+far less than a wrong weight of a micro-batch, a wrong gradient or a missed row would change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPREAD = 0.3
 Module = TypeVar("Module", bound=nn.Module)
 
 
-# ------------------------------------------------------------------------------------------------------------ the models
+# ----------------------------------------------------------------------------------------------------------- the models
 
 
 def _build(kind: str, config: Any) -> Any:
@@ -45,9 +45,9 @@ def llama(layers: int = 4, **options: Any) -> Any:
     """Return a decoder with rotary positions and grouped queries."""
     from transformers import LlamaConfig
 
-    sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
-    marks = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    settings = dict(max_position_embeddings=64, initializer_range=SPREAD) | sizes | marks | options
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings = {"max_position_embeddings": 64, "initializer_range": SPREAD} | sizes | marks | options
     config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **settings)
     return _build("LlamaForCausalLM", config)
 
@@ -113,7 +113,7 @@ def t5(layers: int = 2) -> Any:
 MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
 
 
-# ----------------------------------------------------------------------------------------------------------- the batches
+# ---------------------------------------------------------------------------------------------------------- the batches
 
 
 def rows(name: str, count: int, length: int = 7, seed: int = 0) -> list[dict[str, Tensor]]:
@@ -150,7 +150,7 @@ def sample(name: str, count: int = 2) -> dict[str, Tensor]:
     return batch(name, count, seed=99)
 
 
-# ------------------------------------------------------------------------------------------------------- the comparisons
+# ------------------------------------------------------------------------------------------------------ the comparisons
 
 
 def same_twice(model: Module) -> tuple[Module, Module]:
@@ -182,8 +182,8 @@ def assert_close(actual: Any, expected: Any, tolerance: float = CLOSE) -> None:
 def losses_in_float64() -> Iterator[None]:
     """Let ``.float()`` leave float64 alone.
 
-    Transformers computes the losses of decoders in float32, whatever the type of the model, and float32 rounds the sum of
-    a mini-batch and those of its micro-batches differently in the seventh digit.
+    Transformers computes the losses of decoders in float32, whatever the type of the model, and float32 rounds the sum
+    of a mini-batch and those of its micro-batches differently in the seventh digit.
     """
     original = Tensor.float
     Tensor.float = lambda self, **options: self if self.dtype == torch.float64 else original(self, **options)  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ from tests.pipelined.helpers import (
 
 pytest.importorskip("transformers", minversion="5")
 
-from torchgpipe import pipelined  # noqa: E402
+from torchgpipe import pipelined
 
 pytestmark = [
     pytest.mark.skipif(
@@ -362,7 +362,7 @@ CASES: list[Callable[[list[str]], None]] = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------------------- the processes
+# -------------------------------------------------------------------------------------------------------- the processes
 
 
 def _installed(name: str) -> bool:

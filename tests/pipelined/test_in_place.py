@@ -44,7 +44,7 @@ def assert_runs_as_plain(model: Any, micro_batches: int = CHUNKS, plain: Any = N
     assert_close(gradients(model), gradients(plain))
 
 
-# ------------------------------------------------------------------------------------------------------- the same object
+# ------------------------------------------------------------------------------------------------------ the same object
 
 
 def test_the_model_itself_is_returned(devices: Devices) -> None:
@@ -112,7 +112,7 @@ def test_what_is_set_on_the_model_is_seen(model: Any) -> None:
     assert copy.deepcopy(model).training_notes == {"run": 3}
 
 
-# ------------------------------------------------------------------------------------------------------ copies and files
+# ----------------------------------------------------------------------------------------------------- copies and files
 
 
 def test_a_deepcopy_is_a_pipeline_and_independent(model: Any) -> None:
@@ -179,7 +179,7 @@ def test_save_pretrained(name: str, devices: Devices, tmp_path: Path) -> None:
     assert_close(loaded(**batch(name)).logits, model(**batch(name)).logits)
 
 
-# ---------------------------------------------------------------------------------------------------- moves and types
+# ------------------------------------------------------------------------------------------------------ moves and types
 
 
 def test_moving_to_where_it_is(model: Any) -> None:
@@ -231,7 +231,7 @@ def test_training_and_evaluation(model: Any) -> None:
     assert not model(**batch("llama")).loss.requires_grad
 
 
-# -------------------------------------------------------------------------------------------------------- there and back
+# ------------------------------------------------------------------------------------------------------- there and back
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -289,7 +289,7 @@ def test_a_refused_model_is_as_it_was(devices: Devices) -> None:
     assert_runs_as_plain(model, micro_batches=1)
 
 
-# ----------------------------------------------------------------------------------------------- what changes afterwards
+# ---------------------------------------------------------------------------------------------- what changes afterwards
 
 
 class Doubled(nn.Module):

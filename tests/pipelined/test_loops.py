@@ -6,6 +6,7 @@ A batch norm sees a micro-batch; these models have none, but for one test, which
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,9 @@ from tests.pipelined.helpers import CHUNKS, assert_close, counted_calls, gradien
 torchvision = pytest.importorskip("torchvision")
 timm = pytest.importorskip("timm")
 diffusers = pytest.importorskip("diffusers")
+for _module in ("timm.data", "timm.loss", "timm.optim", "timm.scheduler", "timm.utils"):
+    importlib.import_module(_module)
 
-import timm.data  # noqa: E402
-import timm.loss  # noqa: E402
-import timm.optim  # noqa: E402
-import timm.scheduler  # noqa: E402
-import timm.utils  # noqa: E402
 from diffusers.optimization import get_cosine_schedule_with_warmup  # noqa: E402
 from diffusers.training_utils import EMAModel  # noqa: E402
 
@@ -50,13 +48,13 @@ def images(rows: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def vision_transformer_of_timm() -> Any:
     torch.manual_seed(0)
-    sizes = dict(img_size=16, patch_size=8, embed_dim=16, depth=4, num_heads=2, num_classes=CLASSES)
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": CLASSES}
     return timm.models.VisionTransformer(**sizes).double()
 
 
 def vision_transformer_of_torchvision() -> Any:
     torch.manual_seed(0)
-    sizes = dict(image_size=16, patch_size=8, num_layers=4, num_heads=2, hidden_dim=16, mlp_dim=24)
+    sizes = {"image_size": 16, "patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
     model = torchvision.models.VisionTransformer(num_classes=CLASSES, **sizes)
     nn.init.normal_(model.heads.head.weight)  # else it is zero, and nothing below has a gradient
     return model.double()
@@ -93,7 +91,7 @@ def assert_trained_alike(build: Callable[[], Any], train: Train, devices: Device
     return ours
 
 
-# ------------------------------------------------------------------------------------------------- in the manner of timm
+# ------------------------------------------------------------------------------------------------ in the manner of timm
 
 
 def test_a_script_of_timm(devices: Devices) -> None:
@@ -154,7 +152,7 @@ def test_the_features_of_a_model_of_timm(devices: Devices) -> None:
     assert_close(model.forward_head(model.forward_features(input)), plain(input))
 
 
-# ------------------------------------------------------------------------------------------ in the manner of torchvision
+# ----------------------------------------------------------------------------------------- in the manner of torchvision
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16, unscaled", "bfloat16, scaled"])
@@ -224,7 +222,7 @@ def test_batch_norms_see_micro_batches(devices: Devices) -> None:
         assert_close(ours.eval()(input), plain.eval()(input))
 
 
-# -------------------------------------------------------------------------------------------- in the manner of diffusers
+# ------------------------------------------------------------------------------------------- in the manner of diffusers
 
 
 def test_a_script_of_diffusers(devices: Devices) -> None:
@@ -275,7 +273,7 @@ def test_a_saved_model_of_diffusers(devices: Devices, tmp_path: Any) -> None:
     assert_close(loaded.state_dict(), unet_of_diffusers().state_dict(), 0.0)
 
 
-# ------------------------------------------------------------------------------------------------------ averages by copies
+# --------------------------------------------------------------------------------------------------- averages by copies
 
 
 def test_an_average_by_deepcopy(devices: Devices) -> None:

@@ -136,7 +136,7 @@ def test_an_adapter_for_each_row(order: str, devices: Devices) -> None:
         try:
             logits = models[0](**arguments).logits
         except (TypeError, ValueError) as error:
-            assert "adapter_names" in str(error)  # noqa: PT017
+            assert "adapter_names" in str(error)
         else:
             assert_close(logits, expected)
 
@@ -203,7 +203,7 @@ def test_a_step_under_a_schedule(devices: Devices) -> None:
     assert_close(gradients(ours), gradients(plain))
 
 
-# -------------------------------------------------------------------------------------------- prompts that are trained
+# --------------------------------------------------------------------------------------------- prompts that are trained
 
 
 def prompt(base: nn.Module) -> Any:
@@ -247,7 +247,7 @@ def test_prefixes_before_a_pipeline(config: Callable[[nn.Module], Any], devices:
     try:
         assert_trained_alike(ours, plain)
     except (TypeError, ValueError, RuntimeError) as error:
-        assert "past_key_values" in str(error)  # noqa: PT017
+        assert "past_key_values" in str(error)
 
 
 @orders
