@@ -129,6 +129,9 @@ class _FakeStreams(Streams):
     def side(self, device: torch.device, purpose: str) -> Stream:
         return self._accelerator.stream(device, purpose)
 
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        return self._accelerator.device_of(tensor)
+
     def moves(self, source: torch.device, target: torch.device) -> bool:
         return source != target
 
@@ -186,6 +189,12 @@ class FakeAccelerator(TorchDispatchMode):
     def place(self, tensor: Tensor, device: torch.device | str) -> None:
         """Assign an existing tensor to ``device``."""
         self._remember(tensor, torch.device(device), home=None)
+
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        """Return the device of ``tensor``; None if it belongs to every device."""
+        with self._lock:
+            memory = self._memory(tensor)
+            return None if memory is None else memory.device
 
     def alive(self) -> int:
         """Count the pieces of memory on the devices that are not freed."""

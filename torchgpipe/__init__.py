@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torchgpipe.frames.pipelined import pipelined
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.replay.phase import is_checkpointing, is_recomputing
@@ -9,7 +10,7 @@ from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 if TYPE_CHECKING:
     from torchgpipe.timeline.recorder import record
 
-__all__ = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "record"]
+__all__ = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "record"]
 
 __version__ = "1.0.0.dev0"
 

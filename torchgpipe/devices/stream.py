@@ -121,6 +121,11 @@ class Streams:
         """Return the stream of ``device`` for ``purpose``, which works beside the computation."""
         return _side_stream(device, purpose)
 
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        """Return the device of ``tensor``; None if the tensor can be used on every device."""
+        # PyTorch mixes numbers on the CPU with tensors on any device.
+        return None if tensor.dim() == 0 and tensor.device.type == "cpu" else tensor.device
+
     def moves(self, source: torch.device, target: torch.device) -> bool:
         """Return whether a tensor must be copied to get from ``source`` to ``target``."""
         return not same_memory(source, target)

@@ -42,14 +42,19 @@ __all__ = [
     "is_compiled",
     "joins_unevenly",
     "keeps_graph",
+    "next_sequence_number",
+    "own_call",
+    "plain_call",
     "pop_dispatch_mode",
     "pop_function_mode",
     "profiler_runs",
     "push_dispatch_mode",
     "push_function_mode",
     "pytree",
+    "replace_call",
     "run_backward",
     "saved_tensors_hooks_in_use",
+    "sequence_number",
     "transforms_are_active",
     "versions",
     "will_run",
@@ -97,6 +102,19 @@ run_backward: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.Variable
 #: The public `torch.autograd.Function.apply` looks for function transforms first, which adds 3 to 4% to the host time
 #: of a small cell. Since 2.0. Without this attribute a class has the public one.
 apply_directly: Any = vars(torch._C._FunctionBase)["apply"]
+
+#: Return the number that the next autograd node of this thread will get.
+#:
+#: A frame notes it where a column begins, and `sequence_number` tells the column of any node after that. Since 2.7 or a
+#: little earlier. Without it, every operation of a model would have to be seen.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of an autograd node, which counts the nodes that its thread has made. See above. Since 2.1."""
+    number: int = node._sequence_nr()
+    return number
+
 
 # ---------------------------------------------------------------------------------------------- the state of a thread
 
@@ -217,6 +235,28 @@ def is_compiled(module: nn.Module) -> bool:
     flag that `Partition.compile` sets could take its place.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def own_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what `replace_call` or ``module.compile()`` has put in the place of calling ``module``, or None."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Return what calling ``module`` does if nothing has replaced it: its hooks and its forward."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let ``module(...)`` run ``call``; None for the module's own hooks and forward.
+
+    A frame must stop before a module is called, in front of the module's hooks and of code that was compiled. A forward
+    hook would be compiled with the module, and break its graph. The place is that of ``module.compile()``, and copies
+    and pickles leave it out. Since 2.2. A pre-hook and a forward hook could take its place, at that price.
+    """
+    module._compiled_call_impl = call
 
 
 def active_data_parallel() -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import is_compiled
 
-__all__ = ["LayerSeeds", "current_seeds"]
+__all__ = ["LayerSeeds", "cpu_lock", "current_seeds", "mixed", "sharing_cpu_generator"]
 
 T = TypeVar("T")
 
@@ -36,8 +36,21 @@ _process_lock = threading.RLock()
 _inner_lock: ContextVar[Any] = ContextVar("torchgpipe_cpu_generator", default=None)
 
 
-def _cpu_lock() -> Any:
+def cpu_lock() -> Any:
+    """Return the lock that is held while the state of the CPU's generator is looked at or changed."""
     return _inner_lock.get() or _process_lock
+
+
+@contextmanager
+def sharing_cpu_generator() -> Iterator[None]:
+    """Hold the generator of the CPU for a ``with`` block; pipelines inside of the block share it among themselves."""
+    with cpu_lock():
+        # A pipeline inside of this block has workers, which must not wait for this thread.
+        token = _inner_lock.set(threading.RLock())
+        try:
+            yield
+        finally:
+            _inner_lock.reset(token)
 
 
 class LayerSeeds:
@@ -57,7 +70,7 @@ class LayerSeeds:
         self._modes = {one: tuple([module.training for module in one.modules()]) for one in self._positions}
         #: The layers that are known to draw nothing.
         self._silent = {one for one, modes in self._modes.items() if _draws.get(one, {}).get(modes) is False}
-        with _cpu_lock():
+        with cpu_lock():
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self._before = _state(torch.default_generator)
@@ -91,19 +104,16 @@ class LayerSeeds:
     def _seeded(self, i: int, device: torch.device, position: int) -> Iterator[Callable[[], bool]]:
         """Seed generators for a ``with`` block, and give a function that tells whether anything was drawn."""
         generators = _generators(device)
-        with _cpu_lock():
-            # A pipeline inside of this block has workers, which must not wait for this thread.
-            token = _inner_lock.set(threading.RLock())
+        with sharing_cpu_generator():
             before = [_state(generator) for generator in generators]
             for generator in generators:
-                generator.manual_seed(_hash(self._base, i, position))
+                generator.manual_seed(mixed(self._base, i, position))
             seeded = [_state(generator) for generator in generators]
             try:
                 yield lambda: not all(map(torch.equal, map(_state, generators), seeded))
             finally:
                 for generator, state in zip(generators, before):
                     generator.set_state(state)
-                _inner_lock.reset(token)
 
     def verify(self) -> None:
         """Check after a step with recomputations that no layer has drawn which had not drawn in earlier steps.
@@ -111,7 +121,7 @@ class LayerSeeds:
         Raises:
             RuntimeError: a layer may have drawn other numbers in its recomputation. From now on all have seeds.
         """
-        with _cpu_lock():
+        with cpu_lock():
             if torch.equal(_state(torch.default_generator), self._before):
                 return
         known = [_draws.get(layer, {}).get(self._modes[layer]) for layer in self._positions]
@@ -161,7 +171,7 @@ def _state(generator: torch.Generator) -> Tensor:
     return generator.get_state()
 
 
-def _hash(base: int, i: int, position: int) -> int:
+def mixed(base: int, i: int, position: int) -> int:
     """Return a seed of 32 bits, all that the generator of the CPU uses, by the mixing function of SplitMix64.
 
     Source: G. L. Steele, D. Lea, C. H. Flood, Fast Splittable Pseudorandom Number Generators, 2014.

@@ -1,0 +1,218 @@
+"""Bringing tensors into the column of a frame: from earlier columns, and from other devices.
+
+A tensor that requires grad belongs to the column in which its autograd node was made: its *home*. In a later column, an
+*import* stands for the tensor, at the beginning of that cell's graph. A tensor without grad has no home; it is copied
+if its memory is on another device.
+
+The model knows the tensor only, and not its import. So whenever the model uses the tensor again in that column, it gets
+the same import. If the model has changed the import in place, later columns import from the import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import versions
+from torchgpipe.engine.copy import Route, copy_forward
+from torchgpipe.frames.cell import Cell
+from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.layout import Crossed
+from torchgpipe.frames.parameters import Aliases
+from torchgpipe.frames.values import mapped
+
+__all__ = ["Columns", "Crossing", "Glue"]
+
+
+class Columns:
+    """The columns of a mini-batch: where they compute, and the routes between them.
+
+    Args:
+        devices: the device of each column
+        streams: the source of streams
+    """
+
+    def __init__(self, devices: list[torch.device], streams: Streams) -> None:
+        self.devices = devices
+        self.streams = streams
+        self.computing: list[Stream] = [streams.current(device) for device in devices]
+        self._routes = {
+            (a, c): self._route(a, c)
+            for c in range(len(devices))
+            for a in range(c)
+            if streams.moves(devices[a], devices[c])
+        }
+
+    def _route(self, a: int, c: int) -> Route:
+        source, target = self.devices[a], self.devices[c]
+        leaving, arriving = self.streams.side(source, "leaving"), self.streams.side(target, "arriving")
+        return Route(self.computing[a], leaving, arriving, self.computing[c], (a, c))
+
+    def route(self, a: int, c: int) -> Route | None:
+        """Return the route from column ``a`` to column ``c``, or None if they share a memory."""
+        return self._routes.get((a, c))
+
+    def leaving(self, a: int) -> list[Route]:
+        """Return the routes that begin at column ``a``."""
+        return [route for (source, _), route in self._routes.items() if source == a]
+
+    def column_of(self, device: torch.device, before: int) -> int | None:
+        """Return the last column on ``device`` in front of column ``before``, or None."""
+        return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
+
+    @property
+    def move(self) -> bool:
+        """Whether tensors are copied from column to column."""
+        return bool(self._routes)
+
+
+class _Known(NamedTuple):
+    """A tensor that was brought into the current column; ``tensor`` keeps its id from being used again."""
+
+    tensor: Tensor
+    column: int
+    alias: Tensor
+    version: int
+
+
+class Crossing:
+    """What one frame brings from column to column.
+
+    Args:
+        frame: the frame
+        cells: the cells of the frame, by column; empty if there is no backward
+        columns: the columns
+        aliases: the aliases of parameters
+        noted: where to note what crosses; None if nobody wants to know
+    """
+
+    def __init__(
+        self, frame: Frame, cells: list[Cell], columns: Columns, aliases: Aliases, noted: list[Crossed] | None
+    ) -> None:
+        self._noted = noted
+        self._frame = frame
+        self._cells = cells
+        self._columns = columns
+        self._aliases = aliases
+        self._known: dict[tuple[int, bool], _Known] = {}
+        self._moves = columns.move
+
+    def entered(self) -> None:
+        """Forget the imports of the last column, but for those that were changed in place."""
+        self._known = {key: one for key, one in self._known.items() if versions([one.alias]) != [one.version]}
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return what stands for ``tensor`` in the current column."""
+        frame = self._frame
+        column, records = frame.column, torch.is_grad_enabled()
+        key = (id(tensor), records)
+        known = self._known.get(key)
+        if known is not None:
+            if versions([known.alias]) != [known.version]:
+                return self.bring(known.alias)
+            if known.column == column:
+                return known.alias
+        home = column
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            if node is None:
+                return self._bring_leaf(tensor)
+            home = frame.home(node)
+        alias = tensor
+        if home != column:
+            if not records:
+                alias = self._moved(tensor.detach(), home, column)
+            else:
+                export = self._cells[home].export(tensor)
+                moved = self._moved(tensor.detach(), home, column)
+                alias = self._cells[column].enter(home, export, moved)
+                if self._noted is not None:
+                    self._noted.append(Crossed(home, column, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+        elif self._moves:
+            alias = self._on_this_device(tensor, column)
+        if alias is not tensor:
+            self._known[key] = _Known(tensor, column, alias, versions([alias])[0])
+        return alias
+
+    def _moved(self, tensor: Tensor, a: int, c: int) -> Tensor:
+        route = self._columns.route(a, c)
+        if route is None:
+            return tensor
+        moved = copy_forward(route, self._frame.i, (tensor,))[0]
+        assert moved is not None
+        return moved
+
+    def _on_this_device(self, tensor: Tensor, column: int) -> Tensor:
+        columns = self._columns
+        there, device = columns.streams.device_of(tensor), columns.devices[column]
+        if there is None or not columns.streams.moves(there, device):
+            return tensor
+        source = columns.column_of(there, column)
+        if source is None:
+            return tensor  # Not of this pipeline: the plain model would meet the same device.
+        if tensor.requires_grad:  # Made in this column, on a device that the model has remembered.
+            return tensor.to(device)
+        return self._moved(tensor, source, column)
+
+    def _bring_leaf(self, tensor: Tensor) -> Tensor:
+        column = self._frame.column
+        alias = self._aliases.at(tensor, column)
+        if alias is not None:
+            return alias
+        # Some libraries let outputs of frozen layers require grad, so that later layers leave a graph.
+        moved = self._on_this_device(tensor.detach(), column) if self._moves else tensor
+        return tensor if moved is tensor or not self._moves else moved.requires_grad_()
+
+
+#: What reads nothing of a tensor that an import would change.
+_READS = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.stride,
+}
+
+
+class Glue(TorchFunctionMode):
+    """Brings the arguments of operations between two modules of the spine: masks, residuals, the loss.
+
+    Inside modules of the spine this mode is off, because their arguments have been brought.
+
+    Args:
+        frame: the frame in whose thread this mode is active
+        crossing: what the frame brings
+        devices: the device of each column
+    """
+
+    def __init__(self, frame: Frame, crossing: Crossing, devices: list[torch.device]) -> None:
+        super().__init__()
+        self._frame = frame
+        self._bring = crossing.bring
+        self._devices = devices
+        self.is_off = False
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._frame.column or self.is_off or func in _READS:
+            return func(*args, **(kwargs or {}))
+        args = mapped(args, self._bring)
+        if kwargs:
+            kwargs = mapped(kwargs, self._bring)
+            # A device that the model has remembered from an earlier column.
+            if kwargs.get("device") in self._devices:
+                kwargs = {**kwargs, "device": self._devices[self._frame.column]}
+        if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
+            args = (args[0], self._devices[self._frame.column], *args[2:])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,122 @@
+"""The layout of a pipelined module: the spine, its partitions, and what crosses their boundaries; as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Crossed", "Layout", "PartitionLayout", "SpinePart"]
+
+
+@dataclass(frozen=True)
+class SpinePart:
+    """A part of the spine.
+
+    Attributes:
+        name: the name of its module, or of its first and last modules
+        parameters: the number of elements of its parameters
+        size: the bytes of its parameters and buffers
+        seconds: the time of its forward on the sample
+    """
+
+    name: str
+    parameters: int
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PartitionLayout:
+    """A partition.
+
+    Attributes:
+        device: its device
+        parts: its parts of the spine
+    """
+
+    device: torch.device
+    parts: tuple[SpinePart, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of its first and last parts."""
+        first, last = self.parts[0].name.split("..")[0], self.parts[-1].name.split("..")[-1]
+        return first if first == last else f"{first}..{last}"
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A tensor that has crossed from one column to another.
+
+    Attributes:
+        source: the column that it comes from
+        target: the column that uses it
+        shape: its shape
+        dtype: its type
+        size: its bytes
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size: int
+
+
+@dataclass
+class Layout:
+    """The layout of a pipelined module.
+
+    Attributes:
+        partitions: the partitions
+        tied: names of parameters that several partitions share
+        crossed: what the first micro-batch has carried from column to column, each with a gradient to come back; empty
+            until a mini-batch has run
+    """
+
+    partitions: list[PartitionLayout]
+    tied: list[tuple[str, ...]]
+    crossed: list[Crossed] = field(default_factory=list)
+
+    @property
+    def spine(self) -> list[str]:
+        """The names of all parts of the spine."""
+        return [part.name for partition in self.partitions for part in partition.parts]
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of parts in each partition."""
+        return [len(partition.parts) for partition in self.partitions]
+
+    def __str__(self) -> str:
+        total = sum(part.seconds for partition in self.partitions for part in partition.parts) or 1.0
+        rows = [("", "modules", "parts", "device", "parameters", "memory", "time")]
+        for j, partition in enumerate(self.partitions):
+            parts = partition.parts
+            rows.append(
+                (
+                    str(j),
+                    partition.name,
+                    str(len(parts)),
+                    str(partition.device),
+                    f"{sum(part.parameters for part in parts):,}",
+                    _size(sum(part.size for part in parts)),
+                    f"{sum(part.seconds for part in parts) / total:.0%}",
+                )
+            )
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines += [f"tied: {' = '.join(names)}" for names in self.tied]
+        for one in self.crossed:
+            shape = "x".join(map(str, one.shape)) or "number"
+            lines.append(f"{one.source} to {one.target}: {shape} {str(one.dtype)[6:]}, {_size(one.size)}")
+        return "\n".join(lines)
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

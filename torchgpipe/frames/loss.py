@@ -1,0 +1,161 @@
+"""The numbers of a mini-batch from those of its micro-batches, above all the loss.
+
+A mean over tokens is the mean of the micro-batches' means, weighted with their tokens: with the number of labels that
+are not -100. Where the caller gives ``num_items_in_batch``, each micro-batch has its share already, and shares add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.frames.outputs import Number, join
+from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.values import each
+
+__all__ = ["MicroBatchLoss", "labels_of", "mean_or_sum"]
+
+#: What losses of transformers, and cross entropy, leave out.
+_IGNORED = -100
+
+
+def labels_of(named: Mapping[str, Any], *, shifts: bool) -> int | None:
+    """Return the number of labels that count among the arguments of a micro-batch; None if there are none."""
+    labels = named.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return None
+    if shifts and labels.dim() > 1:
+        labels = labels[..., 1:]
+    return int((labels != _IGNORED).sum())
+
+
+def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
+    if settings.weight is not None and settings.loss_fn is None:
+        return [float(settings.weight(part)) for part in named]
+    counts = [labels_of(part, shifts=settings.shifts) for part in named]
+    return [float(size if count is None else count) for size, count in zip(sizes, counts)]
+
+
+def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
+    if settings.reduce is not None:
+        return settings.reduce == "sum"
+    return settings.takes_items and named[0].get("num_items_in_batch") is not None
+
+
+def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Number:
+    """Return what joins the numbers that the micro-batches have returned."""
+
+    def number(path: str, values: Sequence[Tensor]) -> Tensor:
+        if not values[0].is_floating_point() and not values[0].is_complex():
+            if all([torch.equal(value, values[0]) for value in values]):
+                return values[0]
+            raise ValueError(
+                f"the output '{path}' is a whole number that differs between micro-batches, and cannot be joined; use "
+                "model.step, whose loss_fn gets the output of each micro-batch"
+            )
+        stacked = torch.stack(list(values))
+        if _adds_up(settings, named):
+            return stacked.sum()
+        weights = _weights(settings, named, sizes)
+        shares = [weight / total for total in [sum(weights)] for weight in weights] if sum(weights) else weights
+        counted = [value * share for value, share in zip(values, shares) if share]
+        return torch.stack(counted).sum() if counted else values[0]
+
+    return number
+
+
+class MicroBatchLoss:
+    """The loss of a step.
+
+    Args:
+        settings: the settings of the module
+        named: the arguments of each micro-batch, by name
+        sizes: the rows of each micro-batch
+        target: the target of the mini-batch, for the loss function
+    """
+
+    def __init__(
+        self, settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int], target: Any
+    ) -> None:
+        self._loss_fn = settings.loss_fn
+        self._coupled = [path for path, kind in settings.kinds.items() if kind == "coupled"]
+        self._sizes = sizes
+        self._targets = _split(target, sizes)
+        self._losses: dict[int, Tensor] = {}
+        self._values: dict[int, Any] = {}
+        if self._loss_fn is None:
+            weights = [1.0] * len(sizes) if _adds_up(settings, named) else _weights(settings, named, sizes)
+            total = 1.0 if _adds_up(settings, named) else sum(weights)
+        else:
+            weight = settings.weight
+            weights = [float(size if weight is None else weight(one)) for size, one in zip(sizes, self._targets)]
+            total = sum(weights)
+        self._shares = [one / total if total else 0.0 for one in weights]
+
+    def share(self, i: int, output: Any) -> Tensor:
+        """Return the share of micro-batch ``i`` in the loss, a tensor without dimensions.
+
+        Raises:
+            ValueError: there is no loss, or it is not a tensor of one number.
+        """
+        loss = self._loss_of(i, output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss of a micro-batch must be a tensor of one number, but is {got}")
+        # The mean over no labels is nan, and so would be its gradient.
+        share = loss.reshape(()) * self._shares[i] if self._shares[i] else _nothing(output)
+        self._losses[i] = share.detach()
+        return share
+
+    def _loss_of(self, i: int, output: Any) -> Any:
+        if self._loss_fn is not None:
+            result = self._loss_fn(output, self._targets[i])
+            if isinstance(result, tuple) and len(result) == 2:
+                self._values[i] = result[1]
+                return result[0]
+            return result
+        if self._coupled and len(self._sizes) > 1:
+            raise ValueError(
+                f"the output {self._coupled} couples the rows of a batch, so the loss of the mini-batch is not the "
+                "mean of those of its micro-batches; give pipelined(..., loss_fn=...) what micro-batches should learn"
+            )
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"a step needs a loss, but the output ({type(output).__name__}) has none; pass labels to step, or give "
+                "pipelined(..., loss_fn=...)"
+            )
+        return loss
+
+    def result(self) -> Any:
+        """Return the loss, and what else the loss function has returned, joined."""
+        total = torch.stack([self._losses[i] for i in sorted(self._losses)]).sum()
+        if not self._values:
+            return total
+        values = [self._values[i] for i in sorted(self._values)]
+        if len(values) < len(self._sizes):
+            raise ValueError("loss_fn returned other values beside the loss for some micro-batches only")
+        return total, join(values, self._sizes, {}, lambda _, numbers: torch.stack(list(numbers)))
+
+
+def _nothing(output: Any) -> Tensor:
+    """Return a loss of 0 with a graph."""
+    parts = [tensor.reshape(-1)[:0].sum().real for _, tensor in each(output) if tensor.requires_grad]
+    return torch.stack(parts).sum()
+
+
+def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
+    if isinstance(target, Tensor):
+        if len(target) != sum(sizes):
+            raise ValueError(f"the batch has {sum(sizes)} rows in dimension 0, but the target has {len(target)}")
+        return list(torch.split(target, list(sizes)))
+    if isinstance(target, (tuple, list)):
+        columns = [_split(item, sizes) for item in target]
+        return [type(target)([column[i] for column in columns]) for i in range(len(sizes))]
+    if isinstance(target, Mapping):
+        pairs = {key: _split(item, sizes) for key, item in target.items()}
+        return [{key: column[i] for key, column in pairs.items()} for i in range(len(sizes))]
+    return [target] * len(sizes)

@@ -1,0 +1,255 @@
+"""A mini-batch in frames: its cells, forward and backward, in the order of a program.
+
+In the program, j is a column: neighbouring partitions on one device. F(i, j) lets frame i go on until its model leaves
+column j. B(i, j) differentiates the cell, and gives the gradients of its imports to the cells that they come from.
+
+`step` runs the whole program. For ``loss.backward()``, the program is that of GPipe, and runs in two halves: all F when
+the model is called, all B in the backward of one autograd node; see `outer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.copy import copy_back, wait_back
+from torchgpipe.engine.plan import Plan, plan
+from torchgpipe.engine.workers import Task, run_in_workers
+from torchgpipe.frames.cell import Cell, Export
+from torchgpipe.frames.crossing import Columns, Crossing
+from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.layout import Crossed
+from torchgpipe.frames.numbers import Numbers
+from torchgpipe.frames.parameters import Aliases
+from torchgpipe.frames.values import mapped
+from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.schedule import Program
+
+__all__ = ["Arguments", "Finish", "MiniBatch"]
+
+
+class Arguments(NamedTuple):
+    """The arguments of a micro-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+#: Takes a micro-batch's number, the output of the model, and a function that exports a tensor to the caller.
+Finish = Callable[[int, Any, Callable[[Tensor], Export]], None]
+
+
+class MiniBatch:
+    """The frames and cells of a mini-batch.
+
+    Args:
+        forward: the model's own forward
+        inputs: the arguments of each micro-batch, on the first device
+        finish: takes the output of each micro-batch, in the last column
+        columns: where the columns compute
+        aliases: the aliases of parameters
+        numbers: the random numbers
+        program: the actions of each device
+        backward: whether backward follows
+        labels: names each column, for errors
+
+    Attributes:
+        numbers: the random numbers
+        crossed: what the first micro-batch has carried from column to column
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        inputs: Sequence[Arguments],
+        finish: Finish,
+        columns: Columns,
+        aliases: Aliases,
+        numbers: Numbers,
+        program: Program,
+        *,
+        backward: bool,
+        labels: Sequence[str],
+    ) -> None:
+        self._m, self._n = len(inputs), len(columns.devices)
+        self._forward = forward
+        self._inputs: list[Arguments | None] = list(inputs)
+        self._finish = finish
+        self._columns = columns
+        self._aliases = aliases
+        self.numbers = numbers
+        self.crossed: list[Crossed] = []
+        self._labels = labels
+        self._ambient = Ambient()
+        self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
+        self._frames = [Frame(i, self._run_frame, self._ambient) for i in range(self._m)]
+        self._entered: list[list[tuple[Tensor, _Entrance]]] = [[] for _ in inputs]
+        self._threaded = self._n > 1
+        each = tuple((j,) for j in range(self._n))
+        self._plan = plan(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
+
+    # ------------------------------------------------------------------------------------------------- the program
+
+    def run(self) -> None:
+        """Run the whole program.
+
+        Raises:
+            BaseException: the error of the first action that failed, with a note of where it was.
+        """
+        self._run_actions(self._plan, self._ambient, keep_graph=False)
+
+    def run_forward(self) -> None:
+        """Run all forward actions."""
+        self._run_actions(_only(self._plan, "F"), self._ambient, keep_graph=False)
+
+    def run_backward(self, *, keep_graph: bool) -> None:
+        """Run all backward actions, in the thread of an autograd node."""
+        with self._aliases.installed():
+            self._run_actions(_only(self._plan, "BIW"), Ambient(), keep_graph=keep_graph)
+
+    def entrance_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
+        """Yield the inputs that require grad, each a part of an argument, with their gradients."""
+        for tensor, entrance in self.entrances():
+            yield tensor, entrance.total()
+
+    def entrances(self) -> list[tuple[Tensor, Export]]:
+        """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
+        return [(tensor, entrance) for entered in self._entered for tensor, entrance in entered]
+
+    def _run_actions(self, todo: Plan, ambient: Ambient, *, keep_graph: bool) -> None:
+        def run(number: int) -> None:
+            kind, i, j = todo.actions[number]
+            if kind == "F":
+                self._run_forward(i, j)
+            else:
+                self._run_backward(i, j, kind, keep_graph)
+
+        computing = self._columns.computing
+        try:
+            if len(set(self._columns.devices)) == 1:
+                with computing[0].use():
+                    for number in range(len(todo.actions)):
+                        run(number)
+            else:
+                streams = [computing[action.j] for action in todo.actions]
+                run_in_workers([Task(*task) for task in zip(streams, todo.needs)], run, ambient)
+        except BaseException:
+            for frame in self._frames:
+                frame.cancel()
+            raise
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def _run_forward(self, i: int, j: int) -> None:
+        frame = self._frames[i]
+        try:
+            with self.numbers.of(i, self._columns.devices[j]):
+                frame.advance(j, threaded=self._threaded)
+        except BaseException as error:
+            error.add_note(f"{self._where(i, frame.column)}, in '{frame.module}', during forward")
+            raise
+        marked = self._columns.leaving(j)
+        mark = self._columns.computing[j].mark() if marked else None
+        for route in marked:
+            route.ready[i] = mark
+
+    def _run_frame(self, frame: Frame) -> None:
+        i = frame.i
+        cells = self._cells[i] if self._cells else []
+        arguments, self._inputs[i] = self._inputs[i], None
+        assert arguments is not None
+        if cells:
+            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._enter(i, tensor)))
+        noted = None if i else self.crossed
+        crossing = Crossing(frame, cells, self._columns, self._aliases, noted)
+        traveller = Traveller(frame, crossing, self._columns)
+
+        def model() -> Any:
+            nonlocal arguments
+            given, arguments = arguments, None
+            assert given is not None
+            return self._forward(*given.args, **given.kwargs)
+
+        def finish(output: Any) -> None:
+            self._finish(i, traveller.bring(output), cells[-1].export if cells else _no_export)
+
+        traveller.run(model, finish)
+
+    def _enter(self, i: int, tensor: Tensor) -> Tensor:
+        """Return an input of micro-batch ``i``, without its history if it requires grad."""
+        if not tensor.requires_grad:
+            return tensor
+        for known, entrance in self._entered[i]:
+            if known is tensor:
+                return entrance.alias
+        entrance = _Entrance()
+        entrance.alias = self._cells[i][0].enter(-1, entrance, tensor)
+        self._entered[i].append((tensor, entrance))
+        return entrance.alias
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    def _run_backward(self, i: int, j: int, kind: str, keep_graph: bool) -> None:
+        cell, columns = self._cells[i][j], self._columns
+        try:
+            with self._differentiating():
+                if kind == "W":
+                    cell.differentiate_weights()
+                    return
+                wait_back(columns.leaving(j), i)
+                result = cell.differentiate(split=kind == "I", keep_graph=keep_graph)
+        except BaseException as error:
+            error.add_note(f"{self._where(i, j)}, during backward")
+            raise
+        for a in range(-1, j):
+            parts = [(export, grad) for source, export, grad in result if source == a]
+            route = columns.route(a, j)
+            grads = tuple([grad for _, grad in parts])
+            moved = grads if route is None or not parts else copy_back(route, i, grads)
+            for (export, _), grad in zip(parts, moved):
+                export.add(grad)
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        """Run backward in a ``with`` block: in this thread, and outside of autocast, as ``loss.backward()`` is."""
+        with (
+            self.numbers.backward(),
+            torch.autograd.set_multithreading_enabled(False),
+            self._ambient.without_autocast(),
+            visiting(Recomputation(self._columns)) if self._threaded else nullcontext(),
+        ):
+            yield
+
+    def _where(self, i: int, j: int) -> str:
+        return f"micro-batch {i} of {self._m}, {self._labels[j]}"
+
+
+class _Entrance(Export):
+    """An input that requires grad; the gradient that arrives is the caller's."""
+
+    __slots__ = ("alias",)
+
+    alias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+def _no_export(tensor: Tensor) -> Export:
+    raise AssertionError("there is no backward")
+
+
+def _only(todo: Plan, kinds: str) -> Plan:
+    """Return the part of a plan with actions of these kinds; what they need of other kinds has run."""
+    numbers = [number for number, action in enumerate(todo.actions) if action.kind in kinds]
+    new = {number: k for k, number in enumerate(numbers)}
+    return todo._replace(
+        actions=[todo.actions[number] for number in numbers],
+        needs=[[new[need] for need in todo.needs[number] if need in new] for number in numbers],
+    )

@@ -1,0 +1,119 @@
+"""Random numbers of frames: each micro-batch has a seed, and its numbers follow it from device to device.
+
+So dropout is the same for any partitions, schedule and number of devices. While a frame runs in a column, the
+generators of the CPU and of the device have the state that the frame has left in its last column; afterwards they get
+their own state back. The CPU has one generator for all threads, so frames that draw from it run one at a time.
+
+Only models that draw pay. Whether a model draws is seen when it first runs, for each set of training modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.device import device_module
+from torchgpipe.replay.seeds import cpu_lock, mixed, sharing_cpu_generator
+
+__all__ = ["Draws", "Numbers"]
+
+
+class Draws(NamedTuple):
+    """What a model draws from.
+
+    Attributes:
+        cpu: whether it draws from the generator of the CPU
+        device: whether it draws from generators of accelerators
+    """
+
+    cpu: bool
+    device: bool
+
+
+class Numbers:
+    """The random numbers of a mini-batch.
+
+    Args:
+        draws: what the model draws from; None if that is unknown
+    """
+
+    def __init__(self, draws: Draws | None) -> None:
+        self._draws = draws
+        self._swaps = draws or Draws(True, True)
+        self._drawn = [False, False]
+        self._states: dict[int, dict[str, Tensor]] = {}
+        with cpu_lock():
+            self._before = torch.default_generator.get_state()
+        self._source = torch.Generator()
+        self._source.set_state(self._before)
+        # From a copy of the caller's generator, which goes on only if the model draws.
+        self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu", generator=self._source))
+
+    @contextmanager
+    def of(self, i: int, device: torch.device) -> Iterator[None]:
+        """Let the generators follow micro-batch ``i`` in a ``with`` block."""
+        if not any(self._swaps):
+            yield
+            return
+        generators: dict[str, torch.Generator] = {}
+        if device.type != "cpu" and self._swaps.device:
+            generators["device"] = device_module(device).default_generators[device.index]
+        if not self._swaps.cpu:
+            with self._swapped(i, generators):
+                yield
+            return
+        generators["cpu"] = torch.default_generator
+        with sharing_cpu_generator(), self._swapped(i, generators):
+            yield
+
+    @contextmanager
+    def _swapped(self, i: int, generators: dict[str, torch.Generator]) -> Iterator[None]:
+        states = self._states.setdefault(i, {})
+        before = {kind: generator.get_state() for kind, generator in generators.items()}
+        for kind, generator in generators.items():
+            if kind in states:
+                generator.set_state(states[kind])
+            else:
+                generator.manual_seed(mixed(self._base, i, 0))
+        begun = {kind: generator.get_state() for kind, generator in generators.items()}
+        try:
+            yield
+        finally:
+            for k, kind in enumerate(("cpu", "device")):
+                if kind in generators:
+                    states[kind] = generators[kind].get_state()
+                    self._drawn[k] |= not torch.equal(states[kind], begun[kind])
+                    generators[kind].set_state(before[kind])
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
+        if self._swaps.cpu:
+            with sharing_cpu_generator():
+                yield
+        else:
+            yield
+
+    def end(self) -> Draws:
+        """Return what the model draws from, as far as it is known now.
+
+        Raises:
+            RuntimeError: the model has drawn from the CPU's generator for the first time.
+        """
+        if self._draws is None:
+            self._draws = Draws(*self._drawn)
+        if any(self._draws):
+            with cpu_lock():
+                torch.default_generator.set_state(self._source.get_state())
+        return self._draws
+
+    def has_drawn_unseen(self) -> bool:
+        """Return whether the CPU's generator was drawn from, although the model was known to draw nothing."""
+        if self._swaps.cpu:
+            return False
+        with cpu_lock():
+            return not torch.equal(torch.default_generator.get_state(), self._before)

@@ -1,0 +1,120 @@
+"""Aliases in the place of parameters while a mini-batch runs.
+
+An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one column add. At the end, the
+sum goes through the parameter, as the gradient of one plain layer would: hooks hear it once, and so does
+DistributedDataParallel. A parameter that several columns share has an alias in each of them, so the order of the sum
+does not depend on the order of threads. On another device the alias is a copy, made once for each mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.gradients import sum_of
+
+__all__ = ["Aliases", "Slot"]
+
+#: A place of a parameter: the module, the name there, and the column.
+Slot = tuple[nn.Module, str, int]
+
+
+class Aliases:
+    """The aliases of the parameters of a model during a mini-batch.
+
+    Args:
+        slots: where parameters are
+        devices: the device of each column
+        moves: returns whether a tensor must be copied from one device to another
+        device_of: returns the device of a tensor, or None if it belongs to every device
+        backward: whether gradients are wanted
+    """
+
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        devices: list[torch.device],
+        moves: Callable[[torch.device, torch.device], bool],
+        device_of: Callable[[Tensor], torch.device | None],
+        *,
+        backward: bool,
+    ) -> None:
+        self._devices, self._moves, self._device_of = devices, moves, device_of
+        self._backward = backward
+        self._by_column: dict[tuple[Tensor, int], Tensor] = {}
+        self._parameters: dict[Tensor, Tensor] = {}
+        self._installed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for module, name, column in slots:
+            parameter = module._parameters[name]
+            if parameter is not None and not is_lazy(parameter):
+                alias = self._alias(parameter, column)
+                if alias is not parameter:
+                    self._installed.append((module, name, parameter, alias))
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that have aliases with gradients, each once."""
+        return list(dict.fromkeys([parameter for parameter, _ in self._by_column if parameter.requires_grad]))
+
+    def _alias(self, parameter: Tensor, column: int) -> Tensor:
+        key = (parameter, column)
+        if key in self._by_column:
+            return self._by_column[key]
+        trains = self._backward and parameter.requires_grad
+        there, device = self._device_of(parameter), self._devices[column]
+        away = there is not None and self._moves(there, device)
+        if not trains and not away:
+            return parameter
+        values = parameter.detach()
+        alias = nn.Parameter(values.to(device, copy=True) if away else values, requires_grad=trains)
+        if vars(parameter):
+            vars(alias).update(vars(parameter))
+        self._by_column[key] = alias
+        self._parameters[alias] = parameter
+        return alias
+
+    def at(self, tensor: Tensor, column: int) -> Tensor | None:
+        """Return the alias in ``column`` of a parameter, given the parameter or an alias of it; None for others."""
+        parameter = self._parameters.get(tensor)
+        if parameter is None:
+            if (tensor, column) not in self._by_column:
+                return None
+            parameter = tensor
+        return self._alias(parameter, column)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the modules have the aliases in a ``with`` block."""
+        done = []
+        try:
+            for module, name, parameter, alias in self._installed:
+                _assign(module, name, alias)
+                done.append((module, name, parameter))
+            yield
+        finally:
+            for module, name, parameter in done:
+                _assign(module, name, parameter)
+
+    def take(self) -> list[Leaf]:
+        """Return the gradients of the trained parameters, and leave none behind."""
+        sums: dict[Tensor, Leaf] = dict.fromkeys(self.trained)
+        for (parameter, _), alias in sorted(self._by_column.items(), key=lambda item: item[0][1]):
+            grad, alias.grad = alias.grad, None
+            if grad is not None:
+                there, own = self._device_of(grad), self._device_of(parameter)
+                if there is not None and own is not None and self._moves(there, own):
+                    grad = grad.to(own)
+                sums[parameter] = sum_of(sums[parameter], grad)
+        return list(sums.values())
+
+
+def _assign(module: nn.Module, name: str, parameter: Tensor) -> None:
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)  # It keeps another list of its parameters.
+    else:
+        module._parameters[name] = parameter  # type: ignore[assignment]

@@ -1,0 +1,280 @@
+"""Running a pipelined module: a mini-batch through `forward`, through `step`, or in one piece."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from torchgpipe.devices.stream import Streams
+from torchgpipe.engine.direct_gradients import deliver
+from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.frames.cell import Export
+from torchgpipe.frames.crossing import Columns
+from torchgpipe.frames.door import open_door
+from torchgpipe.frames.inputs import chunk_sizes
+from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
+from torchgpipe.frames.mini_batch import Arguments, MiniBatch
+from torchgpipe.frames.numbers import Draws, Numbers
+from torchgpipe.frames.outer import Outer
+from torchgpipe.frames.outputs import join
+from torchgpipe.frames.parameters import Aliases, Slot
+from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.values import each, is_cache, mapped
+from torchgpipe.frames.visitors import InOnePiece, visiting
+from torchgpipe.schedule import places_of, program, program_of
+
+__all__ = ["Pipeline", "pipeline_of"]
+
+
+class Pipeline:
+    """What runs a pipelined module.
+
+    Args:
+        module: the module
+        settings: its settings
+
+    Attributes:
+        streams: the source of streams; a test can exchange it
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        self._settings = settings
+        self.streams = Streams()
+        self._structure: tuple[int, ...] = ()
+        self._doors: list[tuple[nn.Module, str, int]] = []
+        self._slots: list[Slot] = []
+        #: For the training modes of all modules, what the model draws from.
+        self._draws: dict[tuple[bool, ...], Draws] = {}
+        self._told: set[str] = set()
+
+    def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
+        arguments = Arguments(args, kwargs)
+        sizes = self._sizes(arguments)
+        if sizes is None:
+            return self._in_one_piece(module, plain, arguments)
+        settings = self._settings
+        parts = settings.splitter.split(arguments, sizes) if sizes != [0] else [arguments]
+        named = [settings.splitter.names(part) for part in parts]
+        backward = torch.is_grad_enabled()
+        exports: dict[int, Export] = {}
+        outputs: list[Any] = [None] * len(parts)
+
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+            def detached(tensor: Tensor) -> Tensor:
+                if not tensor.requires_grad:
+                    return tensor
+                if id(tensor) not in known:
+                    known[id(tensor)] = (tensor, tensor.detach())
+                    exports[id(known[id(tensor)][1])] = export(tensor)
+                return known[id(tensor)][1]
+
+            known: dict[int, tuple[Tensor, Tensor]] = {}
+            outputs[i] = mapped(output, detached) if backward else output
+
+        programs = program("GPipe", len(parts), places_of(settings.devices))
+        with self._aliased(module, backward=backward) as aliases:
+            mini_batch = self._mini_batch(module, plain, parts, finish, aliases, programs, backward=backward)
+            mini_batch.run_forward()
+        self._end(module, mini_batch)
+        if exports:
+            leaves = {id(tensor): tensor for output in outputs for _, tensor in each(output) if id(tensor) in exports}
+            entered = [tensor for tensor, _ in mini_batch.entrances()]
+            own = [exports[key] for key in leaves]
+            joined = Outer.apply(mini_batch, aliases, own, *leaves.values(), *aliases.trained, *entered)
+            outer = dict(zip(leaves, joined))
+            outputs = [mapped(output, lambda tensor: outer.get(id(tensor), tensor)) for output in outputs]
+        return join(outputs, sizes, settings.kinds, mean_or_sum(settings, named, sizes))
+
+    def step(
+        self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
+    ) -> Any:
+        """Run a mini-batch forward and backward under the schedule, and return its loss."""
+        arguments = Arguments(args, kwargs)
+        settings = self._settings
+        rows = settings.splitter.rows_of(arguments)
+        sizes = chunk_sizes(rows, settings.chunks) if rows else [1]
+        parts = settings.splitter.split(arguments, sizes) if rows else [arguments]
+        backward = torch.is_grad_enabled()
+        loss = MicroBatchLoss(settings, [settings.splitter.names(part) for part in parts], sizes, target)
+
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+            share = loss.share(i, output)
+            if backward:
+                if not share.requires_grad:
+                    raise RuntimeError(
+                        "the loss does not require grad, so there is nothing to train; does the output depend on a "
+                        "parameter that requires grad?"
+                    )
+                export(share).add(torch.ones_like(share))
+
+        actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
+        with self._aliased(module, backward=backward) as aliases:
+            try:
+                mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, backward=backward)
+                mini_batch.run()
+                result = loss.result()
+                self._end(module, mini_batch)
+            except BaseException:
+                aliases.take()
+                raise
+        if backward:
+            _add(list(zip(aliases.trained, aliases.take())))
+            entered = [(tensor, grad) for tensor, grad in mini_batch.entrance_gradients() if grad is not None]
+            if entered:
+                torch.autograd.backward([tensor for tensor, _ in entered], [grad for _, grad in entered])
+        return result
+
+    # ------------------------------------------------------------------------------------------------------- pieces
+
+    def prepare(self, module: nn.Module) -> None:
+        """Look up the modules of the spine, which may have been replaced, and open their doors."""
+        settings = self._settings
+        structure = tuple(map(id, module.modules()))
+        if structure != self._structure:
+            children = dict(module.named_modules())
+            self._doors = [
+                (children[name], name, column) for name, column in settings.doors.items() if name in children
+            ]
+            self._slots = settings.columns_of(module)
+            self._structure = structure
+        for child, name, column in self._doors:
+            open_door(child, name, column, recomputes=name in settings.recomputed)
+
+    def _aliased(self, module: nn.Module, *, backward: bool) -> _Aliased:
+        refuse_transforms()
+        self.prepare(module)
+        streams = self.streams
+        slots = [slot for slot in self._slots if slot[1] in slot[0]._parameters]
+        aliases = Aliases(slots, self._settings.devices, streams.moves, streams.device_of, backward=backward)
+        return _Aliased(aliases)
+
+    def _mini_batch(
+        self,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        parts: Sequence[Arguments],
+        finish: Callable[[int, Any, Callable[[Tensor], Export]], None],
+        aliases: Aliases,
+        actions: Any,
+        *,
+        backward: bool,
+    ) -> MiniBatch:
+        settings = self._settings
+        columns = Columns(settings.devices, self.streams)
+        first = settings.devices[0]
+
+        def bring(tensor: Tensor) -> Tensor:
+            there = self.streams.device_of(tensor)
+            return tensor.to(first) if there is not None and self.streams.moves(there, first) else tensor
+
+        inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.move)) for part in parts]
+        numbers = Numbers(self._draws.get(_modes(module)))
+        return MiniBatch(
+            plain,
+            inputs,
+            finish,
+            columns,
+            aliases,
+            numbers,
+            actions,
+            backward=backward,
+            labels=settings.labels,
+        )
+
+    def _end(self, module: nn.Module, mini_batch: MiniBatch) -> None:
+        numbers = mini_batch.numbers
+        modes = _modes(module)
+        if numbers.has_drawn_unseen():
+            self._draws[modes] = Draws(True, True)
+            raise RuntimeError(
+                "random numbers were drawn from the CPU's generator in this mini-batch, though the model drew none "
+                "before, so a recomputation may draw others; run it again: from now on, micro-batches have seeds"
+            )
+        self._draws[modes] = numbers.end()
+        if not self._settings.layout.crossed:
+            self._settings.layout.crossed = mini_batch.crossed
+
+    def _sizes(self, arguments: Arguments) -> list[int] | None:
+        """Return the rows of each micro-batch, or None if the batch runs in one piece."""
+        settings = self._settings
+        rows = settings.splitter.rows_of(arguments)
+        if torch.is_grad_enabled():
+            if rows == 0:
+                self._tell("a training call has nothing to split, so it runs as one micro-batch, without a speed-up")
+            return chunk_sizes(rows, settings.chunks) if rows else [0]
+        generates = arguments.kwargs.get("use_cache") is True or any(
+            map(is_cache, (*arguments.args, *arguments.kwargs.values()))
+        )
+        if rows == 0 or generates:
+            self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up")
+            return None
+        return chunk_sizes(rows, settings.chunks)
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told and len(self._settings.devices) > 1:
+            self._told.add(what)
+            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=6)
+
+    def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
+        columns = Columns(self._settings.devices, self.streams)
+        if not columns.move:
+            return plain(*arguments.args, **arguments.kwargs)
+        with self._aliased(module, backward=False), ExitStack() as stack:
+            visitor = InOnePiece(columns)
+            stack.enter_context(visiting(visitor))
+            stack.enter_context(visitor)
+            return plain(*arguments.args, **arguments.kwargs)
+
+
+class _Aliased:
+    """A ``with`` block in which the modules have aliases of their parameters."""
+
+    def __init__(self, aliases: Aliases) -> None:
+        self._aliases = aliases
+        self._installed = aliases.installed()
+
+    def __enter__(self) -> Aliases:
+        self._installed.__enter__()
+        return self._aliases
+
+    def __exit__(self, *raised: Any) -> None:
+        self._installed.__exit__(*raised)
+
+
+def _modes(module: nn.Module) -> tuple[bool, ...]:
+    return tuple([child.training for child in module.modules()])
+
+
+def _add(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Add gradients to ``.grad`` of parameters; their hooks hear them."""
+    heard = [
+        (one, grad)
+        for one, grad in gradients
+        if grad is not None and (not one.is_leaf or has_hooks(one, get_gradient_edge(one).node))
+    ]
+    deliver(heard)  # First, because a hook may fail.
+    done = {id(one) for one, _ in heard}
+    with torch.no_grad():
+        for one, grad in gradients:
+            if grad is not None and id(one) not in done:
+                one.grad = grad if one.grad is None else one.grad.add_(grad)
+
+
+_pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+
+
+def pipeline_of(module: nn.Module, settings: Settings) -> Pipeline:
+    """Return what runs ``module``, and make it if there is none, as for a copy."""
+    found = _pipelines.get(module)
+    if found is None or found._settings is not settings:
+        found = _pipelines[module] = Pipeline(module, settings)
+    return found

@@ -1,0 +1,272 @@
+"""Pipelining any module, in place: the module stays the user's own object, of a class that is made on the fly."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.torch_internals import own_call
+from torchgpipe.devices.typing import Device
+from torchgpipe.frames.arrange import arrange
+from torchgpipe.frames.door import close_door, here
+from torchgpipe.frames.inputs import arguments_of
+from torchgpipe.frames.layout import Layout
+from torchgpipe.frames.move import move
+from torchgpipe.frames.pipeline import pipeline_of
+from torchgpipe.frames.settings import Settings
+from torchgpipe.gpipe import GPipe
+from torchgpipe.model.settings import verify_chunks
+from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
+
+__all__ = ["pipelined"]
+
+M = TypeVar("M", bound=nn.Module)
+
+#: The attribute of the module with its settings.
+_SETTINGS = "_torchgpipe"
+
+
+def pipelined(
+    module: M,
+    sample: Any,
+    *,
+    chunks: int,
+    devices: Iterable[Device] | None = None,
+    partitions: int | None = None,
+    balance: str | Sequence[int] | Mapping[str, int] = "time",
+    schedule: Schedule = "1F1B",
+    loss_fn: Callable[..., Any] | None = None,
+    weight: Callable[..., Any] | None = None,
+    reduce: str | None = None,
+    no_chunk: Collection[str] = (),
+    checkpoint: bool | Collection[str] = (),
+) -> M:
+    """Pipeline any module over several devices, in place. ::
+
+        model = AutoModelForCausalLM.from_pretrained(...)
+        torchgpipe.pipelined(model, dict(input_ids=ids[:2], labels=ids[:2]), chunks=8)
+        model(input_ids=ids, labels=ids).loss.backward()     # the loop does not change
+        loss = model.step(input_ids=ids, labels=ids)         # or: forward and backward under a schedule
+
+    The module's own forward runs unchanged, once for each micro-batch, in a thread that stops where a partition begins.
+    Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The module stays the object
+    that it is: its class, names, ``state_dict`` and parameters are the user's. It gains three attributes: ``step``,
+    ``layout`` and ``unpipelined``.
+
+    Args:
+        module: the model; its parameters are moved to their devices
+        sample: the arguments of one micro-batch, of at least two rows: a tuple, a dict, or (tuple, dict)
+        chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
+        devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
+        partitions: the number of partitions (default: one for each device)
+        balance: ``'time'``, ``'parameters'`` or ``'size'``: what to balance; or the number of parts of the spine in
+            each partition; or a dict from names of modules to the partitions that begin there
+        schedule: for ``step``; see :class:`GPipe`
+        loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the mean loss, or a pair of
+            the mean loss and other values (default: the output's own ``loss``)
+        weight: for ``step``, returns the weight of a micro-batch in the mean, given its target, or without ``loss_fn``
+            a dict of its arguments (default: its labels that are not -100, or its rows)
+        reduce: ``'mean'`` or ``'sum'``: how numbers that micro-batches return, such as losses, are joined (default:
+            the sum where ``num_items_in_batch`` is given, or else the weighted mean)
+        no_chunk: names of arguments that every micro-batch gets whole
+        checkpoint: names of modules that keep only their inputs, and run again at backward; True for all of the spine
+
+    Returns:
+        ``module``
+
+    Raises:
+        TypeError: ``module`` cannot be pipelined, or an argument has another type.
+        ValueError: the module has nothing to split, or an argument does not fit.
+    """
+    _verify(module)
+    count = verify_chunks(chunks)
+    if reduce not in (None, "mean", "sum"):
+        raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
+    places = _devices(devices, partitions, balance)
+    verify_name(schedule)
+    settings = arrange(
+        module,
+        arguments_of(sample),
+        places,
+        balance=balance,
+        no_chunk=no_chunk,
+        checkpoint=checkpoint,
+        chunks=count,
+        schedule=schedule,
+        loss_fn=loss_fn,
+        weight=weight,
+        reduce=reduce,
+    )
+    program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
+    move(module, settings)
+    vars(module)[_SETTINGS] = settings
+    _tell_trainers(module, settings)
+    kind: Any = type(module)
+    module.__class__ = _subclass(kind)
+    return module
+
+
+def _devices(
+    devices: Iterable[Device] | None, partitions: int | None, balance: str | Sequence[int] | Mapping[str, int]
+) -> list[torch.device]:
+    """Return the device of each partition."""
+    n = partitions
+    if n is None and not isinstance(balance, str):
+        n = len(balance) if isinstance(balance, Sequence) else 1 + max(balance.values(), default=0)
+    if devices is not None:
+        places = [canonical_device(device) for device in devices]
+    else:
+        places = default_devices(1)
+        if places[0].type == "cpu":
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            places = [torch.device("cpu", k) for k in range(cores)]
+        places = places[:n]
+    if not places or (n is not None and (n < 1 or n % len(places))):
+        raise ValueError(
+            f"{n} partitions do not go evenly round {len(places)} devices; give a device for each partition, or a "
+            "multiple of the devices as partitions"
+        )
+    return places * ((n or len(places)) // len(places))
+
+
+def _verify(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("a ScriptModule has no Python forward to stop; pipeline the module that it was made from")
+    if hasattr(module, "_orig_mod") or own_call(module) is not None:
+        raise TypeError(
+            "the whole model is compiled, so there is nothing to stop at; pipeline the plain model, and compile its "
+            "blocks: for block in model.layers: block.compile()"
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"pipeline the module inside, and then wrap it in {type(module).__name__}")
+    if "forward" in vars(module):
+        raise TypeError(
+            "the module has a forward of its own as an attribute, perhaps because accelerate has prepared it, which "
+            "would hide the pipeline; call pipelined before prepare"
+        )
+    for name, child in module.named_modules():
+        if _SETTINGS in vars(child) or isinstance(child, GPipe):
+            raise TypeError(
+                f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call unpipelined() "
+                "or unwrap() first"
+            )
+    taken = [name for name in ("step", "layout", "unpipelined") if hasattr(module, name)]
+    if taken:
+        raise TypeError(f"{type(module).__name__} has attributes {taken}, which a pipelined module needs; rename them")
+
+
+def _tell_trainers(module: Any, settings: Settings) -> None:
+    """Note the devices where trainers look, so that they neither move nor wrap the module."""
+    if len({device for device in settings.devices if device.type != "cpu"}) > 1:
+        module.hf_device_map = {name: settings.devices[column] for name, column in settings.doors.items()}
+
+
+class _Pipelined(nn.Module):
+    """The methods of a pipelined module, in front of those of its own class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(_plain(self).forward, self)
+        if here.visitor is not None:  # The model calls itself.
+            return plain(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            from torchgpipe.devices.uncompiled import uncompiled
+
+            return uncompiled(self.forward, *args, **kwargs)
+        settings = vars(self)[_SETTINGS]
+        return pipeline_of(self, settings).forward(self, plain, args, kwargs)
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
+
+        Args:
+            *args: as for the model
+            target: the target of the loss function, if there is one, of the same rows
+            **kwargs: as for the model
+
+        Returns:
+            the mean loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
+        """
+        plain = functools.partial(_plain(self).forward, self)
+        settings = vars(self)[_SETTINGS]
+        return pipeline_of(self, settings).step(self, plain, args, target, kwargs)
+
+    @property
+    def layout(self) -> Layout:
+        """The spine, the partitions, and what crosses their boundaries; printed as a table."""
+        layout: Layout = vars(self)[_SETTINGS].layout
+        return layout
+
+    def unpipelined(self) -> Any:
+        """Give the module its own class back, and return it; its parameters stay where they are."""
+        for child in self.modules():
+            close_door(child)
+        settings = vars(self).pop(_SETTINGS)
+        if vars(self).get("hf_device_map") is not None and len(set(settings.devices)) > 1:
+            del self.hf_device_map
+        self.__class__ = _plain(self)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # The pipeline manages the place of parameters and buffers; only their dtype may change.
+        for device in set(vars(self)[_SETTINGS].devices):
+            probe = torch.empty(0, device=device)
+            moved = fn(probe).device
+            if moved != probe.device and not moved.type == probe.device.type == "cpu":
+                raise TypeError(
+                    f"denied to move a pipelined {type(self).__name__}, whose partitions are on "
+                    f"{[*map(str, vars(self)[_SETTINGS].devices)]}; call unpipelined() first"
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        return (_rebuilt, (_plain(self),), *made[2:])
+
+    def extra_repr(self) -> str:
+        settings: Settings = vars(self)[_SETTINGS]
+        own = super().extra_repr()
+        devices = [str(partition.device) for partition in settings.layout.partitions]
+        ours = f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"
+        return f"{own}, {ours}" if own else ours
+
+
+def _plain(module: nn.Module) -> Any:
+    """Return the user's class of a pipelined module."""
+    return type(module).__mro__[2]
+
+
+@functools.cache
+def _subclass(kind: Any) -> Any:
+    """Return the class of pipelined modules of a class, which looks like that class."""
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": f"Pipelined by torchgpipe: has step(), layout and unpipelined().\n\n{kind.__doc__ or ''}",
+        # Trainers read which arguments forward takes. No __wrapped__, which they would call past the pipeline.
+        "forward": _forward_like(kind),
+    }
+    return type(kind)(kind.__name__, (_Pipelined, kind), names)
+
+
+def _forward_like(kind: type[nn.Module]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _Pipelined.forward(self, *args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+def _rebuilt(kind: Any) -> Any:
+    """Return a new pipelined module without state, for copies and pickles."""
+    subclass = _subclass(kind)
+    return subclass.__new__(subclass)

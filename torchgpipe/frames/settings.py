@@ -1,0 +1,78 @@
+"""What is known of a pipelined module, as plain data: names, partitions, devices, and how to split and join.
+
+It lies on the module, so that copies and pickles of the module are pipelined, too. What runs is made anew from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe.frames.inputs import Splitter
+from torchgpipe.frames.layout import Layout
+from torchgpipe.frames.outputs import Kinds
+from torchgpipe.schedule import Schedule
+
+__all__ = ["Settings"]
+
+
+@dataclass
+class Settings:
+    """The settings of a pipelined module.
+
+    Attributes:
+        chunks: the number of micro-batches
+        devices: the device of each column; neighbouring partitions on one device are a column
+        labels: names each column, for errors
+        doors: for each module of the spine, its column
+        homes: for each parameter and buffer outside of these modules, its column
+        recomputed: the names of modules that keep only their inputs, and run again at backward
+        schedule: the schedule of a step
+        loss_fn: the loss function of a step, or None
+        weight: the weight of a micro-batch, or None
+        reduce: how numbers are joined: 'mean', 'sum', or None for what the arguments tell
+        splitter: splits arguments
+        kinds: how outputs depend on the rows
+        shifts: whether the model's own loss leaves out the first label of each row
+        takes_items: whether the model's own loss is a sum divided by ``num_items_in_batch``
+        layout: the layout, for people
+    """
+
+    chunks: int
+    devices: list[torch.device]
+    labels: list[str]
+    doors: dict[str, int]
+    homes: dict[str, int]
+    recomputed: set[str]
+    schedule: Schedule
+    loss_fn: Callable[..., Any] | None
+    weight: Callable[..., Any] | None
+    reduce: str | None
+    splitter: Splitter
+    kinds: Kinds
+    shifts: bool
+    takes_items: bool
+    layout: Layout
+
+    def column_of(self, name: str) -> int:
+        """Return the column of a module, parameter or buffer, given its name in the model."""
+        if name in self.homes:
+            return self.homes[name]
+        prefix = name
+        while prefix:
+            if prefix in self.doors:
+                return self.doors[prefix]
+            prefix = prefix.rpartition(".")[0]
+        return 0
+
+    def columns_of(self, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
+        """Return every place of a parameter, each with its column."""
+        return [
+            (child, name, self.column_of(f"{prefix}.{name}" if prefix else name))
+            for prefix, child in module.named_modules()
+            for name in child._parameters
+        ]

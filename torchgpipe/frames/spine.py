@@ -1,0 +1,264 @@
+"""The spine of a module: what it calls one after the other, so that neighbours can be put on different devices.
+
+A run on a sample shows which modules call which. The spine begins with the module itself, and is opened where it is
+coarse:
+
+    GPT2LMHeadModel ──► transformer ──► wte │ wpe │ h.0 │ h.1 │ ... │ ln_f    opened, for elements of a ModuleList
+                    └─► lm_head                                               not opened, for it has no parts
+
+A part of the spine is one module, or several that cannot be kept apart, because one of them is called again after
+another. The spine follows from the structure and the parameters alone, so every process and every copy finds the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe.devices.torch_internals import own_call, plain_call, replace_call
+from torchgpipe.frames.values import each
+
+__all__ = ["Part", "Trace", "spine_of", "trace"]
+
+
+@dataclass
+class _Call:
+    """A call of a module.
+
+    Attributes:
+        module: the module
+        start: its place in the order of all events
+        end: the place of its return
+        seconds: the time that it took
+        inner: the calls that it made itself
+    """
+
+    module: nn.Module
+    start: int
+    end: int = 0
+    seconds: float = 0.0
+    inner: list[_Call] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """What a run has shown.
+
+    Attributes:
+        root: the call of the model
+        output: what it returned
+        used: for each parameter, the place of its first use by an operation
+    """
+
+    root: _Call
+    output: Any
+    used: dict[Tensor, int]
+
+
+@dataclass
+class Part:
+    """A part of the spine.
+
+    Attributes:
+        modules: its modules, by name
+        parameters: the number of elements of its parameters
+        size: the bytes of its parameters and buffers
+        seconds: the time of its forward, median
+        start: the place of its first call in the trace
+    """
+
+    modules: dict[str, nn.Module]
+    parameters: int
+    size: int
+    seconds: float
+    start: int
+
+    @property
+    def name(self) -> str:
+        """The names of its first and last modules."""
+        names = list(self.modules)
+        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the first use of each parameter."""
+
+    def __init__(self, clock: list[int]) -> None:
+        super().__init__()
+        self._clock = clock
+        self.used: dict[Tensor, int] = {}
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for _, tensor in each((args, kwargs or {})):
+            if isinstance(tensor, nn.Parameter):
+                self.used.setdefault(tensor, self._clock[0])
+        return func(*args, **(kwargs or {}))
+
+
+def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
+    """Run a module, and return what it calls in which order.
+
+    Args:
+        module: the module
+        run: calls the module's forward
+    """
+    clock = [0]
+    root = _Call(module, 0)
+    stack = [root]
+    uses = _Uses(clock)
+
+    def probe(child: nn.Module) -> Callable[..., Any]:
+        inner = own_call(child)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            clock[0] += 1
+            made = _Call(child, clock[0])
+            stack[-1].inner.append(made)
+            stack.append(made)
+            begin = time.perf_counter()
+            try:
+                return (inner or plain_call(child))(*args, **kwargs)
+            finally:
+                made.seconds = time.perf_counter() - begin
+                clock[0] += 1
+                made.end = clock[0]
+                stack.pop()
+
+        return call
+
+    with _replaced({child: probe(child) for child in module.modules() if child is not module}), uses:
+        output = run()
+    root.end = clock[0] + 1
+    return Trace(root, output, uses.used)
+
+
+@contextmanager
+def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    before = {module: own_call(module) for module in calls}
+    try:
+        for module, call in calls.items():
+            replace_call(module, call)
+        yield
+    finally:
+        for module, own in before.items():
+            replace_call(module, own)
+
+
+def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
+    """Return the spine.
+
+    Args:
+        module: the model
+        traced: what a run has shown
+        n: the number of partitions, which the spine should be fine enough for
+        opened: names of modules at which a partition should begin
+    """
+    return _Spine(module, traced, n).parts(opened)
+
+
+class _Spine:
+    def __init__(self, module: nn.Module, traced: Trace, n: int) -> None:
+        self._root = module
+        self._n = n
+        self._names = {child: name for name, child in module.named_modules()}
+        self._elements = {
+            element
+            for container in module.modules()
+            if isinstance(container, (nn.ModuleList, nn.Sequential))
+            for element in container.children()
+        }
+        self._calls: dict[nn.Module, list[_Call]] = {}
+        self._gather(traced.root)
+        self._size = {child: sum([parameter.numel() for parameter in child.parameters()]) for child in self._calls}
+        self._total = max(1, self._size[module])
+
+    def _gather(self, call: _Call) -> None:
+        self._calls.setdefault(call.module, []).append(call)
+        for inner in call.inner:
+            self._gather(inner)
+
+    def parts(self, opened: list[str]) -> list[Part]:
+        spine = self._inner(self._root)
+        if not spine:
+            return []
+        closed: set[nn.Module] = set()
+        wanted = {name for name in opened if name}
+        while True:
+            parts = self._grouped(spine)
+            candidate = self._to_open(parts, closed, wanted)
+            if candidate is None:
+                return [self._part(modules) for modules in parts]
+            finer = [one for module in spine for one in (self._inner(module) if module is candidate else [module])]
+            finer = list(dict.fromkeys(finer))
+            holds_wanted = any(name.startswith(f"{self._names[candidate]}.") for name in wanted)
+            if len(self._grouped(finer)) > len(parts) or holds_wanted or len(self._inner(candidate)) == 1:
+                spine = finer
+            closed.add(candidate)
+
+    def _inner(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules with parameters that a module calls itself; calls through modules without them count."""
+        result: dict[nn.Module, None] = {}
+        pending = [inner for call in self._calls[module] for inner in call.inner]
+        while pending:
+            call = pending.pop(0)
+            if self._size[call.module]:
+                result[call.module] = None
+            else:
+                pending[:0] = call.inner
+        return list(result)
+
+    def _to_open(self, parts: list[list[nn.Module]], closed: set[nn.Module], wanted: set[str]) -> nn.Module | None:
+        able = [one for part in parts for one in part if one not in closed and self._inner(one)]
+        for one in able:
+            if any(name.startswith(f"{self._names[one]}.") for name in wanted):
+                return one
+        for one in able:
+            coarse = self._size[one] * 2 * self._n > self._total
+            if self._leads_to_elements(one) and (coarse or one not in self._elements):
+                return one
+        if len(parts) < self._n and able:
+            return max(able, key=lambda one: self._size[one])
+        return None
+
+    def _leads_to_elements(self, module: nn.Module) -> bool:
+        """Return whether a module calls several elements of one container, itself or through modules of its own."""
+        inner = self._inner(module)
+        elements = [one for one in inner if one in self._elements]
+        if len({self._names[one].rpartition(".")[0] for one in elements}) < len(elements):
+            return True
+        return any(self._leads_to_elements(one) for one in inner if one not in self._elements)
+
+    def _grouped(self, spine: list[nn.Module]) -> list[list[nn.Module]]:
+        """Return the modules in the order of their calls, together if they cannot be kept apart."""
+        inside = set(spine)
+        intervals = sorted(
+            [(min(call.start for call in self._calls[one]), max(call.end for call in self._calls[one]), k)
+             for k, one in enumerate(spine)]
+        )  # fmt: skip
+        groups: list[list[nn.Module]] = []
+        end = -1
+        for start, last, k in intervals:
+            if start < end:
+                groups[-1].append(spine[k])
+            else:
+                groups.append([spine[k]])
+            end = max(end, last)
+        assert sum(map(len, groups)) == len(inside)
+        return groups
+
+    def _part(self, modules: list[nn.Module]) -> Part:
+        parameters = {parameter for one in modules for parameter in one.parameters()}
+        buffers = {buffer for one in modules for buffer in one.buffers()}
+        return Part(
+            {self._names[one]: one for one in modules},
+            sum([parameter.numel() for parameter in parameters]),
+            sum([tensor.nbytes for tensor in (*parameters, *buffers)]),
+            sum([call.seconds for one in modules for call in self._calls[one]]),
+            min([call.start for one in modules for call in self._calls[one]]),
+        )

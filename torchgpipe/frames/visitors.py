@@ -1,0 +1,182 @@
+"""Who runs a model whose spine has doors: a micro-batch in its frame, a recomputation, or all rows in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode
+from torchgpipe.frames.crossing import Columns, Crossing, Glue
+from torchgpipe.frames.door import Door, Visitor, here
+from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.values import mapped
+
+__all__ = ["InOnePiece", "Recomputation", "Traveller", "visiting"]
+
+
+@contextmanager
+def visiting(visitor: Visitor) -> Iterator[None]:
+    """Visit the doors that this thread comes to in a ``with`` block."""
+    outer, here.visitor = here.visitor, visitor
+    try:
+        yield
+    finally:
+        here.visitor = outer
+
+
+class Traveller:
+    """The visitor in a frame, which stops at the doors of later columns until it is their turn.
+
+    Args:
+        frame: the frame
+        crossing: brings tensors from column to column
+        columns: the columns
+    """
+
+    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns) -> None:
+        self._frame = frame
+        self._crossing = crossing
+        self._columns = columns
+        self._glue = Glue(frame, crossing, columns.devices)
+        self._stream = ExitStack()
+
+    def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+        """Run the model, and pass its output to ``finish`` in the last column."""
+        last = len(self._columns.devices) - 1
+        with visiting(self):
+            if last == 0:
+                finish(model())
+                return
+            with self._stream:
+                self._stream.enter_context(self._columns.computing[0].use())
+                with self._glue:
+                    output = model()
+                    with self._without_glue():
+                        self.enter(last, "the end")
+                    finish(output)
+
+    def bring(self, value: Any) -> Any:
+        """Return ``value`` with all its tensors in the present column."""
+        if len(self._columns.devices) == 1:
+            return value
+        with self._without_glue():
+            return mapped(value, self._crossing.bring)
+
+    def enter(self, column: int, name: str) -> None:
+        """Stop until it is the turn of ``column``.
+
+        Raises:
+            RuntimeError: the column is an earlier one.
+        """
+        frame = self._frame
+        if column == frame.column:
+            return
+        if column < frame.column:
+            raise RuntimeError(
+                f"'{name}' belongs to partition {column}, but the model has called it after modules of partition "
+                f"{frame.column}, which it did not do with the sample; give a sample that takes this way, or a balance "
+                f"that keeps '{name}' and what is called before it in one partition"
+            )
+        if not torch.is_grad_enabled() and frame.builds_graph and self._columns.route(frame.column, column):
+            raise RuntimeError(
+                f"'{name}' is the first module of partition {column}, and reentrant checkpointing is around it, which "
+                "cannot cross devices; use gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        self._stream.close()
+        frame.enter(column)
+        self._stream.enter_context(self._columns.computing[column].use())
+        self._crossing.entered()
+
+    def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Stop at ``door`` until it is the turn of its column, bring the arguments, and call the module."""
+        frame = self._frame
+        frame.module = door.name
+        if len(self._columns.devices) == 1:
+            return door.enter(args, kwargs)
+        if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
+            return door.enter(args, kwargs)
+        with self._without_glue():
+            self.enter(door.column, door.name)
+            if frame.column:
+                bring = self._crossing.bring
+                args, kwargs = mapped(args, bring), mapped(kwargs, bring)
+            return door.enter(args, kwargs)
+
+    @contextmanager
+    def _without_glue(self) -> Iterator[None]:
+        """Take the mode off the stack for a ``with`` block: operations need not even pass it by."""
+        mode = pop_function_mode()
+        if mode is not self._glue:  # The model has put a mode of its own on top.
+            push_function_mode(mode)
+        self._glue.is_off = True
+        try:
+            yield
+        finally:
+            self._glue.is_off = False
+            if mode is self._glue:
+                push_function_mode(mode)
+
+
+class Recomputation:
+    """The visitor in a worker that runs backward: what is recomputed may come to doors again.
+
+    Args:
+        columns: the columns
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._move = _mover(columns)
+
+    def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Copy the arguments, which are those of the first run, and call the module."""
+        change = self._move(door.column)
+        return door.enter(mapped(args, change), mapped(kwargs, change)) if change else door.enter(args, kwargs)
+
+
+class InOnePiece(TorchFunctionMode):
+    """The visitor of a run in one piece, in the caller's thread, which goes from device to device as the model does.
+
+    Args:
+        columns: the columns
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        super().__init__()
+        self._move = _mover(columns)
+        self._change = self._move(0)
+
+    def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Copy the arguments, and call the module."""
+        self._change = self._move(door.column)
+        if self._change is None:
+            return door.enter(args, kwargs)
+        return door.enter(mapped(args, self._change), mapped(kwargs, self._change))
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._change is not None:
+            args, kwargs = mapped(args, self._change), mapped(kwargs or {}, self._change)
+        return func(*args, **(kwargs or {}))
+
+
+def _mover(columns: Columns) -> Callable[[int], Callable[[Tensor], Tensor] | None]:
+    """Return a function that gives for a column what copies a tensor there; None if nothing has to be copied."""
+    streams, devices = columns.streams, columns.devices
+    foreign: Sequence[torch.device] = devices if columns.move else ()
+
+    def move_to(column: int) -> Callable[[Tensor], Tensor] | None:
+        device = devices[column]
+
+        def change(tensor: Tensor) -> Tensor:
+            there = streams.device_of(tensor)
+            return (
+                tensor.to(device) if there is not None and there in foreign and streams.moves(there, device) else tensor
+            )
+
+        return change if foreign else None
+
+    return move_to
