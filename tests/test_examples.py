@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import torchgpipe
 from tests.distributed.launch import launch
-from tests.torchvision_operators import declare_missing_operators
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +152,6 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_huggingface(capsys: pytest.CaptureFixture[str]) -> None:
-    declare_missing_operators()
     pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("accelerate")
     main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
@@ -169,7 +167,6 @@ def test_huggingface(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
 def test_lora(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    declare_missing_operators()
     pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("peft")
     main = runpy.run_path(str(EXAMPLES / "lora.py"))["main"]
@@ -183,7 +180,6 @@ def test_lora(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
-    declare_missing_operators()
     pytest.importorskip("diffusers")
     pytest.importorskip("sklearn")
     main = runpy.run_path(str(EXAMPLES / "diffusion.py"))["main"]
