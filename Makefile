@@ -1,9 +1,11 @@
 # Every target but gpu sets up .venv first, once: again only when a file that says what to install has changed.
+# The libraries that train models of any kind are large; only what needs them installs them.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+CLIENTS := $(VENV)/.ready-clients
 
 .PHONY: help demo test quick rounding coverage lint format types bench gpu docs clean
 
@@ -26,16 +28,21 @@ $(READY): pyproject.toml setup.py constraints.txt
 	$(RUN) -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(CLIENTS): $(READY)
+	@echo "Installing transformers, diffusers and others, which takes some minutes the first time ..."
+	$(RUN) -m pip install -qq --constraint constraints.txt --editable '.[dev,clients]'
+	touch $@
+
 demo: $(READY)
 	$(RUN) examples/language_model.py $(ARGS)
 
 # By the alphabet: the files of few, long tests come first, which xdist would take last, and let a core wait for them.
 PARALLEL = --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-test: $(READY)
+test: $(CLIENTS)
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
 
-quick: $(READY)
+quick: $(CLIENTS)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
 
 # A pipeline is compared with the plain model in these.
@@ -44,20 +51,20 @@ COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/
 	compat/test_pipe.py test_docs.py balancing/test_balance.py::test_balance_fits_gpipe practice/test_evaluation.py \
 	practice/test_sequences.py practice/test_taken_apart.py practice/test_compile.py::test_evaluation)
 
-rounding: $(READY)
+rounding: $(CLIENTS)
 	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
 # In a process that was forked coverage itself warns, and these tests let no warning pass.
 FORKING = --deselect tests/engine/test_threads.py::test_a_data_loader_that_forks \
 	--deselect tests/test_bugs.py::test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings
 
-coverage: $(READY)
+coverage: $(CLIENTS)
 	$(RUN) -m coverage erase
 	$(RUN) -m coverage run -m pytest $(PARALLEL) $(FORKING) $(ARGS)
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 
-lint: $(READY)
+lint: $(CLIENTS)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 
@@ -65,7 +72,7 @@ format: $(READY)
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-types: $(READY)
+types: $(CLIENTS)
 	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models tests/typed.py
 
 bench: $(READY)
@@ -75,7 +82,7 @@ bench: $(READY)
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
 
-docs: $(READY)
+docs: $(CLIENTS)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:

@@ -149,3 +149,45 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]
     main(["--steps", "2", "--batch", "8", "--width", "4", "--longest", "5"])
     assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", capsys.readouterr().out)
+
+
+def test_huggingface(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("accelerate")
+    main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
+    main(["--steps", "8", "--batch", "6", "--layers", "2", "--width", "16", "--chunks", "3"])
+
+    out = capsys.readouterr().out
+    assert "model.embed_tokens" in out, "the table of the partitions"
+    rows = re.findall(r"^ +(\d\.\d{7}) +(\d\.\d{7}) +-?\d\.\d{7}$", out, re.MULTILINE)
+    assert len(rows) == 2
+    for ours, plain in rows:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+def test_lora(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("peft")
+    main = runpy.run_path(str(EXAMPLES / "lora.py"))["main"]
+    main(["--steps", "4", "--batch", "6", "--layers", "2", "--width", "16", "--chunks", "3", "--schedule", schedule])
+
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^loss \d\.\d{3}, then \d\.\d{3}$", out, re.MULTILINE)) == 2
+    trained, total = map(int, re.findall(r"^(\d+) of (\d+) parameters", out, re.MULTILINE)[0])
+    assert 0 < trained < total / 2
+    assert re.search(r"^Saved \d+ kB of adapters", out, re.MULTILINE)
+
+
+def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("sklearn")
+    main = runpy.run_path(str(EXAMPLES / "diffusion.py"))["main"]
+    main(["--steps", "10", "--batch", "6", "--width", "8", "--chunks", "3"])
+
+    lines = capsys.readouterr().out.splitlines()
+    losses = [line.split()[1:] for line in lines if re.match(r" +\d-\d ", line)]
+    assert len(losses) == 10
+    for ours, plain, _ in losses:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-4)
+    assert lines[-9] == "Digits that it draws:" and {len(line) for line in lines[-8:]} == {4 * 16 + 3 * 3}

@@ -25,16 +25,18 @@ __all__ = ["Crash", "launch"]
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.distributed.launch"])
 
-#: The seconds after which a process counts as hanging and is killed.
-_LIMIT = 60.0
-
 
 class Crash(AssertionError):
     """A process ended with an exception."""
 
 
 def launch(
-    n: int, function: Callable[..., Any], *args: Any, timeout: float = 20.0, victim: int | None = None
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 20.0,
+    victim: int | None = None,
+    limit: float = 60.0,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``n`` processes of one group.
 
@@ -42,6 +44,7 @@ def launch(
         timeout: the timeout of the group, in seconds
         victim: the rank of a process that fails or hangs on purpose; it may end in any way, and is killed when all
             others have ended
+        limit: the seconds after which a process counts as hanging and is killed
 
     Returns:
         the results of all processes by rank; None for a process that was killed
@@ -63,7 +66,7 @@ def launch(
             process.start()
         for _, sender in pipes:
             sender.close()
-        end = monotonic() + _LIMIT
+        end = monotonic() + limit
         replies: list[Any] = []
         try:
             for rank, (receiver, _) in enumerate(pipes):

@@ -1,0 +1,209 @@
+"""Tiny models of the clients' libraries with random weights, batches for them, and comparisons.
+
+A mini-batch and its micro-batches round differently, and nothing else tells a pipelined model from the plain one. So
+the models are in float64, and results may differ by `CLOSE`: more than the rounding errors of some training steps, and
+far less than a wrong weight of a micro-batch, a wrong gradient or a missed row would change.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tests.torchvision_operators import declare_missing_operators
+
+# Before the first import of a client: they read it once, and then ask no server for anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
+declare_missing_operators()
+
+CLOSE = 1e-9
+CHUNKS = 2
+VOCABULARY = 32
+#: The deviation of random weights: with the usual 0.02, layers of this width would hardly change anything.
+SPREAD = 0.3
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+# ----------------------------------------------------------------------------------------------------------- the models
+
+
+def _build(kind: str, config: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(config).double()
+
+
+def llama(layers: int = 4, **options: Any) -> Any:
+    """Return a decoder with rotary positions and grouped queries."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings = {"max_position_embeddings": 64, "initializer_range": SPREAD} | sizes | marks | options
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **settings)
+    return _build("LlamaForCausalLM", config)
+
+
+def gpt2(layers: int = 4, dropout: float = 0.0) -> Any:
+    """Return a decoder whose embedding is its head, too."""
+    from transformers import GPT2Config
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_layer=layers,
+        n_embd=16,
+        n_head=2,
+        n_positions=64,
+        initializer_range=SPREAD,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _build("GPT2LMHeadModel", config)
+
+
+def bert(layers: int = 4) -> Any:
+    """Return an encoder that classifies sequences, and whose loss is a plain mean of the rows."""
+    from transformers import BertConfig
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
+        initializer_range=SPREAD,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return _build("BertForSequenceClassification", config)
+
+
+def t5(layers: int = 2) -> Any:
+    """Return an encoder and a decoder with one embedding."""
+    from transformers import T5Config
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=layers,
+        num_heads=2,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+    )
+    return _build("T5ForConditionalGeneration", config)
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
+
+
+# ---------------------------------------------------------------------------------------------------------- the batches
+
+
+def rows(name: str, count: int, length: int = 7, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Return the rows of a data set for a model in `MODELS`, each with labels of its own number and with padding."""
+    draw = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=draw)
+        real = int(torch.randint(length // 2, length + 1, (), generator=draw))
+        mask = (torch.arange(length) < real).long()
+        row = {"input_ids": ids * mask, "attention_mask": mask}
+        if name == "bert":
+            row["labels"] = torch.randint(3, (), generator=draw)
+        elif name == "t5":
+            row["labels"] = torch.randint(3, VOCABULARY, (length - 2,), generator=draw)
+            row["labels"][real:] = -100
+        else:
+            row["labels"] = ids.masked_fill(mask == 0, -100)
+        result.append(row)
+    return result
+
+
+def batch(name: str, count: int = 4, length: int = 7, seed: int = 0) -> dict[str, Tensor]:
+    """Return one mini-batch for a model in `MODELS`."""
+    return collate(rows(name, count, length, seed))
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def sample(name: str, count: int = 2) -> dict[str, Tensor]:
+    """Return the arguments of one micro-batch for a model in `MODELS`."""
+    return batch(name, count, seed=99)
+
+
+# ------------------------------------------------------------------------------------------------------ the comparisons
+
+
+def same_twice(model: Module) -> tuple[Module, Module]:
+    """Return the model and an independent copy."""
+    return model, copy.deepcopy(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = CLOSE) -> None:
+    """Assert that two values of the same structure hold numbers that differ by at most ``tolerance``."""
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected)
+        for key in expected:
+            try:
+                assert_close(actual[key], expected[key], tolerance)
+            except AssertionError as error:
+                error.add_note(f"at {key!r}")
+                raise
+    elif expected is None:
+        assert actual is None
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@contextmanager
+def losses_in_float64() -> Iterator[None]:
+    """Let ``.float()`` leave float64 alone.
+
+    Transformers computes the losses of decoders in float32, whatever the type of the model, and float32 rounds the sum
+    of a mini-batch and those of its micro-batches differently in the seventh digit.
+    """
+    original = Tensor.float
+    Tensor.float = lambda self, **options: self if self.dtype == torch.float64 else original(self, **options)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del Tensor.float  # which is inherited again
+
+
+@contextmanager
+def counted_calls(module: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the number of rows of each call of ``module`` with a tensor first: of each micro-batch."""
+    calls: list[int] = []
+
+    def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        calls.append(len(first))
+
+    handle = module.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()

@@ -1,0 +1,167 @@
+"""Loops with accelerate around a pipelined model: prepare, mixed precision, accumulation, clipping, saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from tests.conftest import Devices
+from tests.pipelined.helpers import CHUNKS, assert_close, collate, counted_calls, gradients, llama, rows, sample
+
+pytest.importorskip("transformers", minversion="5")
+accelerate = pytest.importorskip("accelerate")
+
+from torchgpipe import pipelined  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> Iterator[None]:
+    """Forget the settings of earlier tests, which all accelerators of a process share."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+class Loop:
+    """A training loop with accelerate, as its documentation has it.
+
+    Args:
+        model: the model
+        clip: the greatest norm of the gradients, or None
+        options: settings of the Accelerator
+    """
+
+    def __init__(self, model: nn.Module, clip: float | None = None, **options: Any) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, **options)
+        self.clip = clip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        loader = DataLoader(rows("llama", 18), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+
+    def epoch(self) -> list[float]:
+        """Train on four batches of four rows and one of two, and return the losses and the norms of the gradients."""
+        said = []
+        self.model.train()
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                said.append(loss.item())
+                self.accelerator.backward(loss)
+                if self.clip is not None and self.accelerator.sync_gradients:
+                    said.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return said
+
+
+def in_pipeline(devices: Devices, chunks: int = CHUNKS) -> Any:
+    return pipelined(llama(), sample("llama"), chunks=chunks, devices=devices(2))
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_training(steps: int, clip: float | None, devices: Devices) -> None:
+    """With two steps, gradients of two mini-batches are accumulated, and those of the last one stand alone."""
+    loops = [Loop(model, clip, gradient_accumulation_steps=steps) for model in (in_pipeline(devices), llama())]
+    losses = [loop.epoch() + loop.epoch() for loop in loops]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    assert_close(loops[0].model.state_dict(), loops[1].model.state_dict())
+
+
+def test_what_comes_back_from_prepare_is_the_model_itself(devices: Devices) -> None:
+    model = in_pipeline(devices)
+    loop = Loop(model)
+    assert loop.model is model and loop.accelerator.unwrap_model(loop.model) is model
+    with counted_calls(model.model.layers[0]) as calls:
+        loop.epoch()
+    assert calls == [2] * 8 + [1, 1], "the micro-batches of all batches"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_bfloat16(keep: bool, devices: Devices) -> None:
+    """Autocast holds in each partition. A single micro-batch rounds as the plain model's mini-batch does.
+
+    Accelerate puts a `forward` of its own on the model, and takes it off again.
+    """
+    model, plain = in_pipeline(devices, chunks=1).float(), llama().float()
+    loops = [Loop(one, mixed_precision="bf16") for one in (model, plain)]
+    with counted_calls(model.model.layers[0]) as calls:
+        assert loops[0].epoch() == loops[1].epoch()
+    assert calls == [4] * 4 + [2]
+    assert_close(model.state_dict(), plain.state_dict(), 0.0)
+
+    ours, expected = (loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=keep) for loop in loops)
+    assert ours is model
+    batch = sample("llama", 4)
+    with counted_calls(model.model.layers[0]) as calls:
+        assert_close(ours(**batch).logits, expected(**batch).logits, 0.0)
+    assert calls == [4]
+
+
+def test_bfloat16_in_micro_batches(devices: Devices) -> None:
+    """The loss is the mean over the labels of the micro-batches' losses, each computed in autocast."""
+    model, plain = in_pipeline(devices).float(), llama().float()
+    loop = Loop(model, mixed_precision="bf16")
+    batch = sample("llama", 4)
+    parts = [{key: value[part] for key, value in batch.items()} for part in (slice(0, 2), slice(2, 4))]
+    weights = [(part["labels"][:, 1:] != -100).sum() for part in parts]
+    loop.accelerator.backward(loop.model(**batch).loss)
+    for part, weight in zip(parts, weights):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain(**part).loss * (weight / sum(weights))
+        expected.backward()
+    # What the micro-batches add up to is rounded to float32.
+    assert_close(gradients(model), gradients(plain), 1e-6)
+
+
+def test_saved_state(devices: Devices, tmp_path: Path) -> None:
+    """A run goes on from what it saved, in a new model, and from what the plain model saved."""
+    whole, plain = Loop(in_pipeline(devices)), Loop(llama())
+    for loop, folder in ((whole, "ours"), (plain, "plain")):
+        loop.epoch()
+        loop.accelerator.save_state(str(tmp_path / folder))
+    expected = whole.epoch()
+
+    for folder in ("ours", "plain"):
+        resumed = Loop(in_pipeline(devices))
+        resumed.accelerator.load_state(str(tmp_path / folder))
+        assert resumed.epoch() == pytest.approx(expected, abs=1e-9)
+        assert_close(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_what_users_save(devices: Devices, tmp_path: Path) -> None:
+    loop = Loop(in_pipeline(devices))
+    loop.epoch()
+    unwrapped = loop.accelerator.unwrap_model(loop.model)
+    state = loop.accelerator.get_state_dict(loop.model)
+    unwrapped.save_pretrained(tmp_path, state_dict=state, save_function=loop.accelerator.save)
+    loaded = type(llama()).from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(loaded.state_dict(), loop.model.state_dict(), 0.0)
+
+
+def test_evaluation_gathers_predictions(devices: Devices) -> None:
+    """The last batch has two rows only."""
+    predictions = []
+    for model in (in_pipeline(devices), llama()):
+        loop = Loop(model)
+        loop.model.eval()
+        seen = []
+        for batch in loop.loader:
+            with torch.no_grad():
+                outputs = loop.model(**batch)
+            seen.append(loop.accelerator.gather_for_metrics(outputs.logits.argmax(-1)))
+        predictions.append(torch.cat(seen))
+    assert len(predictions[0]) == 18
+    assert torch.equal(*predictions)

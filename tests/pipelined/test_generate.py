@@ -1,0 +1,150 @@
+"""`generate()` of a pipelined model gives the plain model's tokens, whatever the strategy and the cache."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Devices
+from tests.pipelined.helpers import CHUNKS, VOCABULARY, assert_close, batch, gpt2, llama, sample, t5
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from torchgpipe import pipelined  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("losses_in_float64"),
+    # What the pipeline says once, and `test_it_says_once_that_it_is_not_faster` asks for.
+    pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. calls with a cache"),
+]
+
+
+def talkative_t5() -> Any:
+    """Return a model that does not say one token again and again, as a random one does whose embedding is its head."""
+    model = t5()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().roll(1, 0))
+    return model
+
+
+GENERATORS = {"llama": llama, "gpt2": gpt2, "t5": talkative_t5}
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
+    "static cache": {"cache_implementation": "static", "do_sample": False},
+    "beams, static cache": {"cache_implementation": "static", "num_beams": 2, "do_sample": False},
+    "no cache": {"use_cache": False, "do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.5, "num_return_sequences": 2},
+    "sampled beams": {"do_sample": True, "num_beams": 2},
+}
+
+
+def generate(model: Any, name: str, rows: int = 3, **options: Any) -> torch.Tensor:
+    """Return tokens after prompts of different lengths, padded on the left."""
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, VOCABULARY, (rows, 6), generator=draw)
+    mask = (torch.arange(6) >= torch.arange(rows)[:, None]).long()
+    torch.manual_seed(3)
+    tokens: torch.Tensor = model.generate(
+        input_ids=ids * mask, attention_mask=mask, max_new_tokens=10, pad_token_id=0, **options
+    )
+    return tokens
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generated_tokens(name: str, strategy: str, devices: Devices) -> None:
+    model = pipelined(GENERATORS[name](), sample(name), chunks=CHUNKS, devices=devices(2)).eval()
+    expected = generate(GENERATORS[name]().eval(), name, **STRATEGIES[strategy])
+    tokens = generate(model, name, **STRATEGIES[strategy])
+    assert len(expected.unique()) > 4, "the model says different things"
+    assert torch.equal(tokens, expected)
+
+
+def test_it_says_once_that_it_is_not_faster(devices: Devices) -> None:
+    model = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2)).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            generate(model, "llama", do_sample=False)
+    said = [str(one.message) for one in caught if "with a cache" in str(one.message)]
+    assert len(said) == len(set(devices(2))) - 1, "once, and not at all where one device could not be faster"
+
+
+def test_one_prompt(devices: Devices) -> None:
+    model = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2)).eval()
+    expected = generate(llama().eval(), "llama", rows=1, do_sample=False)
+    assert torch.equal(generate(model, "llama", rows=1, do_sample=False), expected)
+
+
+def test_scores_states_and_streams(devices: Devices) -> None:
+    """What generate returns beside the tokens, and what it says on the way."""
+    results, streams = [], []
+
+    class Stream(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc, name-defined]
+        def put(self, value: torch.Tensor) -> None:
+            said.append(value.tolist())
+
+        def end(self) -> None:
+            said.append(None)
+
+    for model in (llama(), llama()):
+        if results:
+            pipelined(model, sample("llama"), chunks=CHUNKS, devices=devices(2))
+        said: list[Any] = []
+        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+        results.append(generate(model.eval(), "llama", rows=1, do_sample=False, streamer=Stream(), **wanted))
+        streams.append(said)
+    expected, ours = results
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert streams[0] == streams[1]
+    for one, other in zip(ours.scores, expected.scores, strict=True):
+        assert_close(one, other)
+    for step, expected_step in zip(ours.hidden_states, expected.hidden_states, strict=True):
+        for one, other in zip(step, expected_step, strict=True):
+            assert_close(one, other)
+
+
+def test_between_training_steps(devices: Devices) -> None:
+    """A sample is generated as training goes on, which remains the plain model's."""
+    model, plain = llama(), llama()
+    pipelined(model, sample("llama"), chunks=CHUNKS, devices=devices(2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, plain)]
+    for step in range(3):
+        tokens = []
+        for one, optimizer in zip((model, plain), optimizers):
+            one.train()
+            optimizer.zero_grad()
+            one(**batch("llama", seed=step)).loss.backward()
+            optimizer.step()
+            tokens.append(generate(one.eval(), "llama", do_sample=False))
+        assert torch.equal(*tokens)
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_a_draft_of_the_pipeline_is_accepted_by_the_plain_model(devices: Devices) -> None:
+    """Assisted generation keeps two models and their caches in step."""
+    draft = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2)).eval()
+    expected = generate(llama().eval(), "llama", rows=1, do_sample=False)
+    for model, assistant in ((llama().eval(), draft), (draft, llama().eval())):
+        tokens = generate(model, "llama", rows=1, do_sample=False, assistant_model=assistant)
+        assert torch.equal(tokens, expected)
+
+
+def test_a_cache_of_the_caller(devices: Devices) -> None:
+    """A cache is filled by one call and read by the next, as in a chat."""
+    model = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2)).eval()
+    plain = llama().eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    caches = [transformers.DynamicCache(config=plain.config) for _ in range(2)]
+    with torch.no_grad():
+        for part in (ids[:, :3], ids[:, 3:]):
+            ours = model(input_ids=part, past_key_values=caches[0], use_cache=True)
+            expected = plain(input_ids=part, past_key_values=caches[1], use_cache=True)
+            assert_close(ours.logits, expected.logits)
+            assert ours.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()

@@ -1,0 +1,279 @@
+"""Adapters of peft, on a model that becomes a pipeline before or after them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Devices
+from tests.pipelined.helpers import (
+    CHUNKS,
+    VOCABULARY,
+    assert_close,
+    batch,
+    counted_calls,
+    gpt2,
+    gradients,
+    llama,
+    sample,
+    t5,
+)
+
+pytest.importorskip("transformers", minversion="5")
+peft = pytest.importorskip("peft")
+
+from torchgpipe import pipelined  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
+
+orders = pytest.mark.parametrize("order", ["adapters, pipelined", "pipelined, adapters"])
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def lora(**options: Any) -> Any:
+    """Return settings of adapters that change the output from the start."""
+    targets = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
+    return peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM", **targets | options)
+
+
+def adapted(base: nn.Module, config: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Return the model with adapters that are the same at every call."""
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, config)
+    for parameter in model.parameters():  # in place, so that nothing moves
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def both(
+    order: str, config: Any, devices: Devices, base: Callable[[], nn.Module] = llama, name: str = "llama"
+) -> tuple[Any, Any]:
+    """Return a model with adapters that is pipelined before or after them, and the same without a pipeline."""
+    plain = adapted(base(), config)
+    options: dict[str, Any] = {"chunks": CHUNKS, "devices": devices(2)}
+    if order.startswith("adapters"):
+        return pipelined(adapted(base(), config), sample(name), **options), plain
+    return adapted(pipelined(base(), sample(name), **options), config), plain
+
+
+def assert_trained_alike(ours: Any, plain: Any, name: str = "llama") -> None:
+    """Train both, and assert equal losses and gradients, and none for what is frozen."""
+    optimizers = [torch.optim.AdamW((p for p in one.parameters() if p.requires_grad), lr=1e-2) for one in (ours, plain)]
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip((ours, plain), optimizers):
+            optimizer.zero_grad()
+            losses.append(model(**batch(name, seed=step)).loss)
+            losses[-1].backward()
+        assert_close(*losses)
+        assert_close(gradients(ours), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert any(gradient is not None for gradient in gradients(ours).values())
+    for model in (ours, plain):
+        for key, parameter in model.named_parameters():
+            assert parameter.requires_grad or parameter.grad is None, key
+
+
+@orders
+def test_lora(order: str, devices: Devices) -> None:
+    ours, plain = both(order, lora(), devices)
+    assert_trained_alike(ours, plain)
+    with counted_calls(ours.base_model.model.model.layers[0]) as calls:
+        ours(**batch("llama"))
+    assert calls == [2, 2]
+
+
+@orders
+def test_lora_in_late_layers_only(order: str, devices: Devices) -> None:
+    """Backward need not enter the first partition."""
+    assert_trained_alike(*both(order, lora(layers_to_transform=[3]), devices))
+
+
+@orders
+def test_lora_on_an_encoder_and_a_decoder(order: str, devices: Devices) -> None:
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+    assert_trained_alike(*both(order, config, devices, base=t5, name="t5"), name="t5")
+
+
+@orders
+def test_lora_beside_layers_that_are_trained_whole(order: str, devices: Devices) -> None:
+    """peft keeps copies of such layers in a ModuleDict, which never are layers in a row."""
+    ours, plain = both(order, lora(modules_to_save=["lm_head", "embed_tokens"]), devices)
+    assert_trained_alike(ours, plain)
+
+
+@orders
+@pytest.mark.parametrize("kind", ["DoRA", "biases", "embeddings", "tied"])
+def test_variants_of_lora(kind: str, order: str, devices: Devices) -> None:
+    options: dict[str, Any] = {
+        "DoRA": {"use_dora": True},
+        "biases": {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
+        "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+        "tied": {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True},
+    }[kind]
+    base = gpt2 if kind in ("biases", "tied") else llama
+    assert_trained_alike(*both(order, lora(**options), devices, base=base, name=base.__name__), name=base.__name__)
+
+
+@orders
+def test_an_adapter_for_each_row(order: str, devices: Devices) -> None:
+    """`adapter_names` is a list with a name for each row, for inference: split like a tensor, or refused by name."""
+    models = both(order, lora(), devices)
+    for model in models:
+        torch.manual_seed(2)
+        model.add_adapter("other", lora())
+        model.double().eval()
+    arguments = batch("llama") | {"adapter_names": ["default", "other", "__base__", "default"]}
+    with torch.no_grad():
+        expected = models[1](**arguments).logits
+        try:
+            logits = models[0](**arguments).logits
+        except (TypeError, ValueError) as error:
+            assert "adapter_names" in str(error)
+        else:
+            assert_close(logits, expected)
+
+
+@orders
+def test_adapters_are_added_switched_and_disabled(order: str, devices: Devices) -> None:
+    models = both(order, lora(), devices)
+    for model in models:
+        torch.manual_seed(2)
+        model.add_adapter("other", lora(target_modules=["down_proj"]))
+        model.double()
+    for adapter in ("other", "default"):
+        for model in models:
+            model.set_adapter(adapter)
+            model.zero_grad()
+        assert_trained_alike(*models)
+    arguments = batch("llama")
+    with models[0].disable_adapter(), models[1].disable_adapter():
+        assert_close(models[0](**arguments).logits, models[1](**arguments).logits)
+        assert_close(models[0](**arguments).logits, llama()(**arguments).logits)
+
+
+@orders
+def test_merge_and_unload(order: str, devices: Devices) -> None:
+    """What was a pipeline before the adapters still is one after them."""
+    ours, plain = both(order, lora(), devices)
+    assert_trained_alike(ours, plain)
+    arguments = batch("llama")
+    with torch.no_grad():
+        before = ours(**arguments).logits
+    merged, expected = ours.merge_and_unload(), plain.merge_and_unload()
+    assert type(merged).__name__ == "LlamaForCausalLM"
+    assert_close(merged.state_dict(), expected.state_dict())
+    with torch.no_grad(), counted_calls(merged.model.layers[0]) as calls:
+        assert_close(merged(**arguments).logits, before)
+    assert calls == ([2, 2] if order.startswith("pipelined") else [4])
+
+
+@orders
+def test_saved_adapters(order: str, devices: Devices, tmp_path: Path) -> None:
+    """Only adapters are saved, under the plain model's names."""
+    ours, plain = both(order, lora(), devices)
+    assert_trained_alike(ours, plain)
+    ours.save_pretrained(tmp_path / "ours")
+    plain.save_pretrained(tmp_path / "plain")
+    files = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("ours", "plain")]
+    assert files[0] == files[1]
+
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "ours").double()
+    assert_close(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(plain))
+    again = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2))
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "plain", is_trainable=True).double()
+    for model in (again, plain):
+        model.zero_grad()
+    assert_trained_alike(again, plain)
+
+
+def test_a_step_under_a_schedule(devices: Devices) -> None:
+    ours, plain = both("adapters, pipelined", lora(), devices)
+    loss = ours.step(**batch("llama"))
+    expected = plain(**batch("llama")).loss
+    expected.backward()
+    assert_close(loss.detach(), expected.detach())
+    assert_close(gradients(ours), gradients(plain))
+
+
+# --------------------------------------------------------------------------------------------- prompts that are trained
+
+
+def prompt(base: nn.Module) -> Any:
+    return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def prefix(base: nn.Module) -> Any:
+    return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def projected_prefix(base: nn.Module) -> Any:
+    return peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
+    )
+
+
+def p_tuning(base: nn.Module) -> Any:
+    return peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+
+
+@pytest.mark.parametrize("config", [prompt, p_tuning, prefix, projected_prefix])
+def test_tuned_prompts(config: Callable[[nn.Module], Any], devices: Devices) -> None:
+    """Prompts come into being in the model's forward, once in each micro-batch."""
+    assert_trained_alike(*both("adapters, pipelined", config(llama()), devices))
+
+
+@pytest.mark.parametrize("config", [prompt, p_tuning])
+def test_prompts_before_a_pipeline(config: Callable[[nn.Module], Any], devices: Devices) -> None:
+    """Prompts get their gradients through `inputs_embeds`, an input of the pipeline."""
+    base = llama()
+    arguments = sample("llama") | {"inputs_embeds": torch.zeros(2, 7, base.config.hidden_size, dtype=torch.float64)}
+    del arguments["input_ids"]
+    pipelined(base, arguments, chunks=CHUNKS, devices=devices(2))
+    assert_trained_alike(adapted(base, config(base)), adapted(llama(), config(base)))
+
+
+@pytest.mark.parametrize("config", [prefix, projected_prefix])
+def test_prefixes_before_a_pipeline(config: Callable[[nn.Module], Any], devices: Devices) -> None:
+    """Prefixes get their gradients through the cache that the pipeline is given, or are refused by name."""
+    ours, plain = both("pipelined, adapters", config(llama()), devices)
+    try:
+        assert_trained_alike(ours, plain)
+    except (TypeError, ValueError, RuntimeError) as error:
+        assert "past_key_values" in str(error)
+
+
+@orders
+@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. calls with a cache")
+def test_generated_tokens(order: str, devices: Devices) -> None:
+    models = both(order, lora(), devices)
+    arguments = {"input_ids": torch.randint(3, VOCABULARY, (2, 5)), "max_new_tokens": 8, "do_sample": False}
+    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    ours, expected = (model.eval().generate(**arguments) for model in models)
+    assert torch.equal(ours, expected)
+
+
+def test_a_copy_is_a_pipeline_and_independent(devices: Devices) -> None:
+    ours, plain = both("pipelined, adapters", lora(), devices)
+    copied, kept = copy.deepcopy(ours), copy.deepcopy(ours.state_dict())
+    assert_trained_alike(copied, plain)
+    assert_close(ours.state_dict(), kept, 0.0)
+    assert all(gradient is None for gradient in gradients(ours).values())
+
+
+def test_it_runs_in_the_trainer(devices: Devices, tmp_path: Path) -> None:
+    from tests.pipelined.test_trainer import assert_logged, trainer_of
+
+    trainers = []
+    for model in both("adapters, pipelined", lora(), devices):
+        trainers.append(trainer_of(model, "llama", tmp_path))
+        trainers[-1].train()
+    assert_logged(*trainers, "loss", "grad_norm")
+    assert_close(trainers[0].model.state_dict(), trainers[1].model.state_dict())
