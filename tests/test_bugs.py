@@ -263,3 +263,39 @@ def test_layers_of_torch_script(pipe: Pipe, checkpoint: str, compiled: str) -> N
         model.zero_grad()
         model(torch.ones(4, 3)).sum().backward()
     assert torch.equal(layer.weight.grad, torch.ones(3).tanh() * 8)
+
+
+@pytest.mark.parametrize("run", ["forward", "step"])
+def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe, checkpoint: str, run: str) -> None:
+    """With one row, autograd makes one tensor the gradient of the input of `Bias` and of its parameter.
+
+    The parameter's became ``.grad``, the input's waited for the partition before; meanwhile the next micro-batch added
+    to ``.grad`` in place. So gradients of earlier partitions were wrong, depending on which worker was faster.
+    """
+
+    class Bias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(8, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bias[None]
+
+    def linear() -> nn.Linear:
+        return nn.Linear(8, 8, dtype=torch.float64)
+
+    layers = nn.Sequential(linear(), nn.Tanh(), Bias(), linear(), nn.Tanh(), Bias(), linear(), nn.Tanh())
+    x = torch.randn(8, 8, dtype=torch.float64)
+    for row in x.split(1):
+        (layers(row).mean() / 8).backward()
+    expected = [parameter.grad for parameter in layers.parameters()]
+    for parameter in layers.parameters():
+        parameter.grad = None
+    model = pipe(layers, [2, 3, 3], chunks=8, checkpoint=checkpoint, loss_fn=lambda output, _: output.mean())
+    for _ in range(5):
+        if run == "step":
+            model.step(x)
+        else:
+            model(x).mean().backward()
+        torch.testing.assert_close([parameter.grad for parameter in layers.parameters()], expected, rtol=1e-12, atol=0)
+        model.zero_grad()

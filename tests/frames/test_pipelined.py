@@ -19,7 +19,6 @@ from tests.conftest import Devices
 from tests.fake_accelerator import FakeAccelerator
 from tests.frames.models import Block, Decoder, batch, gradients, plain_loss, same
 from torchgpipe import GPipe, pipelined
-from torchgpipe.frames.pipeline import pipeline_of
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_nothing_is_read_before_it_is_there(data: dict[str, Tensor], n: int, sch
 def on_fake_devices(model: Any) -> FakeAccelerator:
     settings = model._torchgpipe
     accelerator = FakeAccelerator()
-    pipeline_of(model, settings).streams = accelerator.streams
+    model._runs().streams = accelerator.streams
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         accelerator.place(tensor, settings.devices[settings.column_of(name)])
     return accelerator
@@ -324,7 +323,7 @@ def test_a_model_that_draws_nothing_leaves_the_generator_alone(data: dict[str, T
 
 
 def test_dropout_that_begins_later_is_an_error_once(data: dict[str, Tensor]) -> None:
-    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"], checkpoint=True)
     model.step(**data)
     gradients(model)
     for layer in model.layers:

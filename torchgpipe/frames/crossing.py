@@ -21,6 +21,7 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.engine.copy import Route, copy_forward
 from torchgpipe.frames.cell import Cell
+from torchgpipe.frames.door import here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.parameters import Aliases
@@ -186,6 +187,9 @@ _READS = {
 }
 
 
+_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
 class Glue(TorchFunctionMode):
     """Brings the arguments of operations between two modules of the spine: masks, residuals, the loss.
 
@@ -205,14 +209,21 @@ class Glue(TorchFunctionMode):
         self.is_off = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._frame.column or self.is_off or func in _READS:
+        frame = self._frame
+        # A pipeline within the model has visitors of its own, and carries this mode to its threads.
+        if not frame.column or self.is_off or getattr(here.visitor, "frame", None) is not frame or func in _READS:
             return func(*args, **(kwargs or {}))
+        if func in _DIFFERENTIATES:
+            raise RuntimeError(
+                "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
+                "cut; give a balance that keeps what it differentiates in one partition"
+            )
         args = mapped(args, self._bring)
         if kwargs:
             kwargs = mapped(kwargs, self._bring)
             # A device that the model has remembered from an earlier column.
             if kwargs.get("device") in self._devices:
-                kwargs = {**kwargs, "device": self._devices[self._frame.column]}
+                kwargs = {**kwargs, "device": self._devices[frame.column]}
         if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
-            args = (args[0], self._devices[self._frame.column], *args[2:])
+            args = (args[0], self._devices[frame.column], *args[2:])
         return func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ A door takes the place of the module's own call. So a copy or a pickle of the mo
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,16 @@ __all__ = ["Door", "Visitor", "close_door", "here", "open_door"]
 
 
 class Visitor(Protocol):
-    """Whoever runs the model in a thread."""
+    """Whoever runs the model in a thread.
+
+    Attributes:
+        owner: the pipeline of the model; doors of other pipelines are open
+    """
+
+    owner: object
+
+    def bring(self, value: Any) -> Any:
+        """Return ``value`` with its tensors where the run is."""
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Bring the arguments to the column of ``door``, and return what the module behind it returns."""
@@ -44,6 +54,7 @@ class Door:
         name: its name in the model
         column: its column
         recomputes: whether the module keeps only its inputs, and runs again at backward
+        owner: the pipeline
 
     Attributes:
         name: the name of the module
@@ -51,10 +62,12 @@ class Door:
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
-    __slots__ = ("_behind", "_module", "column", "layers", "name", "recomputes")
+    __slots__ = ("_behind", "_module", "column", "layers", "name", "owner", "recomputes")
 
-    def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
+        # Weakly, as the module holds its door: a cycle would keep a model alive that nobody has any more.
+        self._module = weakref.ref(module)
+        self.owner = owner
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
         numbers = [getattr(one, "layer_idx", None) for one in module.modules()]
@@ -62,30 +75,37 @@ class Door:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         visitor = here.visitor
-        return self.enter(args, kwargs) if visitor is None else visitor.visit(self, args, kwargs)
+        if visitor is None or visitor.owner is not self.owner:
+            return self.enter(args, kwargs)
+        return visitor.visit(self, args, kwargs)
 
     def enter(self, args: Any, kwargs: Any) -> Any:
         """Call the module."""
-        if self.recomputes and self._module.training and torch.is_grad_enabled():
+        if self.recomputes and self._there().training and torch.is_grad_enabled():
             return checkpoint(self._call, *args, use_reentrant=False, **kwargs)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._behind or plain_call(self._module))(*args, **kwargs)
+        return (self._behind or plain_call(self._there()))(*args, **kwargs)
+
+    def _there(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a module is called, so it is there"
+        return module
 
     def close(self) -> None:
         """Give the module its own call back."""
-        replace_call(self._module, self._behind)
+        replace_call(self._there(), self._behind)
 
 
-def open_door(module: nn.Module, name: str, column: int, *, recomputes: bool) -> None:
+def open_door(module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
     """Let calls of ``module`` go through a door, which is renewed if it is another one, or covered by compiled code."""
     door: Any = own_call(module)
     if isinstance(door, Door):
-        if (door.name, door.column, door.recomputes) == (name, column, recomputes):
+        if (door.name, door.column, door.recomputes) == (name, column, recomputes) and door.owner is owner:
             return
         door.close()
-    replace_call(module, Door(module, name, column, recomputes=recomputes))
+    replace_call(module, Door(module, name, column, recomputes=recomputes, owner=owner))
 
 
 def close_door(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.seeds import own_cpu_lock
 
 __all__ = ["Cancelled", "Frame"]
 
@@ -95,6 +96,8 @@ class Frame:
 
     def enter(self, j: int) -> None:
         """Stop until it is the turn of column ``j``; called in the frame's own thread."""
+        if self._cancelled:  # The model has caught the exception of a cancelled frame.
+            raise Cancelled
         if self._thread is not None and j != self.column:
             self._wanted = j
             self._pause.release()
@@ -135,7 +138,8 @@ class Frame:
 
     def _go(self) -> None:
         try:
-            self.enter(0)
-            self._run(self)
+            with own_cpu_lock():
+                self.enter(0)
+                self._run(self)
         finally:
             self.finished = True

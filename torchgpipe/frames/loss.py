@@ -144,7 +144,7 @@ class MicroBatchLoss:
 def _nothing(output: Any) -> Tensor:
     """Return a loss of 0 with a graph."""
     parts = [tensor.reshape(-1)[:0].sum().real for _, tensor in each(output) if tensor.requires_grad]
-    return torch.stack(parts).sum()
+    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def _split(target: Any, sizes: Sequence[int]) -> list[Any]:

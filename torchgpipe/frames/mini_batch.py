@@ -59,6 +59,7 @@ class MiniBatch:
         program: the actions of each device
         backward: whether backward follows
         labels: names each column, for errors
+        owner: the pipeline
 
     Attributes:
         numbers: the random numbers
@@ -77,16 +78,18 @@ class MiniBatch:
         *,
         backward: bool,
         labels: Sequence[str],
+        owner: object,
     ) -> None:
         self._m, self._n = len(inputs), len(columns.devices)
-        self._forward = forward
+        self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
-        self._finish = finish
+        self._finish: Finish | None = finish
         self._columns = columns
         self._aliases = aliases
         self.numbers = numbers
         self.crossed: list[Crossed] = []
         self._labels = labels
+        self._owner = owner
         self._ambient = Ambient()
         self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
         self._frames = [Frame(i, self._run_frame, self._ambient) for i in range(self._m)]
@@ -103,11 +106,23 @@ class MiniBatch:
         Raises:
             BaseException: the error of the first action that failed, with a note of where it was.
         """
-        self._run_actions(self._plan, self._ambient, keep_graph=False)
+        try:
+            self._run_actions(self._plan, self._ambient, keep_graph=False)
+        finally:
+            self._drop()
 
     def run_forward(self) -> None:
         """Run all forward actions."""
-        self._run_actions(_only(self._plan, "F"), self._ambient, keep_graph=False)
+        try:
+            self._run_actions(_only(self._plan, "F"), self._ambient, keep_graph=False)
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Forget what only forward needs: frames refer back to this object, and ``finish`` to the outputs."""
+        self._frames, self._forward, self._finish = [], None, None
+        if self._ambient.autocast_caches:
+            torch.clear_autocast_cache()  # Of aliases that no later mini-batch has.
 
     def run_backward(self, *, keep_graph: bool) -> None:
         """Run all backward actions, in the thread of an autograd node."""
@@ -169,16 +184,20 @@ class MiniBatch:
             arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._enter(i, tensor), caches=True))
         noted = None if i else self.crossed
         crossing = Crossing(frame, cells, self._columns, self._aliases, noted)
-        traveller = Traveller(frame, crossing, self._columns)
+        traveller = Traveller(frame, crossing, self._columns, self._owner)
 
         def model() -> Any:
             nonlocal arguments
             given, arguments = arguments, None
             assert given is not None
-            return self._forward(*given.args, **given.kwargs)
+            forward = self._forward
+            assert forward is not None
+            return forward(*given.args, **given.kwargs)
 
         def finish(output: Any) -> None:
-            self._finish(i, traveller.bring(output), cells[-1].export if cells else _no_export)
+            take = self._finish
+            assert take is not None
+            take(i, traveller.bring(output), cells[-1].export if cells else _no_export)
 
         traveller.run(model, finish)
 
@@ -225,7 +244,7 @@ class MiniBatch:
             self.numbers.backward(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
-            visiting(Recomputation(self._columns)) if self._threaded else nullcontext(),
+            visiting(Recomputation(self._columns, self._owner)) if self._threaded else nullcontext(),
         ):
             yield
 

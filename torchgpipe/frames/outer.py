@@ -58,6 +58,7 @@ class Outer(Function):
                 export.add(grad)
             mini_batch.run_backward(keep_graph=keep)
         except BaseException:
+            ctx.mini_batch = None  # A part of its graph is used up.
             ctx.aliases.take()
             raise
         entered = [grad for _, grad in mini_batch.entrance_gradients()]

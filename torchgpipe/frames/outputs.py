@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.frames.values import each, is_cache
 
-__all__ = ["Kinds", "Number", "join", "kinds_of"]
+__all__ = ["Kinds", "Number", "join", "kinds_of", "verify_known"]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
 Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]
@@ -61,6 +61,32 @@ def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
         yield path, len(value)
         for k, item in enumerate(value):
             yield from _lengths(item, f"{path}[{k}]")
+
+
+def verify_known(output: Any, path: str = "") -> None:
+    """Check that tensors with a graph are only where `join` finds them.
+
+    Raises:
+        TypeError: an object of an unknown class has a tensor that requires grad.
+    """
+    if output is None or isinstance(output, (Tensor, str, int, float)) or is_cache(output):
+        return
+    if isinstance(output, Mapping):
+        for key, item in output.items():
+            verify_known(item, _at(path, str(key)))
+    elif isinstance(output, (tuple, list)):
+        for k, item in enumerate(output):
+            verify_known(item, f"{path}[{k}]")
+    elif is_dataclass(output):
+        for field in fields(output):
+            verify_known(getattr(output, field.name, None), _at(path, field.name))
+    else:
+        inside = [name for name, value in getattr(output, "__dict__", {}).items() if isinstance(value, Tensor)]
+        if any([vars(output)[name].requires_grad for name in inside]):
+            raise TypeError(
+                f"the output '{path or 'value'}' is {type(output).__name__}, whose tensors {inside} would get no "
+                "gradient; return the tensors in a dict, a tuple or a dataclass, or use model.step with a loss_fn"
+            )
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], kinds: Kinds, number: Number) -> Any:

@@ -35,6 +35,9 @@ class Aliases:
         device_of: returns the device of a tensor, or None if it belongs to every device
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
+
+    Attributes:
+        trained: the parameters that have aliases with gradients, each once
     """
 
     def __init__(
@@ -60,11 +63,9 @@ class Aliases:
                 alias = self._alias(parameter, column)
                 if alias is not parameter:
                     self._installed.append((module, name, parameter, alias))
-
-    @property
-    def trained(self) -> list[Tensor]:
-        """The parameters that have aliases with gradients, each once."""
-        return list(dict.fromkeys([parameter for parameter, _ in self._by_column if parameter.requires_grad]))
+        self.trained: list[Tensor] = list(
+            dict.fromkeys([one for (one, _), alias in self._by_column.items() if alias.requires_grad])
+        )
 
     def _alias(self, parameter: Tensor, column: int) -> Tensor:
         key = (parameter, column)
@@ -104,8 +105,10 @@ class Aliases:
             done = []
             try:
                 for module, name, parameter, alias in self._installed:
-                    done.append((module, name, parameter))
-                    _assign(module, name, alias)
+                    # The caller may have replaced the parameter between forward and backward.
+                    if module._parameters.get(name) is parameter:
+                        done.append((module, name, parameter))
+                        _assign(module, name, alias)
                 yield
             finally:
                 for module, name, parameter in done:
@@ -116,7 +119,7 @@ class Aliases:
         sums: dict[Tensor, Leaf] = dict.fromkeys(self.trained)
         for (parameter, _), alias in sorted(self._by_column.items(), key=lambda item: item[0][1]):
             grad, alias.grad = alias.grad, None
-            if grad is not None:
+            if grad is not None and parameter in sums:
                 there, own = self._device_of(grad), self._device_of(parameter)
                 if there is not None and own is not None and self._moves(there, own):
                     grad = grad.to(own)

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.stream import Streams
+from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use
 from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
@@ -25,28 +25,27 @@ from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Arguments, MiniBatch
 from torchgpipe.frames.numbers import Draws, Numbers
 from torchgpipe.frames.outer import Outer
-from torchgpipe.frames.outputs import join
+from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.parameters import Aliases, Slot
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.schedule import places_of, program, program_of
 
-__all__ = ["Pipeline", "pipeline_of"]
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
     """What runs a pipelined module.
 
     Args:
-        module: the module
-        settings: its settings
+        settings: the settings of the module
 
     Attributes:
         streams: the source of streams; a test can exchange it
     """
 
-    def __init__(self, module: nn.Module, settings: Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.streams = Streams()
         self._lock = threading.RLock()
@@ -56,6 +55,12 @@ class Pipeline:
         #: For the training modes of all modules, what the model draws from.
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Leave this out of copies, which get their own."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
@@ -81,6 +86,8 @@ class Pipeline:
                 return known[id(tensor)][1]
 
             known: dict[int, tuple[Tensor, Tensor]] = {}
+            if backward:
+                verify_known(output)
             outputs[i] = mapped(output, detached) if backward else output
 
         programs = program("GPipe", len(parts), places_of(settings.devices))
@@ -131,10 +138,11 @@ class Pipeline:
                 aliases.take()
                 raise
         if backward:
-            _add(list(zip(aliases.trained, aliases.take())))
             entered = [(tensor, grad) for tensor, grad in mini_batch.entrance_gradients() if grad is not None]
-            if entered:
+            grads = aliases.take()
+            if entered:  # First, because hooks of the caller's may fail.
                 torch.autograd.backward([tensor for tensor, _ in entered], [grad for _, grad in entered])
+            _add(list(zip(aliases.trained, grads)))
         return result
 
     # ------------------------------------------------------------------------------------------------------- pieces
@@ -151,7 +159,7 @@ class Pipeline:
             self._slots = settings.columns_of(module)
             self._structure = structure
         for child, name, column in self._doors:
-            open_door(child, name, column, recomputes=name in settings.recomputed)
+            open_door(child, name, column, recomputes=name in settings.recomputed, owner=self)
 
     @contextmanager
     def _aliased(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
@@ -197,6 +205,7 @@ class Pipeline:
             actions,
             backward=backward,
             labels=settings.labels,
+            owner=self,
         )
 
     def _end(self, module: nn.Module, mini_batch: MiniBatch) -> None:
@@ -204,6 +213,8 @@ class Pipeline:
         modes = _modes(module)
         if numbers.has_drawn_unseen():
             self._draws[modes] = Draws(True, True)
+            if not (torch.is_grad_enabled() and self._recomputes(module)):
+                return
             raise RuntimeError(
                 "random numbers were drawn from the CPU's generator in this mini-batch, though the model drew none "
                 "before, so a recomputation may draw others; run it again: from now on, micro-batches have seeds"
@@ -212,11 +223,23 @@ class Pipeline:
         if not self._settings.layout.crossed:
             self._settings.layout.crossed = mini_batch.crossed
 
+    def _recomputes(self, module: nn.Module) -> bool:
+        """Return whether anything in the model runs again at backward, as far as that is known."""
+        switched = any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
+        return bool(self._settings.recomputed) or switched
+
     def _verify(self, arguments: Arguments) -> None:
         if arguments.kwargs.get("adapter_names") is not None and len(self._settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
+            )
+
+        hooks = saved_tensors_hooks_in_use()
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and len(self._settings.devices) > 1:
+            raise RuntimeError(
+                "torch.utils.checkpoint is around a pipelined model, whose micro-batches save tensors in an order of "
+                "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
     def _sizes(self, arguments: Arguments) -> list[int] | None:
@@ -245,7 +268,7 @@ class Pipeline:
         if not columns.move:
             return plain(*arguments.args, **arguments.kwargs)
         with self._aliased(module, backward=False), ExitStack() as stack:
-            visitor = InOnePiece(columns)
+            visitor = InOnePiece(columns, self)
             stack.enter_context(visiting(visitor))
             stack.enter_context(visitor)
             return plain(*arguments.args, **arguments.kwargs)
@@ -262,20 +285,15 @@ def _add(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
         for one, grad in gradients
         if grad is not None and (not one.is_leaf or has_hooks(one, get_gradient_edge(one).node))
     ]
-    deliver(heard)  # First, because a hook may fail.
+    before = [(one, one.grad, None if one.grad is None else one.grad.clone()) for one, _ in heard]
+    try:
+        deliver(heard)  # First, because a hook may fail.
+    except BaseException:
+        for one, grad, values in before:
+            one.grad = grad if grad is None or values is None else grad.detach().copy_(values)
+        raise
     done = {id(one) for one, _ in heard}
     with torch.no_grad():
         for one, grad in gradients:
             if grad is not None and id(one) not in done:
                 one.grad = grad if one.grad is None else one.grad.add_(grad)
-
-
-_pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
-
-
-def pipeline_of(module: nn.Module, settings: Settings) -> Pipeline:
-    """Return what runs ``module``, and make it if there is none, as for a copy."""
-    found = _pipelines.get(module)
-    if found is None or found._settings is not settings:
-        found = _pipelines[module] = Pipeline(module, settings)
-    return found

@@ -19,7 +19,7 @@ from torchgpipe.frames.door import close_door, here
 from torchgpipe.frames.inputs import arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
-from torchgpipe.frames.pipeline import pipeline_of
+from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.settings import verify_chunks
@@ -31,6 +31,9 @@ M = TypeVar("M", bound=nn.Module)
 
 #: The attribute of the module with its settings.
 _SETTINGS = "_torchgpipe"
+
+#: The attribute with what runs it, which copies and pickles leave out.
+_RUNS = "_torchgpipe_runs"
 
 
 def pipelined(
@@ -186,14 +189,16 @@ class _Pipelined(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(_plain(self).forward, self)
-        if here.visitor is not None:  # The model calls itself.
-            return plain(*args, **kwargs)
+        visitor = here.visitor
+        if visitor is not None:
+            if visitor.owner is vars(self).get(_RUNS):  # The model calls itself.
+                return plain(*args, **kwargs)
+            args, kwargs = visitor.bring((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *args, **kwargs)
-        settings = vars(self)[_SETTINGS]
-        return pipeline_of(self, settings).forward(self, plain, args, kwargs)
+        return self._runs().forward(self, plain, args, kwargs)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
@@ -207,8 +212,14 @@ class _Pipelined(nn.Module):
             the mean loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
         plain = functools.partial(_plain(self).forward, self)
-        settings = vars(self)[_SETTINGS]
-        return pipeline_of(self, settings).step(self, plain, args, target, kwargs)
+        return self._runs().step(self, plain, args, target, kwargs)
+
+    def _runs(self) -> Pipeline:
+        """Return what runs this module, and make it if there is none, as for a copy."""
+        runs: Pipeline | None = vars(self).get(_RUNS)
+        if runs is None:
+            runs = vars(self)[_RUNS] = Pipeline(vars(self)[_SETTINGS])
+        return runs
 
     @property
     def layout(self) -> Layout:
@@ -218,8 +229,14 @@ class _Pipelined(nn.Module):
 
     def unpipelined(self) -> Any:
         """Give the module its own class back, and return it; its parameters stay where they are."""
+        if type(self).__mro__[1] is not _Pipelined:
+            raise RuntimeError(
+                f"{type(self).__name__} has got another class on top of the pipeline, perhaps by a parametrization or "
+                "fully_shard; undo that first"
+            )
         for child in self.modules():
             close_door(child)
+        vars(self).pop(_RUNS, None)
         settings = vars(self).pop(_SETTINGS)
         if vars(self).get("hf_device_map") is not None and len(set(settings.devices)) > 1:
             del self.hf_device_map

@@ -61,20 +61,25 @@ class Trace:
         root: the call of the model
         output: what it returned
         used: for each parameter, the place of its first use by an operation
+        kept: the tensors that modules have put on themselves, with the places of their last uses
     """
 
     root: _Call
     output: Any
     used: dict[Tensor, int]
+    kept: list[tuple[nn.Module, str, int]]
+
+    def calls(self) -> list[_Call]:
+        """Return all calls."""
+        pending = [self.root]
+        for call in pending:  # The list grows meanwhile.
+            pending += call.inner
+        return pending
 
     def seconds(self, modules: Iterable[nn.Module]) -> float:
         """Return the time of all calls of these modules."""
         wanted = set(modules)
-        pending, total = [self.root], 0.0
-        for call in pending:  # The list grows meanwhile.
-            total += call.seconds if call.module in wanted else 0.0
-            pending += call.inner
-        return total
+        return sum([call.seconds for call in self.calls() if call.module in wanted])
 
 
 @dataclass
@@ -101,15 +106,17 @@ class Part:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes the first use of each parameter."""
+    """Notes the first use of each parameter, and the last use of each tensor."""
 
     def __init__(self, clock: list[int]) -> None:
         super().__init__()
         self._clock = clock
         self.used: dict[Tensor, int] = {}
+        self.last: dict[int, int] = {}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for _, tensor in each((args, kwargs or {})):
+            self.last[id(tensor)] = self._clock[0]
             if isinstance(tensor, nn.Parameter):
                 self.used.setdefault(tensor, self._clock[0])
         return func(*args, **(kwargs or {}))
@@ -162,10 +169,25 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
     compiled = {child for child in module.modules() if own_call(child) is not None or is_optimized(child)}
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
     probes = {child: probe(child) for child in module.modules() if child is not module and child not in within}
+    before = {id(tensor) for _, _, tensor in _attributes(module)}
     with _replaced(probes), uses:
         output = run()
     root.end = clock[0] + 1
-    return Trace(root, output, uses.used)
+    kept = [
+        (child, name, uses.last[id(tensor)])
+        for child, name, tensor in _attributes(module)
+        if id(tensor) in uses.last and id(tensor) not in before
+    ]
+    return Trace(root, output, uses.used, kept)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the tensors among the attributes of modules, which are no parameters and no buffers."""
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, (Tensor, list, tuple, dict)) and name not in ("_parameters", "_buffers", "_modules"):
+                for _, tensor in each(value):
+                    yield child, name, tensor
 
 
 @contextmanager

@@ -36,10 +36,15 @@ class Traveller:
         frame: the frame
         crossing: brings tensors from column to column
         columns: the columns
+        owner: the pipeline
+
+    Attributes:
+        frame: the frame
     """
 
-    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns) -> None:
-        self._frame = frame
+    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns, owner: object) -> None:
+        self.owner = owner
+        self.frame = frame
         self._crossing = crossing
         self._columns = columns
         self._glue = Glue(frame, crossing, columns.devices)
@@ -73,7 +78,7 @@ class Traveller:
         Raises:
             RuntimeError: the column is an earlier one.
         """
-        frame = self._frame
+        frame = self.frame
         if column == frame.column:
             return
         if column < frame.column:
@@ -94,7 +99,7 @@ class Traveller:
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Stop at ``door`` until it is the turn of its column, bring the arguments, and call the module."""
-        frame = self._frame
+        frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
             return door.enter(args, kwargs)
@@ -149,10 +154,16 @@ class Recomputation:
 
     Args:
         columns: the columns
+        owner: the pipeline
     """
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, owner: object) -> None:
+        self.owner = owner
         self._move = _mover(columns)
+
+    def bring(self, value: Any) -> Any:
+        """Return ``value``: a recomputation has what the first run had."""
+        return value
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, which are those of the first run, and call the module."""
@@ -165,12 +176,18 @@ class InOnePiece(TorchFunctionMode):
 
     Args:
         columns: the columns
+        owner: the pipeline
     """
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, owner: object) -> None:
         super().__init__()
+        self.owner = owner
         self._move = _mover(columns)
         self._change = self._move(0)
+
+    def bring(self, value: Any) -> Any:
+        """Return ``value`` on the device where the run is."""
+        return value if self._change is None else mapped(value, self._change)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""

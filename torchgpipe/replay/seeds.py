@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import is_compiled
 
-__all__ = ["LayerSeeds", "cpu_lock", "current_seeds", "mixed", "sharing_cpu_generator"]
+__all__ = ["LayerSeeds", "cpu_lock", "current_seeds", "mixed", "own_cpu_lock", "sharing_cpu_generator"]
 
 T = TypeVar("T")
 
@@ -44,13 +44,19 @@ def cpu_lock() -> Any:
 @contextmanager
 def sharing_cpu_generator() -> Iterator[None]:
     """Hold the generator of the CPU for a ``with`` block; pipelines inside of the block share it among themselves."""
-    with cpu_lock():
-        # A pipeline inside of this block has workers, which must not wait for this thread.
-        token = _inner_lock.set(threading.RLock())
-        try:
-            yield
-        finally:
-            _inner_lock.reset(token)
+    # A pipeline inside of this block has workers, which must not wait for this thread.
+    with cpu_lock(), own_cpu_lock():
+        yield
+
+
+@contextmanager
+def own_cpu_lock() -> Iterator[None]:
+    """Use another lock for the CPU's generator in a ``with`` block, in a thread for which a worker holds the lock."""
+    token = _inner_lock.set(threading.RLock())
+    try:
+        yield
+    finally:
+        _inner_lock.reset(token)
 
 
 class LayerSeeds:
