@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
@@ -105,7 +106,8 @@ def arrange(
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Put buffers and random states back after a ``with`` block, which builds no graph."""
+    """Put attributes, buffers and random states back after a ``with`` block, which builds no graph."""
+    attributes = [(child, dict(vars(child))) for child in module.modules() if not isinstance(child, LazyModuleMixin)]
     buffers = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
     values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in buffers]
     devices = sorted({one.device.index for one in module.parameters() if one.device.type not in ("cpu", "meta")})
@@ -113,6 +115,9 @@ def _as_before(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            for child, before in attributes:
+                vars(child).clear()
+                vars(child).update(before)
             for (child, name, buffer), value in zip(buffers, values):
                 child._buffers[name] = buffer
                 if buffer is not None and value is not None and not buffer.is_meta:
@@ -343,8 +348,11 @@ def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
         return False, False
     one, two = (_loss(module, sample, num_items_in_batch=count) for count in (1, 2))
     divides = one is not None and two is not None and abs(one) > 1.5 * abs(two)
-    if labels.dim() < 2 or bool((labels[:, 0] == -100).all()):
-        return divides, labels.dim() > 1 and _names_a_causal_loss(module)
+    named, left_out = _names_a_causal_loss(module), labels == -100
+    if labels.dim() != 2 or not (named or left_out.any()):
+        return divides, False  # Another number than -100 may be left out, and -100 be an error.
+    if left_out[:, 0].all():
+        return divides, named
     without = labels.clone()
     without[:, 0] = -100
     return divides, _loss(module, sample, labels=without) == plain

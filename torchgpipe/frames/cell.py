@@ -26,23 +26,15 @@ from torchgpipe.engine.function import Edge, Function, accumulate
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.split_backward import SplitBackward
 
-__all__ = ["Cell", "Export", "Import"]
+__all__ = ["Arrival", "Cell", "Export", "Import"]
 
 
-class Export:
-    """A tensor of a cell that later columns import, or the caller gets.
+class Arrival:
+    """The gradients of a tensor that arrive from the cells that have imported it."""
 
-    Args:
-        edge: where the graph of the cell is entered
+    __slots__ = ("_grads",)
 
-    Attributes:
-        edge: where the graph of the cell is entered
-    """
-
-    __slots__ = ("_grads", "edge")
-
-    def __init__(self, edge: Edge | None) -> None:
-        self.edge = edge
+    def __init__(self) -> None:
         # Added up later: the stream of the cell may have to wait for them first.
         self._grads: list[Tensor] = []
 
@@ -57,6 +49,23 @@ class Export:
         return functools.reduce(torch.add, grads) if grads else None
 
 
+class Export(Arrival):
+    """A tensor of a cell that later columns import, or the caller gets.
+
+    Args:
+        edge: where the graph of the cell is entered
+
+    Attributes:
+        edge: where the graph of the cell is entered
+    """
+
+    __slots__ = ("edge",)
+
+    def __init__(self, edge: Edge) -> None:
+        super().__init__()
+        self.edge = edge
+
+
 class Cell:
     """Micro-batch ``i`` in a column.
 
@@ -64,14 +73,14 @@ class Cell:
         device: the device of the column
 
     Attributes:
-        imports: for each import, the column that the tensor comes from, its export there, and its gradient
+        imports: for each import, the column that the tensor comes from, and where its gradient goes there
     """
 
     def __init__(self, device: torch.device) -> None:
         #: The leaf of the graph, in place of all imports.
         self._leaf = get_phony(device).requires_grad_()
         self._exports: dict[tuple[int, int], Export] = {}
-        self.imports: list[tuple[int, Export]] = []
+        self.imports: list[tuple[int, Arrival]] = []
         self._taken: list[Leaf] = []
         self._split: SplitBackward | None = None
 
@@ -83,14 +92,14 @@ class Cell:
             self._exports[key] = Export(edge)
         return self._exports[key]
 
-    def enter(self, column: int, export: Export, moved: Tensor) -> Tensor:
+    def import_(self, column: int, source: Arrival, moved: Tensor) -> Tensor:
         """Return an import: the tensor that ``moved`` is, without its history, at the beginning of this graph."""
-        self.imports.append((column, export))
+        self.imports.append((column, source))
         self._taken.append(None)
-        entered: Tensor = Import.apply(self._taken, len(self._taken) - 1, self._leaf, moved)
-        return entered
+        imported: Tensor = Import.apply(self._taken, len(self._taken) - 1, self._leaf, moved)
+        return imported
 
-    def differentiate(self, *, split: bool, keep_graph: bool) -> list[tuple[int, Export, Tensor]]:
+    def differentiate(self, *, split: bool, keep_graph: bool) -> list[tuple[int, Arrival, Tensor]]:
         """Differentiate the graph, and return the gradients of its imports.
 
         Args:
@@ -98,10 +107,11 @@ class Cell:
             keep_graph: whether the graph will be differentiated again
 
         Returns:
-            for each import that has a gradient: the column it comes from, its export there, and the gradient
+            for each import that has a gradient: the column that it comes from, where the gradient goes there, and the
+            gradient
         """
         arrived = [(export.edge, export.total()) for export in self._exports.values()]
-        entered = [(edge, grad) for edge, grad in arrived if edge is not None and grad is not None]
+        entered = [(edge, grad) for edge, grad in arrived if grad is not None]
         if not entered:
             self._drop(keep_graph)
             return []
@@ -121,8 +131,8 @@ class Cell:
         if halves is not None:
             halves.differentiate_weights()
 
-    def _take(self, keep_graph: bool) -> list[tuple[int, Export, Tensor]]:
-        result = [(j, export, grad) for (j, export), grad in zip(self.imports, self._taken) if grad is not None]
+    def _take(self, keep_graph: bool) -> list[tuple[int, Arrival, Tensor]]:
+        result = [(j, source, grad) for (j, source), grad in zip(self.imports, self._taken) if grad is not None]
         self._taken[:] = [None] * len(self._taken)
         self._drop(keep_graph)
         return result

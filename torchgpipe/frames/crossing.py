@@ -67,7 +67,7 @@ class Columns:
         return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
 
     @property
-    def move(self) -> bool:
+    def copies(self) -> bool:
         """Whether tensors are copied from column to column."""
         return bool(self._routes)
 
@@ -101,9 +101,9 @@ class Crossing:
         self._columns = columns
         self._aliases = aliases
         self._known: dict[tuple[int, bool], _Known] = {}
-        self._moves = columns.move
+        self._moves = columns.copies
 
-    def entered(self) -> None:
+    def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""
         self._known = {key: one for key, one in self._known.items() if versions([one.alias]) != [one.version]}
 
@@ -131,7 +131,7 @@ class Crossing:
             else:
                 export = self._cells[home].export(tensor)
                 moved = self._moved(tensor.detach(), home, column)
-                alias = self._cells[column].enter(home, export, moved)
+                alias = self._cells[column].import_(home, export, moved)
                 if self._noted is not None:
                     self._noted.append(Crossed(home, column, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
         elif self._moves:

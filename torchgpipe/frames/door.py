@@ -76,10 +76,10 @@ class Door:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         visitor = here.visitor
         if visitor is None or visitor.owner is not self.owner:
-            return self.enter(args, kwargs)
+            return self.call_module(args, kwargs)
         return visitor.visit(self, args, kwargs)
 
-    def enter(self, args: Any, kwargs: Any) -> Any:
+    def call_module(self, args: Any, kwargs: Any) -> Any:
         """Call the module."""
         if self.recomputes and self._there().training and torch.is_grad_enabled():
             return checkpoint(self._call, *args, use_reentrant=False, **kwargs)

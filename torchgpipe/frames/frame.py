@@ -37,7 +37,7 @@ class Frame:
 
     Args:
         i: the micro-batch
-        run: runs the model; it calls `enter` at each boundary, in this frame's thread
+        run: runs the model; it calls `pause_until` at each boundary, in this frame's thread
         ambient: the settings of the caller
 
     Attributes:
@@ -94,7 +94,7 @@ class Frame:
             finally:
                 del error  # A stack that holds its own exception is a cycle, which would keep tensors alive.
 
-    def enter(self, j: int) -> None:
+    def pause_until(self, j: int) -> None:
         """Stop until it is the turn of column ``j``; called in the frame's own thread."""
         if self._cancelled:  # The model has caught the exception of a cancelled frame.
             raise Cancelled
@@ -139,7 +139,7 @@ class Frame:
     def _go(self) -> None:
         try:
             with own_cpu_lock():
-                self.enter(0)
+                self.pause_until(0)
                 self._run(self)
         finally:
             self.finished = True

@@ -193,9 +193,7 @@ def _is_split(value: Any, rows: int) -> bool:
 
 def _is_list_of_rows(value: Any, rows: int) -> bool:
     """Return whether a list has an element for each row, such as the targets of a detection model."""
-    if type(value) is not list or len(value) != rows:
-        return False
-    return not all([isinstance(item, Tensor) and _length(item) == rows for item in value])
+    return type(value) is list and len(value) == rows
 
 
 def _rebuilt(value: Any, items: list[Any]) -> Any:

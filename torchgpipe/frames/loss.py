@@ -1,4 +1,4 @@
-"""The numbers of a mini-batch from those of its micro-batches, above all the loss.
+"""The loss of a mini-batch, and other tensors without dimensions, from those of its micro-batches.
 
 A mean over tokens is the mean of the micro-batches' means, weighted with their tokens: with the number of labels that
 are not -100. Where the caller gives ``num_items_in_batch``, each micro-batch has its share already, and shares add up.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.outputs import Number, join
+from torchgpipe.frames.outputs import JoinScalar, join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each
 
@@ -45,10 +45,10 @@ def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
     return settings.takes_items and named[0].get("num_items_in_batch") is not None
 
 
-def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Number:
-    """Return what joins the numbers that the micro-batches have returned."""
+def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> JoinScalar:
+    """Return what joins tensors without dimensions."""
 
-    def number(path: str, values: Sequence[Tensor]) -> Tensor:
+    def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():
             if all([torch.equal(value, values[0]) for value in values]):
                 return values[0]
@@ -64,7 +64,7 @@ def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: S
         counted = [value * share for value, share in zip(values, shares) if share]
         return torch.stack(counted).sum() if counted else values[0]
 
-    return number
+    return joined
 
 
 class MicroBatchLoss:

@@ -21,12 +21,12 @@ from torchgpipe.engine.copy import copy_back, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.workers import Task, run_in_workers
-from torchgpipe.frames.cell import Cell, Export
+from torchgpipe.frames.cell import Arrival, Cell, Export
 from torchgpipe.frames.crossing import Columns, Crossing
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.numbers import Numbers
 from torchgpipe.frames.parameters import Aliases
+from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.values import mapped
 from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
 from torchgpipe.replay.ambient import Ambient
@@ -55,14 +55,15 @@ class MiniBatch:
         finish: takes the output of each micro-batch, in the last column
         columns: where the columns compute
         aliases: the aliases of parameters
-        numbers: the random numbers
+        random_numbers: the random numbers
         program: the actions of each device
         backward: whether backward follows
+        splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
         labels: names each column, for errors
         owner: the pipeline
 
     Attributes:
-        numbers: the random numbers
+        random_numbers: the random numbers
         crossed: what the first micro-batch has carried from column to column
     """
 
@@ -73,10 +74,11 @@ class MiniBatch:
         finish: Finish,
         columns: Columns,
         aliases: Aliases,
-        numbers: Numbers,
+        random_numbers: RandomNumbers,
         program: Program,
         *,
         backward: bool,
+        splits: bool,
         labels: Sequence[str],
         owner: object,
     ) -> None:
@@ -86,14 +88,15 @@ class MiniBatch:
         self._finish: Finish | None = finish
         self._columns = columns
         self._aliases = aliases
-        self.numbers = numbers
+        self.random_numbers = random_numbers
         self.crossed: list[Crossed] = []
         self._labels = labels
         self._owner = owner
+        self._splits = splits
         self._ambient = Ambient()
         self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
         self._frames = [Frame(i, self._run_frame, self._ambient) for i in range(self._m)]
-        self._entered: list[list[tuple[Tensor, _Entrance]]] = [[] for _ in inputs]
+        self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
         self._threaded = self._n > 1
         each = tuple((j,) for j in range(self._n))
         self._plan = plan(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
@@ -129,14 +132,14 @@ class MiniBatch:
         with self._aliases.installed():
             self._run_actions(_only(self._plan, "BIW"), Ambient(), keep_graph=keep_graph)
 
-    def entrance_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
-        """Yield the inputs that require grad, each a part of an argument, with their gradients."""
-        for tensor, entrance in self.entrances():
-            yield tensor, entrance.total()
+    def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
+        """Yield the inputs that require grad, each a part of an argument, with their gradients, and forget these."""
+        for tensor, source in self.inputs_with_grad():
+            yield tensor, source.total()
 
-    def entrances(self) -> list[tuple[Tensor, Export]]:
+    def inputs_with_grad(self) -> list[tuple[Tensor, Arrival]]:
         """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
-        return [(tensor, entrance) for entered in self._entered for tensor, entrance in entered]
+        return [(tensor, source) for entered in self._entered for tensor, source in entered]
 
     def _run_actions(self, todo: Plan, ambient: Ambient, *, keep_graph: bool) -> None:
         def run(number: int) -> None:
@@ -165,7 +168,7 @@ class MiniBatch:
     def _run_forward(self, i: int, j: int) -> None:
         frame = self._frames[i]
         try:
-            with self.numbers.of(i, self._columns.devices[j]):
+            with self.random_numbers.of(i, self._columns.devices[j]):
                 frame.advance(j, threaded=self._threaded)
         except BaseException as error:
             error.add_note(f"{self._where(i, frame.column)}, in '{frame.module}', during forward")
@@ -181,7 +184,7 @@ class MiniBatch:
         arguments, self._inputs[i] = self._inputs[i], None
         assert arguments is not None
         if cells:
-            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._enter(i, tensor), caches=True))
+            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
         noted = None if i else self.crossed
         crossing = Crossing(frame, cells, self._columns, self._aliases, noted)
         traveller = Traveller(frame, crossing, self._columns, self._owner)
@@ -201,17 +204,17 @@ class MiniBatch:
 
         traveller.run(model, finish)
 
-    def _enter(self, i: int, tensor: Tensor) -> Tensor:
+    def _cut(self, i: int, tensor: Tensor) -> Tensor:
         """Return an input of micro-batch ``i``, without its history if it requires grad."""
         if not tensor.requires_grad:
             return tensor
-        for known, entrance in self._entered[i]:
+        for known, source in self._entered[i]:
             if known is tensor:
-                return entrance.alias
-        entrance = _Entrance()
-        entrance.alias = self._cells[i][0].enter(-1, entrance, tensor.detach())
-        self._entered[i].append((tensor, entrance))
-        return entrance.alias
+                return source.alias
+        source = _Input()
+        source.alias = self._cells[i][0].import_(-1, source, tensor.detach())
+        self._entered[i].append((tensor, source))
+        return source.alias
 
     # ---------------------------------------------------------------------------------------------------- backward
 
@@ -224,7 +227,7 @@ class MiniBatch:
                     return
                 wait_back(columns.leaving(j), i)
                 fresh = without_gradient(self._aliases.of(j))
-                result = cell.differentiate(split=kind == "I", keep_graph=keep_graph)
+                result = cell.differentiate(split=kind == "I" and self._splits, keep_graph=keep_graph)
                 unshare(fresh)
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")
@@ -241,7 +244,7 @@ class MiniBatch:
     def _differentiating(self) -> Iterator[None]:
         """Run backward in a ``with`` block: in this thread, and outside of autocast, as ``loss.backward()`` is."""
         with (
-            self.numbers.backward(),
+            self.random_numbers.backward(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
             visiting(Recomputation(self._columns, self._owner)) if self._threaded else nullcontext(),
@@ -252,15 +255,12 @@ class MiniBatch:
         return f"micro-batch {i} of {self._m}, {self._labels[j]}"
 
 
-class _Entrance(Export):
+class _Input(Arrival):
     """An input that requires grad; the gradient that arrives is the caller's."""
 
     __slots__ = ("alias",)
 
     alias: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(None)
 
 
 def _no_export(tensor: Tensor) -> Export:

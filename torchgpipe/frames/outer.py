@@ -61,5 +61,5 @@ class Outer(Function):
             ctx.mini_batch = None  # A part of its graph is used up.
             ctx.aliases.take()
             raise
-        entered = [grad for _, grad in mini_batch.entrance_gradients()]
-        return (None, None, None, *[None] * len(grads), *ctx.aliases.take(), *entered)
+        inputs = [grad for _, grad in mini_batch.take_input_gradients()]
+        return (None, None, None, *[None] * len(grads), *ctx.aliases.take(), *inputs)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from torchgpipe.frames.values import each, is_cache
 
-__all__ = ["Kinds", "Number", "join", "kinds_of", "verify_known"]
+__all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "verify_known"]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
 Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]
 
-#: Joins the numbers of the micro-batches that an output has in place of tensors with rows.
-Number: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
+#: Joins tensors without dimensions, such as losses, given the path of the output.
+JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 def kinds_of(output: Any, rows: int, smaller: Any, fewer: int) -> Kinds:
@@ -89,25 +89,25 @@ def verify_known(output: Any, path: str = "") -> None:
             )
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int], kinds: Kinds, number: Number) -> Any:
+def join(outputs: Sequence[Any], sizes: Sequence[int], kinds: Kinds, scalar: JoinScalar) -> Any:
     """Return the output of a mini-batch.
 
     Args:
         outputs: the output of each micro-batch
         sizes: the rows of each micro-batch
         kinds: how outputs depend on the rows; what is missing is decided by its sizes
-        number: joins tensors without dimensions
+        scalar: joins tensors without dimensions
 
     Raises:
         ValueError: an output couples the rows, or differs in structure between micro-batches.
         TypeError: an output is an object that cannot be joined.
     """
-    return outputs[0] if len(outputs) == 1 else _Join(sizes, kinds, number).join(list(outputs), "")
+    return outputs[0] if len(outputs) == 1 else _Join(sizes, kinds, scalar).join(list(outputs), "")
 
 
 class _Join:
-    def __init__(self, sizes: Sequence[int], kinds: Kinds, number: Number) -> None:
-        self._sizes, self._kinds, self._number = sizes, kinds, number
+    def __init__(self, sizes: Sequence[int], kinds: Kinds, scalar: JoinScalar) -> None:
+        self._sizes, self._kinds, self._scalar = sizes, kinds, scalar
         #: A tensor that occurs twice in the output is joined once.
         self._done: dict[tuple[int, ...], Tensor] = {}
 
@@ -165,7 +165,7 @@ class _Join:
     def _tensor(self, values: list[Tensor], path: str) -> Tensor:
         first = values[0]
         if first.dim() == 0:
-            return self._number(path, values)
+            return self._scalar(path, values)
         dim = self._kinds[path] if path in self._kinds else self._dimension(values, path)
         if dim is None:
             return first

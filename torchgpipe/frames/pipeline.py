@@ -23,10 +23,10 @@ from torchgpipe.frames.door import open_door
 from torchgpipe.frames.inputs import chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Arguments, MiniBatch
-from torchgpipe.frames.numbers import Draws, Numbers
 from torchgpipe.frames.outer import Outer
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.parameters import Aliases, Slot
+from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
@@ -97,7 +97,7 @@ class Pipeline:
         self._end(module, mini_batch)
         if exports:
             leaves = {id(tensor): tensor for output in outputs for _, tensor in each(output) if id(tensor) in exports}
-            entered = [tensor for tensor, _ in mini_batch.entrances()]
+            entered = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
             own = [exports[key] for key in leaves]
             joined = Outer.apply(mini_batch, aliases, own, *leaves.values(), *aliases.trained, *entered)
             outer = dict(zip(leaves, joined))
@@ -138,7 +138,7 @@ class Pipeline:
                 aliases.take()
                 raise
         if backward:
-            entered = [(tensor, grad) for tensor, grad in mini_batch.entrance_gradients() if grad is not None]
+            entered = [(tensor, grad) for tensor, grad in mini_batch.take_input_gradients() if grad is not None]
             grads = aliases.take()
             if entered:  # First, because hooks of the caller's may fail.
                 torch.autograd.backward([tensor for tensor, _ in entered], [grad for _, grad in entered])
@@ -156,7 +156,7 @@ class Pipeline:
             self._doors = [
                 (children[name], name, column) for name, column in settings.doors.items() if name in children
             ]
-            self._slots = settings.columns_of(module)
+            self._slots = settings.slots(module)
             self._structure = structure
         for child, name, column in self._doors:
             open_door(child, name, column, recomputes=name in settings.recomputed, owner=self)
@@ -193,25 +193,26 @@ class Pipeline:
             there = self.streams.device_of(tensor)
             return tensor.to(first) if there is not None and self.streams.moves(there, first) else tensor
 
-        inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.move)) for part in parts]
-        numbers = Numbers(self._draws.get(_modes(module)))
+        inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
+        random_numbers = RandomNumbers(self._draws.get(_modes(module)))
         return MiniBatch(
             plain,
             inputs,
             finish,
             columns,
             aliases,
-            numbers,
+            random_numbers,
             actions,
             backward=backward,
+            splits=not self._recomputes(module),
             labels=settings.labels,
             owner=self,
         )
 
     def _end(self, module: nn.Module, mini_batch: MiniBatch) -> None:
-        numbers = mini_batch.numbers
+        random_numbers = mini_batch.random_numbers
         modes = _modes(module)
-        if numbers.has_drawn_unseen():
+        if random_numbers.has_drawn_unseen():
             self._draws[modes] = Draws(True, True)
             if not (torch.is_grad_enabled() and self._recomputes(module)):
                 return
@@ -219,7 +220,7 @@ class Pipeline:
                 "random numbers were drawn from the CPU's generator in this mini-batch, though the model drew none "
                 "before, so a recomputation may draw others; run it again: from now on, micro-batches have seeds"
             )
-        self._draws[modes] = numbers.end()
+        self._draws[modes] = random_numbers.end()
         if not self._settings.layout.crossed:
             self._settings.layout.crossed = mini_batch.crossed
 
@@ -265,7 +266,7 @@ class Pipeline:
 
     def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
         columns = Columns(self._settings.devices, self.streams)
-        if not columns.move:
+        if not columns.copies:
             return plain(*arguments.args, **arguments.kwargs)
         with self._aliased(module, backward=False), ExitStack() as stack:
             visitor = InOnePiece(columns, self)

@@ -69,7 +69,7 @@ class Settings:
             prefix = prefix.rpartition(".")[0]
         return 0
 
-    def columns_of(self, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
+    def slots(self, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
         """Return every place of a parameter, each with its column."""
         return [
             (child, name, self.column_of(f"{prefix}.{name}" if prefix else name))

@@ -48,7 +48,7 @@ class Traveller:
         self._crossing = crossing
         self._columns = columns
         self._glue = Glue(frame, crossing, columns.devices)
-        self._stream = ExitStack()
+        self._current_stream = ExitStack()
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
         """Run the model, and pass its output to ``finish`` in the last column."""
@@ -57,12 +57,12 @@ class Traveller:
             if last == 0:
                 finish(model())
                 return
-            with self._stream:
-                self._stream.enter_context(self._columns.computing[0].use())
+            with self._current_stream:
+                self._current_stream.enter_context(self._columns.computing[0].use())
                 with self._glue:
                     output = model()
                     with self._without_glue():
-                        self.enter(last, "the end")
+                        self.go_to(last, "the end")
                     finish(output)
 
     def bring(self, value: Any) -> Any:
@@ -72,7 +72,7 @@ class Traveller:
         with self._without_glue():
             return mapped(value, self._crossing.bring)
 
-    def enter(self, column: int, name: str) -> None:
+    def go_to(self, column: int, name: str) -> None:
         """Stop until it is the turn of ``column``.
 
         Raises:
@@ -92,28 +92,28 @@ class Traveller:
                 f"'{name}' is the first module of partition {column}, and reentrant checkpointing is around it, which "
                 "cannot cross devices; use gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
-        self._stream.close()
-        frame.enter(column)
-        self._stream.enter_context(self._columns.computing[column].use())
-        self._crossing.entered()
+        self._current_stream.close()
+        frame.pause_until(column)
+        self._current_stream.enter_context(self._columns.computing[column].use())
+        self._crossing.forget()
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Stop at ``door`` until it is the turn of its column, bring the arguments, and call the module."""
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
-            return door.enter(args, kwargs)
+            return door.call_module(args, kwargs)
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
-            return door.enter(args, kwargs)
+            return door.call_module(args, kwargs)
         with self._without_glue():
-            self.enter(door.column, door.name)
+            self.go_to(door.column, door.name)
             if frame.column:
                 bring = self._crossing.bring
                 args, kwargs = mapped(args, bring), mapped(kwargs, bring)
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _bring_layers(value, door.layers, bring)
-            return door.enter(args, kwargs)
+            return door.call_module(args, kwargs)
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Recomputation:
 
     def __init__(self, columns: Columns, owner: object) -> None:
         self.owner = owner
-        self._move = _mover(columns)
+        self._copier = _copier(columns)
 
     def bring(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
@@ -167,8 +167,10 @@ class Recomputation:
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, which are those of the first run, and call the module."""
-        change = self._move(door.column)
-        return door.enter(mapped(args, change), mapped(kwargs, change)) if change else door.enter(args, kwargs)
+        change = self._copier(door.column)
+        return (
+            door.call_module(mapped(args, change), mapped(kwargs, change)) if change else door.call_module(args, kwargs)
+        )
 
 
 class InOnePiece(TorchFunctionMode):
@@ -182,8 +184,8 @@ class InOnePiece(TorchFunctionMode):
     def __init__(self, columns: Columns, owner: object) -> None:
         super().__init__()
         self.owner = owner
-        self._move = _mover(columns)
-        self._change = self._move(0)
+        self._copier = _copier(columns)
+        self._change = self._copier(0)
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
@@ -191,10 +193,10 @@ class InOnePiece(TorchFunctionMode):
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
-        self._change = self._move(door.column)
+        self._change = self._copier(door.column)
         if self._change is None:
-            return door.enter(args, kwargs)
-        return door.enter(mapped(args, self._change), mapped(kwargs, self._change))
+            return door.call_module(args, kwargs)
+        return door.call_module(mapped(args, self._change), mapped(kwargs, self._change))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._change is not None:
@@ -202,10 +204,10 @@ class InOnePiece(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _mover(columns: Columns) -> Callable[[int], Callable[[Tensor], Tensor] | None]:
+def _copier(columns: Columns) -> Callable[[int], Callable[[Tensor], Tensor] | None]:
     """Return a function that gives for a column what copies a tensor there; None if nothing has to be copied."""
     streams, devices = columns.streams, columns.devices
-    foreign: Sequence[torch.device] = devices if columns.move else ()
+    foreign: Sequence[torch.device] = devices if columns.copies else ()
 
     def move_to(column: int) -> Callable[[Tensor], Tensor] | None:
         device = devices[column]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchgpipe.devices.device import device_module
 from torchgpipe.replay.seeds import cpu_lock, mixed, sharing_cpu_generator
 
-__all__ = ["Draws", "Numbers"]
+__all__ = ["Draws", "RandomNumbers"]
 
 
 class Draws(NamedTuple):
@@ -34,7 +34,7 @@ class Draws(NamedTuple):
     device: bool
 
 
-class Numbers:
+class RandomNumbers:
     """The random numbers of a mini-batch.
 
     Args:
@@ -99,11 +99,7 @@ class Numbers:
             yield
 
     def end(self) -> Draws:
-        """Return what the model draws from, as far as it is known now.
-
-        Raises:
-            RuntimeError: the model has drawn from the CPU's generator for the first time.
-        """
+        """Let the caller's generator go on if the model draws, and return what the model draws from."""
         if self._draws is None:
             self._draws = Draws(*self._drawn)
         if any(self._draws):
