@@ -48,6 +48,7 @@ class Architecture:
         draw: draws arguments for a number of rows
         loss: takes the output; by default the loss is the output's own
         weight: takes keyword arguments of a micro-batch, and returns its weight in the mean; by default its rows
+        explicit: whether ``pipelined`` has to be told the weight, which differs from its own
         rows: of a mini-batch
         whole: the names of arguments that are not split although they have a row for each of the batch
         refused: whether the rows of its batch are coupled, so that it has to be refused
@@ -61,6 +62,7 @@ class Architecture:
     draw: Callable[[int, Generator], Any]
     loss: Callable[[Any], Tensor] | None = None
     weight: Callable[[Mapping[str, Any]], float] | None = None
+    explicit: bool = False
     rows: int = 5
     whole: tuple[str, ...] = ()
     refused: bool = False

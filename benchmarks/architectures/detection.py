@@ -86,6 +86,7 @@ add(
         },
     ),
     boxed,
+    rows=8,
 )
 add(
     "yolos",

@@ -152,7 +152,14 @@ add(
     text,
     weight=shifted_labels,
 )
-add("electra (replaced tokens)", "encoder", language_model("ElectraForPreTraining", **TYPES), detected, weight=active)
+add(
+    "electra (replaced tokens)",
+    "encoder",
+    language_model("ElectraForPreTraining", **TYPES),
+    detected,
+    weight=active,
+    explicit=True,
+)
 add(
     "xlnet",
     "encoder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,6 +80,11 @@ def recorded(rows: int, generator: Generator) -> dict[str, Tensor]:
     return {"input_features": features, "attention_mask": mask.long(), "labels": text(rows, generator)["labels"]}
 
 
+def rows_of(arguments: Mapping[str, Any]) -> float:
+    """Count the rows: the loss of letters is the mean over rows, whatever their lengths."""
+    return float(len(arguments["labels"]))
+
+
 CTC = ("wav2vec2", "Wav2Vec2ForCTC"), ("hubert", "HubertForCTC"), ("wavlm", "WavLMForCTC"), ("sew", "SEWForCTC")
 MORE: dict[str, dict[str, Any]] = {
     "sew": {"squeeze_factor": 2},
@@ -95,7 +101,15 @@ for name, cls in (
     ("wav2vec2_conformer", "Wav2Vec2ConformerForCTC"),
 ):
     rows = 8 if name == "wav2vec2_conformer" else 5  # it has batch norms
-    add(name, "speech", transformers_model(cls, **{**WAVES, **MORE.get(name, {})}), spoken, rows=rows)
+    add(
+        name,
+        "speech",
+        transformers_model(cls, **{**WAVES, **MORE.get(name, {})}),
+        spoken,
+        weight=rows_of,
+        explicit=True,
+        rows=rows,
+    )
 
 add("wav2vec2 (classes)", "speech", transformers_model("Wav2Vec2ForSequenceClassification", **WAVES), heard)
 add(
@@ -103,6 +117,8 @@ add(
     "speech",
     transformers_model("Wav2Vec2ForCTC", do_stable_layer_norm=True, feat_extract_norm="layer", **WAVES),
     spoken,
+    weight=rows_of,
+    explicit=True,
 )
 add(
     "whisper",
