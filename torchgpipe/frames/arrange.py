@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -49,6 +50,7 @@ def arrange(
         sample = Arguments(*mapped(tuple(sample), lambda tensor: tensor.detach().to(where)))
         traces = [_traced(module, sample) for _ in range(_ROUNDS if balance == "time" else 1)]
         kinds = _kinds(module, sample, splitter, traces[0])
+        takes_items = _takes_items(module, sample)
     spine = spine_of(module, traces[0], n, list(began))
     for part, *others in zip(spine, *[spine_of(module, one, n, list(began)) for one in traces[1:]]):
         part.seconds = median([part.seconds, *[other.seconds for other in others]])
@@ -83,6 +85,7 @@ def arrange(
         splitter=splitter,
         kinds=kinds,
         shifts=_shifts(module),
+        takes_items=takes_items,
         layout=layout,
         **settings,
     )
@@ -100,7 +103,7 @@ def _as_before(module: nn.Module) -> Iterator[None]:
         finally:
             for (child, name, buffer), value in zip(buffers, values):
                 child._buffers[name] = buffer
-                if buffer is not None and not buffer.is_meta:
+                if buffer is not None and value is not None and not buffer.is_meta:
                     buffer.copy_(value)
 
 
@@ -171,7 +174,7 @@ def _counts_of_names(spine: list[Part], n: int, balance: Mapping[str, int]) -> l
             )
         starts[j] = found[0]
     begins = [starts.get(j, -1) for j in range(n)]
-    if len(starts) != n or any(a >= b for a, b in zip(begins, begins[1:])):
+    if len(starts) != n or any(a >= b for a, b in pairwise(begins)):
         raise ValueError(
             f"balance must name where each of the partitions 1 to {n - 1} begins, in the order of the spine, but got "
             f"{dict(balance)}; the parts are {[part.name for part in spine]}"
@@ -187,7 +190,7 @@ def _divided(spine: list[Part], counts: Sequence[int]) -> list[list[Part]]:
 def _columns(devices: Sequence[torch.device]) -> list[int]:
     """Return the column of each partition: neighbours on one device are one column."""
     columns = [0]
-    for before, device in zip(devices, devices[1:]):
+    for before, device in pairwise(devices):
         columns.append(columns[-1] + (device != before))
     return columns
 
@@ -302,6 +305,24 @@ def _shifts(module: nn.Module) -> bool:
     loss: Callable[..., Any] | None = getattr(module, "loss_function", None)
     config = getattr(module, "config", None)
     return getattr(loss, "__name__", "") == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)
+
+
+def _takes_items(module: nn.Module, sample: Arguments) -> bool:
+    """Return whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore."""
+    accepted = inspect.signature(module.forward).parameters.values()
+    if "labels" not in sample.kwargs or not any(
+        one.kind is one.VAR_KEYWORD or one.name == "num_items_in_batch" for one in accepted
+    ):
+        return False
+    losses = []
+    for count in (1, 2):
+        args, kwargs = mapped(tuple(sample), torch.Tensor.clone, caches=True)
+        try:
+            loss = getattr(module.forward(*args, **{**kwargs, "num_items_in_batch": count}), "loss", None)
+        except (TypeError, RuntimeError):
+            return False
+        losses.append(float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 else 0.0)
+    return abs(losses[0]) > 1.5 * abs(losses[1])
 
 
 def move(module: nn.Module, settings: Settings) -> None:

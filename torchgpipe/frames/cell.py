@@ -1,7 +1,7 @@
 """A cell of frames: what micro-batch i has computed in column j, as a graph of its own.
 
-The graph begins at imports, which stand for what earlier columns have computed, and ends at exports, which later columns
-have imported:
+The graph begins at imports, which stand for what earlier columns have computed, and ends at exports, which later
+columns have imported:
 
     column 0                    column 1                      column 2
     ──► a ──────── export ┐ ┌─► Import ──► b ──── export ┐ ┌─► Import ──► loss

@@ -10,7 +10,6 @@ A door takes the place of the module's own call. So a copy or a pickle of the mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch

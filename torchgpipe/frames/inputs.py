@@ -135,7 +135,7 @@ class Splitter:
                 faults.append(f"'{path}' has {length}")
                 return [value] * len(sizes)
             if isinstance(value, Tensor):
-                return list(value.split(sizes))
+                return list(torch.split(value, sizes))
             ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
             return [value[end - size : end] for end, size in zip(ends, sizes)]
         if is_cache(value):
@@ -204,7 +204,7 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
     """Return the rows of micro-batch ``i`` of a cache, whose tensors are among its attributes."""
 
     def part(tensor: Tensor) -> Tensor:
-        return tensor.split(sizes)[i] if tensor.dim() and len(tensor) == rows > 0 else tensor
+        return torch.split(tensor, sizes)[i] if tensor.dim() and len(tensor) == rows > 0 else tensor
 
     return mapped(value, part, caches=True)
 

@@ -1,7 +1,7 @@
 """The numbers of a mini-batch from those of its micro-batches, above all the loss.
 
-A mean over tokens is the mean of the micro-batches' means, weighted with their tokens: with the number of labels that are
-not -100. Where the caller gives ``num_items_in_batch``, each micro-batch has its share already, and shares add up.
+A mean over tokens is the mean of the micro-batches' means, weighted with their tokens: with the number of labels that
+are not -100. Where the caller gives ``num_items_in_batch``, each micro-batch has its share already, and shares add up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequ
 def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
     if settings.reduce is not None:
         return settings.reduce == "sum"
-    return named[0].get("num_items_in_batch") is not None
+    return settings.takes_items and named[0].get("num_items_in_batch") is not None
 
 
 def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Number:
@@ -151,7 +151,7 @@ def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(target, Tensor):
         if len(target) != sum(sizes):
             raise ValueError(f"the batch has {sum(sizes)} rows in dimension 0, but the target has {len(target)}")
-        return list(target.split(list(sizes)))
+        return list(torch.split(target, list(sizes)))
     if isinstance(target, (tuple, list)):
         columns = [_split(item, sizes) for item in target]
         return [type(target)([column[i] for column in columns]) for i in range(len(sizes))]

@@ -1,8 +1,8 @@
 """Random numbers of frames: each micro-batch has a seed, and its numbers follow it from device to device.
 
-So dropout is the same for any partitions, schedule and number of devices. While a frame runs in a column, the generators
-of the CPU and of the device have the state that the frame has left in its last column; afterwards they get their own
-state back. The CPU has one generator for all threads, so frames that draw from it run one at a time.
+So dropout is the same for any partitions, schedule and number of devices. While a frame runs in a column, the
+generators of the CPU and of the device have the state that the frame has left in its last column; afterwards they get
+their own state back. The CPU has one generator for all threads, so frames that draw from it run one at a time.
 
 Only models that draw pay. Whether a model draws is seen when it first runs, for each set of training modes.
 """

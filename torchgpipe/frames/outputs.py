@@ -1,8 +1,8 @@
 """Joining the outputs of micro-batches into one output of the same structure.
 
-What has the rows of the batch is concatenated. Numbers, such as a loss, are added up or averaged. What has nothing to do
-with the batch is that of the first micro-batch. How an output depends on the rows is seen from two runs of the sample,
-the second with a row less; if it couples the rows with each other, there is no way to join it.
+What has the rows of the batch is concatenated. Numbers, such as a loss, are added up or averaged. What has nothing to
+do with the batch is that of the first micro-batch. How an output depends on the rows is seen from two runs of the
+sample, the second with a row less; if it couples the rows with each other, there is no way to join it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchgpipe.frames.values import each, is_cache
 
 __all__ = ["Kinds", "Number", "join", "kinds_of"]
 
-#: For each output, its dimension that has the rows; None if it has nothing to do with them, 'coupled' if it couples them.
+#: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
 Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]
 
 #: Joins the numbers of the micro-batches that an output has in place of tensors with rows.
@@ -167,7 +167,7 @@ def _lazily_joined(caches: list[Any], sizes: Sequence[int]) -> Any:
 
     Decoders return a cache in training by default, and hardly anybody looks at it.
     """
-    kind = type(caches[0])
+    kind: Any = type(caches[0])
     pending = list(caches)
 
     def fill(self: Any, name: str) -> Any:
@@ -179,7 +179,7 @@ def _lazily_joined(caches: list[Any], sizes: Sequence[int]) -> Any:
         vars(self).update(state)
         return getattr(self, name)
 
-    lazy = type(kind.__name__, (kind,), {"__getattr__": fill, "__module__": kind.__module__})
+    lazy: Any = type(kind.__name__, (kind,), {"__getattr__": fill, "__module__": kind.__module__})
     return lazy.__new__(lazy)
 
 

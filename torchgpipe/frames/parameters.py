@@ -106,8 +106,10 @@ class Aliases:
         for (parameter, _), alias in sorted(self._by_column.items(), key=lambda item: item[0][1]):
             grad, alias.grad = alias.grad, None
             if grad is not None:
-                there = parameter.device
-                sums[parameter] = sum_of(sums[parameter], grad if grad.device == there else grad.to(there))
+                there, own = self._device_of(grad), self._device_of(parameter)
+                if there is not None and own is not None and self._moves(there, own):
+                    grad = grad.to(own)
+                sums[parameter] = sum_of(sums[parameter], grad)
         return list(sums.values())
 
 

@@ -94,7 +94,9 @@ class Pipeline:
             outputs = [mapped(output, lambda tensor: outer.get(id(tensor), tensor)) for output in outputs]
         return join(outputs, sizes, settings.kinds, mean_or_sum(settings, named, sizes))
 
-    def step(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
+    def step(
+        self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
+    ) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         arguments = Arguments(args, kwargs)
         settings = self._settings
@@ -139,7 +141,9 @@ class Pipeline:
         structure = tuple(map(id, module.modules()))
         if structure != self._structure:
             children = dict(module.named_modules())
-            self._doors = [(children[name], name, column) for name, column in settings.doors.items() if name in children]
+            self._doors = [
+                (children[name], name, column) for name, column in settings.doors.items() if name in children
+            ]
             self._slots = settings.columns_of(module)
             self._structure = structure
         for child, name, column in self._doors:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.devices.device import canonical_device, default_devices
 from torchgpipe.devices.torch_internals import own_call
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.arrange import arrange, move
-from torchgpipe.frames.door import Door, close_door, here
+from torchgpipe.frames.door import close_door, here
 from torchgpipe.frames.inputs import arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.pipeline import pipeline_of
@@ -107,7 +107,8 @@ def pipelined(
     move(module, settings)
     vars(module)[_SETTINGS] = settings
     _tell_trainers(module, settings)
-    module.__class__ = _subclass(type(module))
+    kind: Any = type(module)
+    module.__class__ = _subclass(kind)
     return module
 
 
@@ -159,9 +160,7 @@ def _verify(module: Any) -> None:
             )
     taken = [name for name in ("step", "layout", "unpipelined") if hasattr(module, name)]
     if taken:
-        raise TypeError(
-            f"{type(module).__name__} has attributes {taken}, which a pipelined module needs; rename them"
-        )
+        raise TypeError(f"{type(module).__name__} has attributes {taken}, which a pipelined module needs; rename them")
 
 
 def _tell_trainers(module: Any, settings: Settings) -> None:
@@ -228,7 +227,7 @@ class _Pipelined(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (_plain(self),), self.__getstate__()
+        return _rebuilt, (_plain(self),), vars(self).copy()
 
     def extra_repr(self) -> str:
         settings: Settings = vars(self)[_SETTINGS]
@@ -244,7 +243,7 @@ def _plain(module: nn.Module) -> Any:
 
 
 @functools.cache
-def _subclass(kind: type[nn.Module]) -> Any:
+def _subclass(kind: Any) -> Any:
     """Return the class of pipelined modules of a class, which looks like that class."""
     names = {
         "__module__": kind.__module__,
@@ -265,7 +264,7 @@ def _forward_like(kind: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _rebuilt(kind: type[nn.Module]) -> Any:
+def _rebuilt(kind: Any) -> Any:
     """Return a new pipelined module without state, for copies and pickles."""
     subclass = _subclass(kind)
     return subclass.__new__(subclass)

@@ -38,6 +38,7 @@ class Settings:
         splitter: splits arguments
         kinds: how outputs depend on the rows
         shifts: whether the model's own loss leaves out the first label of each row
+        takes_items: whether the model's own loss is a sum divided by ``num_items_in_batch``
         layout: the layout, for people
     """
 
@@ -54,6 +55,7 @@ class Settings:
     splitter: Splitter
     kinds: Kinds
     shifts: bool
+    takes_items: bool
     layout: Layout
 
     def column_of(self, name: str) -> int:

@@ -3,8 +3,8 @@
 A run on a sample shows which modules call which. The spine begins with the module itself, and is opened where it is
 coarse:
 
-    GPT2LMHeadModel ──► transformer ──► wte │ wpe │ h.0 │ h.1 │ ... │ ln_f      opened: leads to elements of a ModuleList
-                    └─► lm_head                                                 not opened: has no parts
+    GPT2LMHeadModel ──► transformer ──► wte │ wpe │ h.0 │ h.1 │ ... │ ln_f    opened, for elements of a ModuleList
+                    └─► lm_head                                               not opened, for it has no parts
 
 A part of the spine is one module, or several that cannot be kept apart, because one of them is called again after
 another. The spine follows from the structure and the parameters alone, so every process and every copy finds the same.
@@ -13,12 +13,11 @@ another. The spine follows from the structure and the parameters alone, so every
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -140,15 +139,15 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
 
 
 @contextmanager
-def _replaced(calls: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     before = {module: own_call(module) for module in calls}
     try:
         for module, call in calls.items():
             replace_call(module, call)
         yield
     finally:
-        for module, call in before.items():
-            replace_call(module, call)
+        for module, own in before.items():
+            replace_call(module, own)
 
 
 def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
@@ -176,9 +175,7 @@ class _Spine:
         }
         self._calls: dict[nn.Module, list[_Call]] = {}
         self._gather(traced.root)
-        self._size = {
-            child: sum([parameter.numel() for parameter in child.parameters()]) for child in self._calls
-        }
+        self._size = {child: sum([parameter.numel() for parameter in child.parameters()]) for child in self._calls}
         self._total = max(1, self._size[module])
 
     def _gather(self, call: _Call) -> None:

@@ -173,7 +173,9 @@ def _mover(columns: Columns) -> Callable[[int], Callable[[Tensor], Tensor] | Non
 
         def change(tensor: Tensor) -> Tensor:
             there = streams.device_of(tensor)
-            return tensor.to(device) if there in foreign and streams.moves(there, device) else tensor
+            return (
+                tensor.to(device) if there is not None and there in foreign and streams.moves(there, device) else tensor
+            )
 
         return change if foreign else None
 
