@@ -82,7 +82,8 @@ class SplitBackward:
 def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:
     """Return the nodes on the way to ``leaf`` at which weights branch off, with the weights.
 
-    None, if the graph has a function of Python, a root that does not lead to ``leaf``, or a weight of several nodes.
+    None, if the graph has a function of Python, a root that does not lead to ``leaf``, a weight of several nodes, or a
+    group norm.
     """
     order = _nodes_below(roots)
     leads: dict[Any, bool] = {}
@@ -98,6 +99,10 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
     owners: dict[int, Any] = {}
     for node in order:
         sides = [end for end, _ in node.next_functions if end is not None and leads[node] and not leads[end]]
+        if sides and type(node).__name__ == "NativeGroupNormBackward0":
+            return (
+                None  # Without the gradient of its input, it kills the process if memory is in the order of channels.
+            )
         if sides:
             branches[node] = []
             for below in _nodes_below([GradientEdge(side, 0) for side in sides]):

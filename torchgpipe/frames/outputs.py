@@ -8,7 +8,7 @@ sample, the second with a row less; if it couples the rows with each other, ther
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -36,7 +36,8 @@ def kinds_of(output: Any, rows: int, smaller: Any, fewer: int) -> Kinds:
         fewer: another number of rows
     """
     other = dict(each(smaller))
-    kinds: Kinds = {}
+    lengths = dict(_lengths(smaller, ""))
+    kinds: Kinds = {path: 0 for path, n in _lengths(output, "") if (n, lengths.get(path)) == (rows, fewer)}
     for path, tensor in each(output):
         there = other.get(path)
         if there is None or there.dim() != tensor.dim() or tensor.dim() == 0:
@@ -49,6 +50,17 @@ def kinds_of(output: Any, rows: int, smaller: Any, fewer: int) -> Kinds:
         else:
             kinds[path] = "coupled"
     return kinds
+
+
+def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the lengths of lists and tuples, with their paths."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _lengths(item, _at(path, str(key)))
+    elif type(value) in (list, tuple):
+        yield path, len(value)
+        for k, item in enumerate(value):
+            yield from _lengths(item, f"{path}[{k}]")
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], kinds: Kinds, number: Number) -> Any:
@@ -85,8 +97,8 @@ class _Join:
             return type(first)(
                 *[self.join([getattr(value, name) for value in values], _at(path, name)) for name in first._fields]
             )
-        if type(first) is list and self._has_rows(values):
-            return [item for value in values for item in value]
+        if type(first) in (list, tuple) and self._has_rows(values, path):
+            return type(first)([item for value in values for item in value])
         if isinstance(first, (tuple, list)):
             if any([len(value) != len(first) for value in values]):
                 raise _differs(path, [f"{len(value)} items" for value in values])
@@ -115,8 +127,10 @@ class _Join:
             )
         return first
 
-    def _has_rows(self, values: list[Any]) -> bool:
+    def _has_rows(self, values: list[Any], path: str) -> bool:
         """Return whether a list has an item for each row, such as the boxes of each image."""
+        if path in self._kinds:
+            return True
         items_are_rows = all([len(value) == size for value, size in zip(values, self._sizes)])
         tensors = [item for value in values for item in value if isinstance(item, Tensor)]
         return items_are_rows and not tensors
