@@ -58,7 +58,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt (projected embeddings)": ("OPTForCausalLM", {"ffn_dim": 40, "word_embed_proj_dim": 16}),
     "bloom": ("BloomForCausalLM", {"n_layer": 3, "n_head": 4}),
     "falcon": ("FalconForCausalLM", {"without": ("head_dim",)}),
-    "falcon (alibi, sequential)": (
+    "falcon (alibi)": (
         "FalconForCausalLM",
         {"without": ("head_dim",), "alibi": True, "parallel_attn": False, "multi_query": False},
     ),

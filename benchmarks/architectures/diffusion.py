@@ -120,7 +120,7 @@ add(
 )
 add("unet2d_condition", "diffusion", diffuser("UNet2DConditionModel", **CROSS), conditioned, loss=denoised, ci=True)
 add(
-    "unet2d_condition (one time, tuple)",
+    "unet2d_condition (tuple)",
     "diffusion",
     diffuser("UNet2DConditionModel", **CROSS),
     lambda rows, generator: {**conditioned(rows, generator), "timestep": 7, "return_dict": False},

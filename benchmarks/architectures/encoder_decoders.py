@@ -55,7 +55,7 @@ GEMMA = {
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", T5),
-    "t5 (gated, untied)": (
+    "t5 (gated)": (
         "T5ForConditionalGeneration",
         {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
@@ -169,4 +169,4 @@ for name, (cls, settings) in MODELS.items():
         weight=all_labels,
         ci=name == "t5",
     )
-add("encoder_decoder (bert, bert)", "encoder-decoder", _both, translated, weight=all_labels)
+add("encoder_decoder (bert to bert)", "encoder-decoder", _both, translated, weight=all_labels)

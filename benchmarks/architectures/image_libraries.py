@@ -189,7 +189,7 @@ def _dense(checkpointed: bool) -> Callable[[], nn.Module]:
 
 #: What makes each, and the size of its images.
 TORCHVISION: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "resnet": (_residual, 64),
+    "resnet": (_residual, 32),
     "vgg": (_vgg, 64),
     "squeezenet": (torchvision_model("squeezenet1_1"), 64),
     "densenet": (_dense(False), 64),

@@ -309,7 +309,7 @@ def _captions() -> nn.Module:
 
 
 add(
-    "vision_encoder_decoder (vit, gpt2)",
+    "vision_encoder_decoder (vit to gpt2)",
     "vision-language",
     _captions,
     lambda rows, generator: {"pixel_values": images(rows, generator), "labels": text(rows, generator)["labels"]},
