@@ -6,6 +6,7 @@ When a new release of PyTorch breaks the packages, the failures here say which n
 from __future__ import annotations
 
 import ast
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,6 +114,17 @@ def test_which_nodes_a_pass_runs() -> None:
         x.backward(retain_graph=True, inputs=[wanted])
         torch.autograd.grad(x, wanted)
         assert runs == [True, False, False]
+
+
+def test_nodes_are_numbered_in_their_thread() -> None:
+    with relied_on("autograd nodes have ascending numbers", "a frame cannot tell the column of a tensor"):
+        x = one()
+        before = internals.next_sequence_number()
+        first = x * 2
+        then = internals.next_sequence_number()
+        second = AtBackward.apply(first, print)
+        numbers = [internals.sequence_number(tensor.grad_fn) for tensor in (first, second)]
+        assert before <= numbers[0] < then <= numbers[1] < internals.next_sequence_number()
 
 
 def test_a_pass_from_an_edge() -> None:
@@ -367,6 +379,9 @@ FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in 
 #: Names of modules that cannot change quietly, because modules outside PyTorch read and override them.
 OF_MODULES = {"_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"}
 
+#: Names of named tuples, public in spite of the underscore.
+OF_TUPLES = {"_fields", "_replace"}
+
 #: Names of ours on classes of users.
 OF_USERS = {"_drives_forward"}
 
@@ -428,7 +443,12 @@ def test_the_reader_finds_private_names() -> None:
 
 def test_no_other_file_reaches_a_private_name_of_torch() -> None:
     trees = {path: ast.parse(path.read_text()) for path in FILES}
-    ours = {name for path, tree in trees.items() if path != HOME for name in defined_in(tree)} | OF_MODULES | OF_USERS
+    ours = (
+        {name for path, tree in trees.items() if path != HOME for name in defined_in(tree)}
+        | OF_MODULES
+        | OF_TUPLES
+        | OF_USERS
+    )
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path, tree in trees.items()
@@ -436,6 +456,36 @@ def test_no_other_file_reaches_a_private_name_of_torch() -> None:
         for name in private_names_of_others(tree, ours)
     }
     assert not found, f"give these names a plain one in {HOME.relative_to(ROOT)}, with a reason and a test: {found}"
+
+
+def test_the_call_of_a_module_is_replaced() -> None:
+    with relied_on("a module runs what takes the place of its call", "frames do not stop where partitions begin"):
+        module = nn.Linear(1, 1)
+        module.register_forward_hook(lambda *_: "hooked")  # type: ignore[arg-type]
+        assert internals.own_call(module) is None
+        internals.replace_call(module, lambda x: (x, internals.plain_call(module)(x)))
+        x = torch.ones(1)
+        assert module(x) == (x, "hooked")
+        assert copy.deepcopy(module)(x) == "hooked"
+        internals.replace_call(module, None)
+        assert module(x) == "hooked"
+        module.compile(backend="eager")
+        assert internals.own_call(module) is not None
+
+
+def test_a_module_that_torch_compile_returns() -> None:
+    with relied_on("what torch.compile returns is known", "a model without code to stop in is pipelined"):
+        module = nn.Linear(1, 1)
+        assert internals.is_optimized(torch.compile(module, backend="eager"))
+        assert not internals.is_optimized(module)
+
+
+def test_buffers_that_are_saved() -> None:
+    with relied_on("buffers that are not saved are known", "a buffer on the meta device stays nan"):
+        module = nn.Module()
+        module.register_buffer("a", torch.ones(1))
+        module.register_buffer("b", torch.ones(1), persistent=False)
+        assert (internals.is_saved(module, "a"), internals.is_saved(module, "b")) == (True, False)
 
 
 def test_each_name_is_tested_and_used() -> None:

@@ -40,6 +40,8 @@ __all__ = [
     "gradient_hooks",
     "has_gradient_hooks",
     "is_compiled",
+    "is_optimized",
+    "is_saved",
     "joins_unevenly",
     "keeps_graph",
     "next_sequence_number",
@@ -235,6 +237,23 @@ def is_compiled(module: nn.Module) -> bool:
     flag that `Partition.compile` sets could take its place.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Return whether ``module`` is what ``torch.compile(module)`` returns.
+
+    Such a module has no Python code to stop in. Since 2.0. The class is `torch._dynamo.OptimizedModule`, whose import
+    takes longer than that of this package.
+    """
+    return hasattr(module, "_orig_mod")
+
+
+def is_saved(module: nn.Module, buffer: str) -> bool:
+    """Return whether the ``state_dict`` of ``module`` has a buffer of its own.
+
+    A buffer on the meta device can only be loaded. Since 2.0. Making a ``state_dict`` would tell as well.
+    """
+    return buffer not in module._non_persistent_buffers_set
 
 
 def own_call(module: nn.Module) -> Callable[..., Any] | None:

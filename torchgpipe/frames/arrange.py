@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.device import same_memory
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
 from torchgpipe.frames.mini_batch import Arguments
@@ -21,7 +20,7 @@ from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.spine import Part, Trace, spine_of, trace
 from torchgpipe.frames.values import mapped
 
-__all__ = ["arrange", "move"]
+__all__ = ["arrange"]
 
 #: How often the sample runs to measure times.
 _ROUNDS = 3
@@ -47,6 +46,8 @@ def arrange(
     began = balance if isinstance(balance, Mapping) else {}
     with _as_before(module):
         where = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        if where.type == "meta" and balance == "time":
+            balance = "parameters"  # Nothing computes there.
         sample = Arguments(*mapped(tuple(sample), lambda tensor: tensor.detach().to(where)))
         traces = [_traced(module, sample) for _ in range(_ROUNDS if balance == "time" else 1)]
         kinds = _kinds(module, sample, splitter, traces[0])
@@ -321,26 +322,5 @@ def _takes_items(module: nn.Module, sample: Arguments) -> bool:
             loss = getattr(module.forward(*args, **{**kwargs, "num_items_in_batch": count}), "loss", None)
         except (TypeError, RuntimeError):
             return False
-        losses.append(float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 else 0.0)
+        losses.append(float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_meta else 0.0)
     return abs(losses[0]) > 1.5 * abs(losses[1])
-
-
-def move(module: nn.Module, settings: Settings) -> None:
-    """Move every parameter and buffer to its device; parameters stay the objects that they are."""
-    for prefix, child in module.named_modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                device = settings.devices[settings.column_of(f"{prefix}.{name}" if prefix else name)]
-                _move(parameter, device)
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                device = settings.devices[settings.column_of(f"{prefix}.{name}" if prefix else name)]
-                if not same_memory(buffer.device, device):
-                    child._buffers[name] = buffer.to(device)
-
-
-def _move(parameter: Tensor, device: torch.device) -> None:
-    if not same_memory(parameter.device, device):
-        parameter.data = parameter.data.to(device)
-        if parameter.grad is not None:
-            parameter.grad.data = parameter.grad.data.to(device)

@@ -135,9 +135,9 @@ class Splitter:
                 faults.append(f"'{path}' has {length}")
                 return [value] * len(sizes)
             if isinstance(value, Tensor):
-                parts = torch.split(value, sizes)
+                rows_of_each = torch.split(value, sizes)
                 # Each with a version of its own: a model may change its input in place, and so no other micro-batch's.
-                return [part if part.requires_grad else part.data for part in parts]
+                return [part if part.requires_grad else part.data for part in rows_of_each]
             ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
             return [value[end - size : end] for end, size in zip(ends, sizes)]
         if is_cache(value):

@@ -83,16 +83,17 @@ class _Join:
     def __init__(self, sizes: Sequence[int], kinds: Kinds, number: Number) -> None:
         self._sizes, self._kinds, self._number = sizes, kinds, number
         #: A tensor that occurs twice in the output is joined once.
-        self._done: dict[int, Tensor] = {}
+        self._done: dict[tuple[int, ...], Tensor] = {}
 
     def join(self, values: list[Any], path: str) -> Any:
         first = values[0]
         if any([type(value) is not type(first) for value in values]):
             raise _differs(path, [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
-            if id(first) not in self._done:
-                self._done[id(first)] = self._tensor(values, path or "value")
-            return self._done[id(first)]
+            key = tuple(map(id, values))
+            if key not in self._done:
+                self._done[key] = self._tensor(values, path or "value")
+            return self._done[key]
         if isinstance(first, tuple) and hasattr(first, "_fields"):
             return type(first)(
                 *[self.join([getattr(value, name) for value in values], _at(path, name)) for name in first._fields]

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, default_devices
-from torchgpipe.devices.torch_internals import own_call
+from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
-from torchgpipe.frames.arrange import arrange, move
+from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.door import close_door, here
 from torchgpipe.frames.inputs import arguments_of
 from torchgpipe.frames.layout import Layout
+from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import pipeline_of
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
@@ -140,7 +141,7 @@ def _verify(module: Any) -> None:
         raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule has no Python forward to stop; pipeline the module that it was made from")
-    if hasattr(module, "_orig_mod") or own_call(module) is not None:
+    if is_optimized(module) or own_call(module) is not None:
         raise TypeError(
             "the whole model is compiled, so there is nothing to stop at; pipeline the plain model, and compile its "
             "blocks: for block in model.layers: block.compile()"
@@ -227,7 +228,8 @@ class _Pipelined(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (_plain(self),), vars(self).copy()
+        made = super().__reduce_ex__(protocol)
+        return (_rebuilt, (_plain(self),), *made[2:])
 
     def extra_repr(self) -> str:
         settings: Settings = vars(self)[_SETTINGS]

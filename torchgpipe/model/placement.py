@@ -12,7 +12,7 @@ from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import exchange_memory
 from torchgpipe.model.partition import Partition
 
-__all__ = ["place", "verify_sharing"]
+__all__ = ["give_memory", "place", "verify_sharing"]
 
 
 def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
@@ -95,7 +95,7 @@ def _materialise(partition: Partition, device: torch.device) -> None:
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 try:
-                    _give_memory(parameter, device)
+                    give_memory(parameter, device)
                 except RuntimeError as error:
                     raise _not_materialisable(f"{name}.{attribute}", str(error)) from error
         for attribute, buffer in module._buffers.items():
@@ -103,7 +103,7 @@ def _materialise(partition: Partition, device: torch.device) -> None:
                 module._buffers[attribute] = torch.empty_like(buffer, device=device)
 
 
-def _give_memory(parameter: nn.Parameter, device: torch.device) -> None:
+def give_memory(parameter: nn.Parameter, device: torch.device) -> None:
     """Give a parameter memory on ``device``, and keep its class, attributes and hooks.
 
     Raises:

@@ -1,0 +1,616 @@
+"""`torchgpipe.pipelined`: what it returns, takes, refuses, and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import Devices
+from tests.fake_accelerator import FakeAccelerator
+from tests.frames.models import Block, Decoder, batch, gradients, plain_loss, same
+from torchgpipe import GPipe, pipelined
+from torchgpipe.frames.pipeline import pipeline_of
+
+
+@pytest.fixture
+def data() -> dict[str, Tensor]:
+    return batch()
+
+
+def of(data: dict[str, Tensor], rows: int = 2) -> dict[str, Tensor]:
+    return {name: tensor[:rows] for name, tensor in data.items()}
+
+
+def decoder(**options: Any) -> Decoder:
+    return Decoder(**options).double()
+
+
+SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_loss_and_gradients_are_those_of_the_plain_model(
+    devices: Devices, data: dict[str, Tensor], n: int, schedule: Any
+) -> None:
+    model = decoder()
+    plain = copy.deepcopy(model)
+    loss, outputs = plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    assert pipelined(model, of(data), chunks=3, devices=devices(n), schedule=schedule) is model
+
+    output = model(**data)
+    torch.testing.assert_close(output["loss"], loss, rtol=1e-14, atol=0)
+    assert torch.equal(output["logits"], torch.cat([one["logits"] for one in outputs]))
+    assert torch.equal(output["hidden"][2], torch.cat([one["hidden"][2] for one in outputs]))
+    output["loss"].backward()
+    same(gradients(model), expected)
+
+    assert model.step(**data).item() == pytest.approx(loss.item(), rel=1e-14)
+    same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_is_read_before_it_is_there(data: dict[str, Tensor], n: int, schedule: Any) -> None:
+    """On a fake accelerator, whose devices do not mix, and whose streams do not wait by themselves."""
+    model = decoder()
+    plain = copy.deepcopy(model)
+    plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    pipelined(model, of(data), chunks=3, devices=[f"cpu:{j}" for j in range(n)], schedule=schedule)
+    for run in (lambda: model(**data)["loss"].backward(), lambda: model.step(**data)):
+        with on_fake_devices(model) as accelerator:
+            run()
+        assert not accelerator.hazards
+        same(gradients(model), expected)
+
+
+def on_fake_devices(model: Any) -> FakeAccelerator:
+    settings = model._torchgpipe
+    accelerator = FakeAccelerator()
+    pipeline_of(model, settings).streams = accelerator.streams
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        accelerator.place(tensor, settings.devices[settings.column_of(name)])
+    return accelerator
+
+
+def test_partitions_may_go_round_the_devices(data: dict[str, Tensor]) -> None:
+    model = decoder()
+    plain = copy.deepcopy(model)
+    plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "partitions": 4, "schedule": "Interleaved1F1B"}
+    pipelined(model, of(data), chunks=3, **options)
+    model.step(**data)
+    same(gradients(model), expected)
+
+
+# --------------------------------------------------------------------------------------------------------- in place
+
+
+def test_the_module_stays_the_users_own(data: dict[str, Tensor]) -> None:
+    model = decoder()
+    names, parameters = [*model.state_dict()], list(model.parameters())
+    kind = type(model)
+    pipelined(model, of(data), chunks=2, devices=["cpu"] * 2)
+    assert isinstance(model, Decoder)
+    assert (type(model).__name__, type(model).__module__) == (kind.__name__, kind.__module__)
+    assert [*model.state_dict()] == names
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert "pipelined: balance=" in repr(model)
+    model.step(**data)
+    assert model.unpipelined() is model
+    assert type(model) is kind
+    assert not hasattr(model, "step")
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("duplicate", [copied, pickled])
+def test_a_copy_is_pipelined_and_independent(data: dict[str, Tensor], duplicate: Callable[[Any], Any]) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    model.step(**data)
+    model.zero_grad()
+    other = duplicate(model)
+    loss = model.step(**data)
+    expected = gradients(model)
+    assert torch.equal(other.step(**data), loss)
+    same(gradients(other), expected)
+    assert not any(value is not None for value in gradients(model).values())
+
+
+def test_a_submodule_that_is_replaced_is_the_one_that_runs(data: dict[str, Tensor]) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    model.step(**data)
+    gradients(model)
+    model.layers[3] = Block(6).double()
+    plain = copy.deepcopy(model).unpipelined()
+    plain_loss(plain, data, 3)
+    model.step(**data)
+    same(gradients(model), gradients(plain))
+
+
+def test_moving_is_refused_and_casting_is_not(data: dict[str, Tensor]) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=2, devices=["cpu:0", "cpu:1"])
+    model.to("cpu")
+    model.float()
+    assert model.embed.weight.dtype == torch.float32
+    with pytest.raises(TypeError, match="denied to move a pipelined Decoder"):
+        model.to("meta")
+
+
+def test_a_model_on_the_meta_device_comes_into_being_in_parts(data: dict[str, Tensor]) -> None:
+    real = decoder()
+    with torch.device("meta"):
+        model: Any = Decoder().double()
+    parameters = list(model.parameters())
+    pipelined(model, of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert model.norm.weight.isnan().all()
+    model.load_state_dict(real.state_dict())
+    loss, _ = plain_loss(real, data, 3)
+    torch.testing.assert_close(model.step(**data), loss, rtol=1e-14, atol=0)
+
+
+def test_buffers_that_nothing_could_load_are_refused() -> None:
+    class Rotary(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.ones(3), persistent=False)
+
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(ValueError, match=r"the buffers \['angles'\] are on the meta device"):
+        pipelined(model, of(batch()), chunks=2, devices=["cpu"] * 2)
+
+
+# -------------------------------------------------------------------------------------------------- autograd around it
+
+
+@pytest.fixture
+def pair(devices: Devices, data: dict[str, Tensor]) -> tuple[Any, Decoder]:
+    """Return a pipelined model and the plain one."""
+    model = decoder()
+    plain = copy.deepcopy(model)
+    return pipelined(model, of(data), chunks=3, devices=devices(2)), plain
+
+
+def test_a_graph_that_is_kept_is_differentiated_twice(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    loss = model(**data)["loss"]
+    loss.backward(retain_graph=True)
+    same(gradients(model), expected)
+    loss.backward()
+    same(gradients(model), expected)
+    with pytest.raises(RuntimeError, match=r"backward through the graph a second time|differentiated and freed"):
+        loss.backward()
+
+
+def test_autograd_grad_leaves_grad_alone(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    plain_loss(plain, data, 3)
+    (grad,) = torch.autograd.grad(model(**data)["loss"], [model.layers[1].up.weight])
+    torch.testing.assert_close(grad, plain.layers[1].up.weight.grad, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
+    assert all(value is None for value in gradients(model).values())
+
+
+def test_second_derivatives_are_refused(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="create_graph=True cannot go through a pipelined model"):
+        pair[0](**data)["loss"].backward(create_graph=True)
+
+
+def test_two_outputs_before_backward(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    other = batch()
+    plain_loss(plain, data, 3)
+    plain_loss(plain, other, 3)
+    (model(**data)["loss"] + model(**other)["loss"]).backward()
+    same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("run", ["backward", "step"])
+def test_hooks_of_parameters_hear_the_gradient_once(
+    pair: tuple[Any, Decoder], data: dict[str, Tensor], run: str
+) -> None:
+    model, plain = pair
+    plain_loss(plain, data, 3)
+    heard: list[Tensor] = []
+    model.embed.weight.register_hook(heard.append)
+    after: list[Tensor] = []
+    model.layers[2].up.weight.register_post_accumulate_grad_hook(lambda one: after.append(one.grad.clone()))
+    if run == "step":
+        model.step(**data)
+    else:
+        model(**data)["loss"].backward()
+    assert len(heard) == len(after) == 1
+    expected = gradients(plain)
+    same({"embed": heard[0], "up": after[0]}, {"embed": expected["embed.weight"], "up": expected["layers.2.up.weight"]})
+
+
+def test_frozen_parameters_get_no_gradient(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    for one in (model, plain):
+        for parameter in [*one.embed.parameters(), one.place, *one.layers[:3].parameters()]:
+            parameter.requires_grad_(False)
+    plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    model.step(**data)
+    same(gradients(model), expected)
+    model(**data)["loss"].backward()
+    same(gradients(model), expected)
+
+
+def test_gradients_that_are_there_are_added_to(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    for _ in range(2):
+        plain_loss(plain, data, 3)
+    model.step(**data)
+    before = model.norm.weight.grad
+    model.step(**data)
+    assert model.norm.weight.grad is before
+    same(gradients(model), gradients(plain))
+
+
+def test_nothing_is_left_after_backward(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, _ = pair
+    held: list[weakref.ref[Tensor]] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        held.append(weakref.ref(output))
+
+    model.layers[0].register_forward_hook(note)
+    model.layers[3].register_forward_hook(note)
+    gc.disable()
+    try:
+        model.step(**data)
+        assert [ref() for ref in held] == [None] * len(held)
+        output = model(**data)
+        output["loss"].backward()
+        del output
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
+    assert threading.active_count() == 1 or not [one for one in threading.enumerate() if "torchgpipe" in one.name]
+
+
+# ------------------------------------------------------------------------------------------------------ random numbers
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_dropout_is_the_same_for_any_devices(data: dict[str, Tensor], checkpoint: bool) -> None:
+    results = []
+    for places in (["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:2"]):
+        torch.manual_seed(5)
+        model: Any = Decoder(dropout=0.5).double()
+        pipelined(model, of(data), chunks=3, devices=places, checkpoint=checkpoint)
+        torch.manual_seed(6)
+        losses = [model.step(**data), model.step(**data), model(**data)["loss"]]
+        losses[-1].backward()
+        results.append(([loss.item() for loss in losses], gradients(model), torch.rand(3)))
+    assert len(set(results[0][0])) == 3
+    for losses, grads, following in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-13)
+        same(grads, results[0][1])
+        assert torch.equal(following, results[0][2])
+
+
+def test_a_model_that_draws_nothing_leaves_the_generator_alone(data: dict[str, Tensor]) -> None:
+    model: Any = decoder()
+    before = torch.random.get_rng_state()
+    pipelined(model, of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    model.step(**data)
+    model(**data)["loss"].backward()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_dropout_that_begins_later_is_an_error_once(data: dict[str, Tensor]) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    model.step(**data)
+    gradients(model)
+    for layer in model.layers:
+        layer.dropout.p = 0.5
+    with pytest.raises(RuntimeError, match="run it again: from now on, micro-batches have seeds"):
+        model.step(**data)
+    assert all(value is None for value in gradients(model).values())
+    model.step(**data)
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+class Failing(Block):
+    """Fails at a call, forward or backward."""
+
+    fails: Any = None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.fails == "forward" and x[0, 0, 0].item() == self.at:  # type: ignore[attr-defined]
+            raise KeyError("here")
+        y = super().forward(x, mask)
+        if self.fails == "backward":
+            y.register_hook(_fail)  # type: ignore[no-untyped-call]
+        return y
+
+
+def _fail(_: Tensor) -> None:
+    raise KeyError("there")
+
+
+@pytest.mark.parametrize("run", ["backward", "step"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_error_is_the_callers_and_tells_where(
+    devices: Devices, data: dict[str, Tensor], run: str, phase: str
+) -> None:
+    model: Any = decoder()
+    failing = Failing(6).double()
+    model.layers[2] = failing
+    pipelined(model, of(data), chunks=3, devices=devices(2), balance=[3, 4])
+    model.step(**data)
+    before = gradients(model)
+    for name, parameter in model.named_parameters():
+        parameter.grad = before[name]
+    copies = {name: grad.clone() for name, grad in before.items() if grad is not None}
+    failing.fails = phase
+    if phase == "forward":
+        seen: list[float] = []
+        handle = failing.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, 0, 0].item()))
+        failing.fails = None
+        with torch.no_grad():
+            model.step(**data)
+        handle.remove()
+        failing.fails, failing.at = phase, sorted(seen)[1]
+    with pytest.raises(KeyError) as raised:
+        if run == "step":
+            model.step(**data)
+        else:
+            model(**data)["loss"].backward()
+    (note,) = raised.value.__notes__
+    assert f"during {phase}" in note
+    assert "of 3, partition" in note
+    assert not [thread for thread in threading.enumerate() if "torchgpipe" in thread.name]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, copies[name])
+        assert not hasattr(parameter, "_torchgpipe")
+    failing.fails = None
+    gradients(model)
+    model.step(**data)
+    same(gradients(model), before)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def plain_sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+X = torch.randn(4, 2)
+
+
+def test_a_sequential_can_be_pipelined_too() -> None:
+    model: Any = pipelined(plain_sequential(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    assert model.layout.spine == ["0", "2"]
+    model(X).sum().backward()
+
+
+class WithStep(nn.Linear):
+    def step(self) -> None: ...
+
+
+class NoModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (lambda: torch.relu, {}, TypeError, "must be an nn.Module, but is"),
+    (lambda: WithStep(2, 2), {}, TypeError, r"has attributes \['step'\]"),
+    (lambda: torch.compile(plain_sequential(), backend="eager"), {}, TypeError, "the whole model is compiled"),
+    (lambda: nn.DataParallel(plain_sequential()), {}, TypeError, "pipeline the module inside"),
+    (lambda: GPipe(plain_sequential(), [3], devices=["cpu"]), {}, TypeError, "is a pipeline already"),
+    (NoModules, {}, ValueError, "nothing to split"),
+    (lambda: nn.Sequential(nn.Linear(2, 2)), {}, ValueError, "fewer than the 2 partitions"),
+    (plain_sequential, {"chunks": 0}, ValueError, "number of chunks must be positive"),
+    (plain_sequential, {"balance": "speed"}, ValueError, "balance must be one of 'time'"),
+    (plain_sequential, {"balance": [2, 2]}, ValueError, "add up to 2, the parts of the spine"),
+    (plain_sequential, {"balance": {"5": 1}}, ValueError, "balance names '5', which is no part of the spine"),
+    (plain_sequential, {"schedule": "2F2B"}, ValueError, "schedule must be one of"),
+    (plain_sequential, {"reduce": "max"}, ValueError, "reduce must be 'mean', 'sum' or None"),
+    (plain_sequential, {"no_chunk": ["mask"]}, ValueError, r"no_chunk names \['mask'\]"),
+    (plain_sequential, {"checkpoint": ["7"]}, ValueError, r"checkpoint names \['7'\]"),
+    (plain_sequential, {"sample": 3}, TypeError, "sample must be the arguments of one micro-batch"),
+    (plain_sequential, {"partitions": 3}, ValueError, "3 partitions do not go evenly round 2 devices"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "message"), REFUSED, ids=[row[3][:30] for row in REFUSED])
+def test_what_cannot_be_pipelined(
+    make: Callable[[], Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    options = {"sample": (X[:2],), "chunks": 2, "devices": ["cpu", "cpu"], **options}
+    module = make()
+    kind = type(module)
+    with pytest.raises(error, match=message):
+        pipelined(module, options.pop("sample"), **options)
+    assert type(module) is kind
+
+
+def test_a_pipelined_model_is_not_pipelined_again() -> None:
+    model: Any = pipelined(plain_sequential(), X[:2], chunks=2, devices=["cpu"] * 2)
+    with pytest.raises(TypeError, match="is a pipeline already; call unpipelined"):
+        pipelined(model, X[:2], chunks=2)
+    with pytest.raises(TypeError, match="the module '0' inside is a pipeline already"):
+        pipelined(nn.Sequential(model), X[:2], chunks=2)
+
+
+def test_a_step_without_a_loss() -> None:
+    model: Any = pipelined(plain_sequential(), X[:2], chunks=2, devices=["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"the output \(Tensor\) has none; pass labels to step"):
+        model.step(X)
+
+
+def test_arguments_of_other_sizes() -> None:
+    model: Any = pipelined(Decoder(), of(batch()), chunks=2, devices=["cpu"] * 2)
+    data = batch()
+    with pytest.raises(ValueError, match="the batch has 6 rows in dimension 0, but 'labels' has 5"):
+        model(data["ids"], labels=data["labels"][:5])
+
+
+class Contrastive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.a(x) @ self.b(x).T}
+
+
+def test_an_output_that_couples_the_rows_is_refused_by_name() -> None:
+    model: Any = pipelined(Contrastive(), X[:2], chunks=2, devices=["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"the output 'logits' has shapes .* couples the rows"):
+        model(X)
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, turn: bool = False) -> Tensor:
+        return self.a(self.b(x)) if turn else self.b(self.a(x))
+
+
+def test_turning_back_to_an_earlier_partition_is_refused() -> None:
+    model: Any = pipelined(Turning(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    model(X)
+    with pytest.raises(RuntimeError, match="'a' belongs to partition 0, but the model has called it after"):
+        model(X, turn=True)
+    with torch.no_grad():
+        model(X)
+
+
+# ------------------------------------------------------------------------------------------------- inputs and outputs
+
+
+def test_a_table_goes_whole_also_if_it_has_as_many_rows_as_the_batch(data: dict[str, Tensor]) -> None:
+    model: Any = decoder()
+    table = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    plain = copy.deepcopy(model)
+    expected = torch.cat([plain(ids, table=table)["logits"] for ids in data["ids"].chunk(3)])
+    expected.sum().backward()
+    grad, table.grad = table.grad, None
+    pipelined(model, {"ids": data["ids"][:2], "table": table}, chunks=3, devices=["cpu:0", "cpu:1"], no_chunk=["table"])
+    output = model(data["ids"], table=table)
+    assert torch.equal(output["logits"], expected)
+    output["logits"].sum().backward()
+    assert grad is not None
+    torch.testing.assert_close(table.grad, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_without_grad_and_in_inference_mode(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    expected = torch.cat([plain(ids)["logits"] for ids in data["ids"].chunk(3)])
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(model(data["ids"])["logits"], expected)
+
+
+def test_autocast(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
+    model, plain = pair
+    model.float()
+    plain.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = [plain(ids)["logits"] for ids in data["ids"].chunk(3)]
+        output = model(data["ids"])["logits"]
+    assert torch.equal(output, torch.cat(expected))
+    (output.float().sum()).backward()
+    for one in expected:
+        one.float().sum().backward()
+    same(gradients(model), gradients(plain), tolerance=1e-5)
+
+
+def test_loss_fn_with_targets_and_values(devices: Devices, data: dict[str, Tensor]) -> None:
+    def loss_fn(output: Any, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+        return loss, {"rows": output["logits"][:, 0], "count": torch.tensor(len(target))}
+
+    model: Any = decoder()
+    pipelined(model, {"ids": data["ids"][:2]}, chunks=4, devices=devices(2), loss_fn=loss_fn)
+    plain = copy.deepcopy(model).unpipelined()
+    target = data["labels"].clamp(min=0)
+    loss, values = model.step(data["ids"], target=target)
+    logits = plain(data["ids"])["logits"]
+    torch.testing.assert_close(loss, loss_fn({"logits": logits}, target)[0].detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(values["rows"], logits[:, 0], rtol=1e-12, atol=1e-12)
+    assert values["count"].tolist() == [2, 2, 2]
+
+
+def test_layout_shows_what_crosses(data: dict[str, Tensor]) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"], balance=[3, 4])
+    assert model.layout.balance == [3, 4]
+    assert model.layout.spine == ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head"]
+    assert model.layout.tied == [("embed.weight", "head.weight")]
+    assert model.layout.crossed == []
+    model.step(**data)
+    text = str(model.layout)
+    assert "embed..layers.1" in text
+    assert "0 to 1: 2x5x6 float64, 480 B" in text
+
+
+def test_checkpointed_modules_run_again(devices: Devices, data: dict[str, Tensor]) -> None:
+    model: Any = decoder()
+    plain = copy.deepcopy(model)
+    plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    pipelined(model, of(data), chunks=3, devices=devices(2), balance=[3, 4], checkpoint=["layers.1", "layers.2"])
+    calls = []
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda module, args, output: calls.append(module))
+    model.step(**data)
+    assert [calls.count(layer.up) for layer in model.layers] == [3, 6, 6, 3]
+    same(gradients(model), expected)
+    model(**data)["loss"].backward()
+    same(gradients(model), expected)
+
+
+def test_a_call_in_one_piece_says_so_once() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
+            out: Tensor = self.b(self.a(x))
+            return out
+
+    model: Any = pipelined(Cached(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="pass the partitions in one piece"):
+            model(X, use_cache=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(X, use_cache=True)
