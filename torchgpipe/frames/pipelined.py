@@ -50,10 +50,19 @@ def pipelined(
 ) -> M:
     """Pipeline any module over several devices, in place. ::
 
-        model = AutoModelForCausalLM.from_pretrained(...)
-        torchgpipe.pipelined(model, dict(input_ids=ids[:2], labels=ids[:2]), chunks=8)
-        model(input_ids=ids, labels=ids).loss.backward()     # the loop does not change
-        loss = model.step(input_ids=ids, labels=ids)         # or: forward and backward under a schedule
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = x + block(x).relu()
+                return x
+
+        model = torchgpipe.pipelined(Model(), torch.randn(2, 8), chunks=4, loss_fn=lambda output, target: output.mean())
+        model(torch.randn(16, 8)).sum().backward()    # the loop does not change
+        loss = model.step(torch.randn(16, 8))         # or: forward and backward under a schedule
 
     The module's own forward runs unchanged, once for each micro-batch, in a thread that stops where a partition begins.
     Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The module stays the object

@@ -21,7 +21,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import own_call, plain_call, replace_call
+from torchgpipe.devices.torch_internals import (
+    is_optimized,
+    own_call,
+    plain_call,
+    pop_function_mode,
+    push_function_mode,
+    replace_call,
+)
 from torchgpipe.frames.values import each
 
 __all__ = ["Part", "Trace", "spine_of", "trace"]
@@ -100,6 +107,15 @@ class _Uses(TorchFunctionMode):
                 self.used.setdefault(tensor, self._clock[0])
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the mode off the stack for a ``with`` block, if it is on top."""
+        mode = pop_function_mode()
+        try:
+            yield
+        finally:
+            push_function_mode(mode)
+
 
 def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
     """Run a module, and return what it calls in which order.
@@ -123,7 +139,10 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
             stack.append(made)
             begin = time.perf_counter()
             try:
-                return (inner or plain_call(child))(*args, **kwargs)
+                if child in compiled:
+                    with uses.paused():
+                        return (inner or plain_call(child))(*args, **kwargs)
+                return plain_call(child)(*args, **kwargs)
             finally:
                 made.seconds = time.perf_counter() - begin
                 clock[0] += 1
@@ -132,7 +151,11 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
 
         return call
 
-    with _replaced({child: probe(child) for child in module.modules() if child is not module}), uses:
+    # The compiler must find the modules within as they are.
+    compiled = {child for child in module.modules() if own_call(child) is not None or is_optimized(child)}
+    within = {inner for child in compiled for inner in child.modules() if inner is not child}
+    probes = {child: probe(child) for child in module.modules() if child is not module and child not in within}
+    with _replaced(probes), uses:
         output = run()
     root.end = clock[0] + 1
     return Trace(root, output, uses.used)

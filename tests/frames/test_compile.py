@@ -1,0 +1,89 @@
+"""Compiled blocks in a pipelined model: before and after, without a graph break at a door."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.frames.models import Decoder, batch, gradients, plain_loss, same
+from torchgpipe import pipelined
+
+# torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"), pytest.mark.slow]
+
+
+class Graphs:
+    """A backend that counts the graphs that it compiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def by_method(model: Any, graphs: Graphs) -> None:
+    for layer in model.layers:
+        layer.compile(backend=graphs, fullgraph=True)
+
+
+def by_wrapping(model: Any, graphs: Graphs) -> None:
+    for k, layer in enumerate(model.layers):
+        model.layers[k] = torch.compile(layer, backend=graphs, fullgraph=True)
+
+
+@pytest.mark.parametrize("compiled", [by_method, by_wrapping])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_blocks(compiled: Callable[[Any, Graphs], None], when: str) -> None:
+    data = batch()
+    sample = {name: tensor[:2] for name, tensor in data.items()}
+    model: Any = Decoder().double()
+    plain = copy.deepcopy(model)
+    loss, _ = plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    graphs, alone = Graphs(), Graphs()
+    compiled(plain, alone)
+    plain_loss(plain, data, 3)
+    torch.compiler.reset()
+    if when == "before":
+        compiled(model, graphs)
+    pipelined(model, sample, chunks=3, devices=["cpu:0", "cpu:1"], balance=[3, 4])
+    if when == "after":
+        compiled(model, graphs)
+    for _ in range(2):
+        torch.testing.assert_close(model.step(**data), loss, rtol=1e-12, atol=0)
+        result = gradients(model)
+        same({name.replace("_orig_mod.", ""): grad for name, grad in result.items()}, expected)
+        model(**data)["loss"].backward()
+        gradients(model)
+    # The two runs of the sample, with a row less and without grad, have graphs of their own.
+    assert graphs.count <= alone.count + 2
+
+
+def test_a_compiled_function_around_the_model() -> None:
+    """The pipeline stays outside of the graph."""
+    model: Any = pipelined(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), chunks=2, devices=["cpu:0", "cpu:1"]
+    )
+
+    @torch.compile(backend="eager")
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = model(x) * 2
+        return out
+
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(run(x), model(x) * 2)
+    run(x).sum().backward()
