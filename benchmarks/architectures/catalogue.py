@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-__all__ = ["CATALOGUE", "KINDS", "Architecture", "Call", "add", "transformers_model", "without_dropout"]
+from benchmarks.architectures.operators import register_missing
+
+__all__ = ["CATALOGUE", "KINDS", "Architecture", "Call", "add", "still", "transformers_model", "without_dropout"]
 
 #: Positional and keyword arguments of one call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -51,6 +53,7 @@ class Architecture:
         explicit: whether ``pipelined`` has to be told the weight, which differs from its own
         rows: of a mini-batch
         whole: the names of arguments that are not split although they have a row for each of the batch
+        draws: whether it draws random numbers that matter; then it is compared with itself on one device
         refused: whether the rows of its batch are coupled, so that it has to be refused
         ci: whether the tests run it
         noise: how far weights are moved
@@ -65,12 +68,14 @@ class Architecture:
     explicit: bool = False
     rows: int = 5
     whole: tuple[str, ...] = ()
+    draws: bool = False
     refused: bool = False
     ci: bool = False
     noise: float = field(default=0.02, repr=False)
 
     def build(self) -> nn.Module:
         """Return the model in float64 and in training mode, the same one each time."""
+        register_missing()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(self.name.encode()))
             model = self.make().double().train()
@@ -98,14 +103,16 @@ def add(
     CATALOGUE[name] = Architecture(name, kind, make, draw, **more)
 
 
-def transformers_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Return what makes a model of transformers, by its class and its configuration, without dropout."""
+def transformers_model(name: str, *, dropout: bool = False, **settings: Any) -> Callable[[], nn.Module]:
+    """Return what makes a model of transformers, by its class and its configuration, by default without dropout."""
 
     def make() -> nn.Module:
         import transformers
 
         cls = getattr(transformers, name)
-        config = without_dropout(cls.config_class(**settings))
+        config = cls.config_class(**settings)
+        if not dropout:
+            without_dropout(config)
         config._experts_implementation = "eager"  # a grouped matrix product knows no float64
         model: nn.Module = cls(config)
         return model
@@ -123,6 +130,17 @@ def without_dropout(config: Any) -> Any:
             without_dropout(value)
         elif isinstance(value, float) and any(word in key for word in words):
             setattr(config, key, 0.0)
-        elif isinstance(value, list) and any(word in key for word in words):
+        elif isinstance(value, (list, tuple)) and any(word in key for word in words):
             setattr(config, key, [0.0 if isinstance(rate, float) else rate for rate in value])
     return config
+
+
+def still(model: nn.Module) -> nn.Module:
+    """Set all rates of dropout of a model to 0, those of whole paths and of classes as well, and return it."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0
+        for name in ("drop_rate", "drop_prob", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model

@@ -28,7 +28,9 @@ SMALL = {
 }
 
 
-def language_model(name: str, *, without: tuple[str, ...] = (), **settings: Any) -> Callable[[], nn.Module]:
+def language_model(
+    name: str, *, without: tuple[str, ...] = (), dropout: bool = False, **settings: Any
+) -> Callable[[], nn.Module]:
     """Return what makes a small model of transformers, by its class and what is particular in its configuration.
 
     Args:
@@ -38,7 +40,7 @@ def language_model(name: str, *, without: tuple[str, ...] = (), **settings: Any)
     """
 
     small = {key: value for key, value in SMALL.items() if key not in without}
-    return transformers_model(name, **{**small, **settings})
+    return transformers_model(name, dropout=dropout, **{**small, **settings})
 
 
 GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
@@ -123,3 +125,12 @@ for name, (cls, settings) in DECODERS.items():
         weight=all_labels if name == "trocr" else shifted_labels,  # which leaves the shift to its caller
         ci=name in ("llama", "gpt2"),
     )
+
+add(
+    "gpt2 (dropout)",
+    "decoder",
+    language_model("GPT2LMHeadModel", dropout=True, **GPT),
+    text,
+    weight=shifted_labels,
+    draws=True,
+)

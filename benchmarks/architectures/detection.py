@@ -32,9 +32,9 @@ def boxed(rows: int, generator: Generator, size: int = 64) -> dict[str, Any]:
 
 
 def masked(rows: int, generator: Generator) -> dict[str, Any]:
-    """Return images with a mask for each of two classes."""
-    masks = [(torch.rand(2, 64, 64, generator=generator) < 0.5).double() for _ in range(rows)]
-    labels = [torch.randperm(CLASSES, generator=generator)[:2] for _ in range(rows)]
+    """Return images with a mask for each of three classes."""
+    masks = [(torch.rand(3, 64, 64, generator=generator) < 0.5).double() for _ in range(rows)]
+    labels = [torch.randperm(CLASSES, generator=generator)[:3] for _ in range(rows)]
     return {"pixel_values": images(rows, generator, 64), "mask_labels": masks, "class_labels": labels}
 
 

@@ -9,20 +9,19 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.architectures.catalogue import add
+from benchmarks.architectures.catalogue import add, still
 from benchmarks.architectures.data import noise
 
 __all__: list[str] = []
 
 
 def diffuser(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Return what makes a model of diffusers by its class, with these settings."""
+    """Return what makes a model of diffusers by its class, with these settings, without dropout."""
 
     def make() -> nn.Module:
         import diffusers
 
-        model: nn.Module = getattr(diffusers, name)(**settings)
-        return model
+        return still(getattr(diffusers, name)(**settings))
 
     return make
 

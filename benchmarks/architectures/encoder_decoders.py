@@ -170,3 +170,11 @@ for name, (cls, settings) in MODELS.items():
         ci=name == "t5",
     )
 add("encoder_decoder (bert to bert)", "encoder-decoder", _both, translated, weight=all_labels)
+add(
+    "t5 (dropout)",
+    "encoder-decoder",
+    language_model("T5ForConditionalGeneration", dropout=True, **T5),
+    translated,
+    weight=all_labels,
+    draws=True,
+)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.architectures.catalogue import add
+from benchmarks.architectures.catalogue import add, still
 from benchmarks.architectures.data import images
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ def timm_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import timm
 
-        return timm.create_model(name, pretrained=False, num_classes=CLASSES, **settings)
+        return still(timm.create_model(name, pretrained=False, num_classes=CLASSES, **settings))
 
     return make
 
@@ -36,7 +36,7 @@ def torchvision_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         from torchvision import models
 
-        return without(models.get_model(name, weights=None, num_classes=CLASSES, **settings))
+        return still(models.get_model(name, weights=None, num_classes=CLASSES, **settings))
 
     return make
 
@@ -48,17 +48,9 @@ def made(name: str, block: str, *args: Any, **settings: Any) -> Callable[[], nn.
         from torchvision import models
 
         module = getattr(models, block)
-        return without(getattr(module, name)(*args, num_classes=CLASSES, **settings))
+        return still(getattr(module, name)(*args, num_classes=CLASSES, **settings))
 
     return make
-
-
-def without(model: nn.Module) -> nn.Module:
-    """Set all rates of dropout of a model to 0, and return it."""
-    for module in model.modules():
-        if "Dropout" in type(module).__name__ or type(module).__name__ == "StochasticDepth":
-            module.p = 0.0
-    return model
 
 
 def pixels(size: int) -> Callable[[int, Generator], tuple[Tensor]]:
@@ -83,8 +75,7 @@ def timm_made(file: str, name: str, **settings: Any) -> Callable[[], nn.Module]:
         from importlib import import_module
 
         cls = getattr(import_module(f"timm.models.{file}"), name)
-        model: nn.Module = cls(num_classes=CLASSES, **settings)
-        return model
+        return still(cls(num_classes=CLASSES, **settings))
 
     return make
 
@@ -172,7 +163,7 @@ def _fcn() -> nn.Module:
 
     backbone = IntermediateLayerGetter(_residual(), {"layer4": "out", "layer3": "aux"})
     head = segmentation.fcn.FCNHead
-    return without(segmentation.FCN(backbone, head(512, CLASSES), head(256, CLASSES)))
+    return still(segmentation.FCN(backbone, head(512, CLASSES), head(256, CLASSES)))
 
 
 def _convnext() -> nn.Module:
@@ -184,7 +175,17 @@ def _convnext() -> nn.Module:
 
 def _dense(checkpointed: bool) -> Callable[[], nn.Module]:
     layers = {"growth_rate": 8, "block_config": (2, 2, 2), "num_init_features": 16}
-    return made("DenseNet", "densenet", **layers, memory_efficient=checkpointed)
+    make = made("DenseNet", "densenet", **layers, memory_efficient=checkpointed)
+
+    def averaged() -> nn.Module:
+        # PyTorch counts statistics again in recomputation, and those of the last batch weigh most: the order matters.
+        model = make()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = None
+        return model
+
+    return averaged if checkpointed else make
 
 
 #: What makes each, and the size of its images.
@@ -212,3 +213,13 @@ TORCHVISION: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 for name, (make, size) in TORCHVISION.items():
     add(f"torchvision {name}", "torchvision", make, pixels(size), loss=score, rows=8, ci=name == "resnet")
+
+
+def _stochastic() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    stages = [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 2)]
+    return ConvNeXt(stages, stochastic_depth_prob=0.3, layer_scale=0.1, num_classes=CLASSES)
+
+
+add("torchvision convnext (stochastic depth)", "torchvision", _stochastic, pixels(64), loss=score, rows=8, draws=True)

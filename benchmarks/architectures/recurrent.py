@@ -107,7 +107,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 64}),
-    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"lru_width": 32, "attention_window_size": 8}),
+    # With a cache it keeps the state of a forward in its layers, where the next micro-batch finds it.
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        {"lru_width": 32, "attention_window_size": 8, "use_cache": False},
+    ),
     "xlstm": (
         "xLSTMForCausalLM",
         {

@@ -80,5 +80,6 @@ for name, (cls, settings) in MIXTURES.items():
         language_model(cls, **settings),
         text,
         weight=shifted_labels,
+        draws=name == "phimoe",  # Its router samples in training.
         ci=name == "mixtral (router logits)",
     )

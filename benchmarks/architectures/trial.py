@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def run_pipelined(architecture: Architecture, model: Any, way: Way, batch: Any) 
     output = model(*args, **kwargs)
     loss = loss_of(architecture, output)
     loss.backward()
-    return Run(loss.detach(), [output], **state(model))
+    return Run(loss.detach(), [output], [1.0], **state(model))
 
 
 def try_way(architecture: Architecture, base: nn.Module, way: Way) -> dict[str, Any]:
@@ -138,7 +138,12 @@ def try_way(architecture: Architecture, base: nn.Module, way: Way) -> dict[str, 
     try:
         batch = architecture.inputs(rows, Generator().manual_seed(way.seed))
         torch.manual_seed(way.seed)
-        plain = run_plain(architecture, copy.deepcopy(base), batch, rows, way.chunks)
+        model = copy.deepcopy(base)
+        if architecture.draws:
+            inline = replace(way, devices=_devices(2, workers=False), balance="parameters")
+            plain = run_pipelined(architecture, pipeline(architecture, model, inline), way, batch)
+        else:
+            plain = run_plain(architecture, model, batch, rows, way.chunks)
     except Exception as error:
         return {"way": str(way), "verdict": f"error: the plain model: {_line(error)}", "trace": traceback.format_exc()}
     result: dict[str, Any] = {"way": str(way)}
