@@ -614,3 +614,31 @@ def test_a_call_in_one_piece_says_so_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(X, use_cache=True)
+
+
+def test_two_threads_may_share_a_model(data: dict[str, Tensor]) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    plain = copy.deepcopy(model).unpipelined()
+    for _ in range(4):
+        plain_loss(plain, data, 3)
+    failed: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(2):
+                model(**data)["loss"].backward()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    same(gradients(model), gradients(plain))
+
+
+def test_by_default_there_is_a_partition_for_each_core_but_no_more_than_parts() -> None:
+    model: Any = pipelined(plain_sequential(), X[:2], chunks=2)
+    assert 1 <= len(model.layout.partitions) <= 2

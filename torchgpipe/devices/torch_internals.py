@@ -275,7 +275,10 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     hook would be compiled with the module, and break its graph. The place is that of ``module.compile()``, and copies
     and pickles leave it out. Since 2.2. A pre-hook and a forward hook could take its place, at that price.
     """
-    module._compiled_call_impl = call
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)  # The class has None.
+    else:
+        module._compiled_call_impl = call
 
 
 def active_data_parallel() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -31,17 +30,17 @@ def arrange(
     sample: Arguments,
     devices: Sequence[torch.device],
     *,
+    fixed: bool,
     balance: str | Sequence[int] | Mapping[str, int],
     no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
     **settings: Any,
 ) -> Settings:
-    """Return the settings of a module, given a device for each partition.
+    """Return the settings of a module, given a device for each partition, or for each one at most if not ``fixed``.
 
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
-    n = len(devices)
     splitter = Splitter(module.forward, sample, no_chunk)
     began = balance if isinstance(balance, Mapping) else {}
     with _as_before(module):
@@ -49,12 +48,23 @@ def arrange(
         if where.type == "meta" and balance == "time":
             balance = "parameters"  # Nothing computes there.
         sample = Arguments(*mapped(tuple(sample), lambda tensor: tensor.detach().to(where)))
-        traces = [_traced(module, sample) for _ in range(_ROUNDS if balance == "time" else 1)]
+        try:
+            traces = [_traced(module, sample) for _ in range(_ROUNDS if balance == "time" else 1)]
+        except BaseException as error:
+            if where.type == "meta":
+                error.add_note(
+                    "the sample runs on the meta device, which has no values: leave arguments out of the sample whose "
+                    "values the model looks at, such as attention_mask; later batches may have them"
+                )
+            raise
         kinds = _kinds(module, sample, splitter, traces[0])
-        takes_items = _takes_items(module, sample)
-    spine = spine_of(module, traces[0], n, list(began))
-    for part, *others in zip(spine, *[spine_of(module, one, n, list(began)) for one in traces[1:]]):
-        part.seconds = median([part.seconds, *[other.seconds for other in others]])
+        takes_items, shifts = _loss_of(module, sample)
+    spine = spine_of(module, traces[0], len(devices), list(began))
+    if not fixed:
+        devices = devices[: max(1, len(spine))]
+    n = len(devices)
+    for part in spine:
+        part.seconds = median([one.seconds(part.modules.values()) for one in traces])
     if len(spine) < n:
         raise ValueError(_too_short(spine, n))
     counts = _counts(spine, n, balance)
@@ -85,7 +95,7 @@ def arrange(
         recomputed=recomputed,
         splitter=splitter,
         kinds=kinds,
-        shifts=_shifts(module),
+        shifts=shifts,
         takes_items=takes_items,
         layout=layout,
         **settings,
@@ -301,26 +311,40 @@ def _tied(module: nn.Module, doors: Mapping[str, int], homes: Mapping[str, int])
     return [tuple(names) for names in places.values() if len(names) > 1]
 
 
-def _shifts(module: nn.Module) -> bool:
-    """Return whether the model's own loss compares each output with the label of the next token."""
+def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
+    """Return two properties of the model's own loss, which a look at the model would not tell for sure.
+
+    Returns:
+        whether the loss is divided by ``num_items_in_batch``, which many models accept and ignore; and whether it
+        leaves out the first label of each row, because it compares outputs with the next labels
+    """
+    labels = sample.kwargs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_meta:
+        return False, _names_a_causal_loss(module)
+    plain = _loss(module, sample)
+    if plain is None:
+        return False, False
+    one, two = (_loss(module, sample, num_items_in_batch=count) for count in (1, 2))
+    divides = one is not None and two is not None and abs(one) > 1.5 * abs(two)
+    if labels.dim() < 2 or bool((labels[:, 0] == -100).all()):
+        return divides, labels.dim() > 1 and _names_a_causal_loss(module)
+    without = labels.clone()
+    without[:, 0] = -100
+    return divides, _loss(module, sample, labels=without) == plain
+
+
+def _loss(module: nn.Module, sample: Arguments, **others: Any) -> float | None:
+    args, kwargs = mapped(tuple(sample), torch.Tensor.clone, caches=True)
+    torch.manual_seed(0)
+    try:
+        output = module.forward(*args, **{**kwargs, **others})
+    except (TypeError, RuntimeError):
+        return None  # It does not take this argument.
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+def _names_a_causal_loss(module: nn.Module) -> bool:
     loss: Callable[..., Any] | None = getattr(module, "loss_function", None)
     config = getattr(module, "config", None)
     return getattr(loss, "__name__", "") == "ForCausalLMLoss" and not getattr(config, "is_encoder_decoder", False)
-
-
-def _takes_items(module: nn.Module, sample: Arguments) -> bool:
-    """Return whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore."""
-    accepted = inspect.signature(module.forward).parameters.values()
-    if "labels" not in sample.kwargs or not any(
-        one.kind is one.VAR_KEYWORD or one.name == "num_items_in_batch" for one in accepted
-    ):
-        return False
-    losses = []
-    for count in (1, 2):
-        args, kwargs = mapped(tuple(sample), torch.Tensor.clone, caches=True)
-        try:
-            loss = getattr(module.forward(*args, **{**kwargs, "num_items_in_batch": count}), "loss", None)
-        except (TypeError, RuntimeError):
-            return False
-        losses.append(float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_meta else 0.0)
-    return abs(losses[0]) > 1.5 * abs(losses[1])

@@ -48,14 +48,17 @@ class Door:
     Attributes:
         name: the name of the module
         column: the column of the module
+        layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
-    __slots__ = ("_behind", "_module", "column", "name", "recomputes")
+    __slots__ = ("_behind", "_module", "column", "layers", "name", "recomputes")
 
     def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool) -> None:
         self._module = module
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
+        numbers = [getattr(one, "layer_idx", None) for one in module.modules()]
+        self.layers = sorted({number for number in numbers if isinstance(number, int)})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         visitor = here.visitor

@@ -84,6 +84,8 @@ class Frame:
         else:
             self._turn.release()
         self._pause.acquire()
+        if self.finished:
+            self._thread.join()
         error, self._error = self._error, None
         if error is not None:
             try:

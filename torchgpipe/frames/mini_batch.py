@@ -165,7 +165,7 @@ class MiniBatch:
         arguments, self._inputs[i] = self._inputs[i], None
         assert arguments is not None
         if cells:
-            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._enter(i, tensor)))
+            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._enter(i, tensor), caches=True))
         noted = None if i else self.crossed
         crossing = Crossing(frame, cells, self._columns, self._aliases, noted)
         traveller = Traveller(frame, crossing, self._columns)
@@ -189,7 +189,7 @@ class MiniBatch:
             if known is tensor:
                 return entrance.alias
         entrance = _Entrance()
-        entrance.alias = self._cells[i][0].enter(-1, entrance, tensor)
+        entrance.alias = self._cells[i][0].enter(-1, entrance, tensor.detach())
         self._entered[i].append((tensor, entrance))
         return entrance.alias
 

@@ -9,7 +9,8 @@ does not depend on the order of threads. On another device the alias is a copy, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Aliases:
         devices: the device of each column
         moves: returns whether a tensor must be copied from one device to another
         device_of: returns the device of a tensor, or None if it belongs to every device
+        lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
     """
 
@@ -41,11 +43,13 @@ class Aliases:
         devices: list[torch.device],
         moves: Callable[[torch.device, torch.device], bool],
         device_of: Callable[[Tensor], torch.device | None],
+        lock: AbstractContextManager[Any],
         *,
         backward: bool,
     ) -> None:
         self._devices, self._moves, self._device_of = devices, moves, device_of
         self._backward = backward
+        self._lock = lock
         self._by_column: dict[tuple[Tensor, int], Tensor] = {}
         self._parameters: dict[Tensor, Tensor] = {}
         self._installed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
@@ -90,15 +94,16 @@ class Aliases:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Let the modules have the aliases in a ``with`` block."""
-        done = []
-        try:
-            for module, name, parameter, alias in self._installed:
-                _assign(module, name, alias)
-                done.append((module, name, parameter))
-            yield
-        finally:
-            for module, name, parameter in done:
-                _assign(module, name, parameter)
+        with self._lock:
+            done = []
+            try:
+                for module, name, parameter, alias in self._installed:
+                    done.append((module, name, parameter))
+                    _assign(module, name, alias)
+                yield
+            finally:
+                for module, name, parameter in done:
+                    _assign(module, name, parameter)
 
     def take(self) -> list[Leaf]:
         """Return the gradients of the trained parameters, and leave none behind."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +49,7 @@ class Pipeline:
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self._settings = settings
         self.streams = Streams()
+        self._lock = threading.RLock()
         self._structure: tuple[int, ...] = ()
         self._doors: list[tuple[nn.Module, str, int]] = []
         self._slots: list[Slot] = []
@@ -58,6 +60,7 @@ class Pipeline:
     def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
         arguments = Arguments(args, kwargs)
+        self._verify(arguments)
         sizes = self._sizes(arguments)
         if sizes is None:
             return self._in_one_piece(module, plain, arguments)
@@ -100,6 +103,7 @@ class Pipeline:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         arguments = Arguments(args, kwargs)
         settings = self._settings
+        self._verify(arguments)
         rows = settings.splitter.rows_of(arguments)
         sizes = chunk_sizes(rows, settings.chunks) if rows else [1]
         parts = settings.splitter.split(arguments, sizes) if rows else [arguments]
@@ -149,13 +153,18 @@ class Pipeline:
         for child, name, column in self._doors:
             open_door(child, name, column, recomputes=name in settings.recomputed)
 
-    def _aliased(self, module: nn.Module, *, backward: bool) -> _Aliased:
+    @contextmanager
+    def _aliased(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
+        """Open the doors, and let the modules have aliases of their parameters in a ``with`` block."""
         refuse_transforms()
-        self.prepare(module)
-        streams = self.streams
-        slots = [slot for slot in self._slots if slot[1] in slot[0]._parameters]
-        aliases = Aliases(slots, self._settings.devices, streams.moves, streams.device_of, backward=backward)
-        return _Aliased(aliases)
+        with self._lock:
+            self.prepare(module)
+            streams = self.streams
+            slots = [slot for slot in self._slots if slot[1] in slot[0]._parameters]
+            places = (self._settings.devices, streams.moves, streams.device_of)
+            aliases = Aliases(slots, *places, self._lock, backward=backward)
+            with aliases.installed():
+                yield aliases
 
     def _mini_batch(
         self,
@@ -203,6 +212,13 @@ class Pipeline:
         if not self._settings.layout.crossed:
             self._settings.layout.crossed = mini_batch.crossed
 
+    def _verify(self, arguments: Arguments) -> None:
+        if arguments.kwargs.get("adapter_names") is not None and len(self._settings.devices) > 1:
+            raise ValueError(
+                "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
+                "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
+            )
+
     def _sizes(self, arguments: Arguments) -> list[int] | None:
         """Return the rows of each micro-batch, or None if the batch runs in one piece."""
         settings = self._settings
@@ -233,21 +249,6 @@ class Pipeline:
             stack.enter_context(visiting(visitor))
             stack.enter_context(visitor)
             return plain(*arguments.args, **arguments.kwargs)
-
-
-class _Aliased:
-    """A ``with`` block in which the modules have aliases of their parameters."""
-
-    def __init__(self, aliases: Aliases) -> None:
-        self._aliases = aliases
-        self._installed = aliases.installed()
-
-    def __enter__(self) -> Aliases:
-        self._installed.__enter__()
-        return self._aliases
-
-    def __exit__(self, *raised: Any) -> None:
-        self._installed.__exit__(*raised)
 
 
 def _modes(module: nn.Module) -> tuple[bool, ...]:

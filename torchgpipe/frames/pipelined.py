@@ -98,12 +98,13 @@ def pipelined(
     count = verify_chunks(chunks)
     if reduce not in (None, "mean", "sum"):
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
-    places = _devices(devices, partitions, balance)
+    places, fixed = _devices(devices, partitions, balance)
     verify_name(schedule)
     settings = arrange(
         module,
         arguments_of(sample),
         places,
+        fixed=fixed,
         balance=balance,
         no_chunk=no_chunk,
         checkpoint=checkpoint,
@@ -124,8 +125,8 @@ def pipelined(
 
 def _devices(
     devices: Iterable[Device] | None, partitions: int | None, balance: str | Sequence[int] | Mapping[str, int]
-) -> list[torch.device]:
-    """Return the device of each partition."""
+) -> tuple[list[torch.device], bool]:
+    """Return the device of each partition, and whether so many partitions were asked for."""
     n = partitions
     if n is None and not isinstance(balance, str):
         n = len(balance) if isinstance(balance, Sequence) else 1 + max(balance.values(), default=0)
@@ -142,7 +143,8 @@ def _devices(
             f"{n} partitions do not go evenly round {len(places)} devices; give a device for each partition, or a "
             "multiple of the devices as partitions"
         )
-    return places * ((n or len(places)) // len(places))
+    asked = n is not None or devices is not None or places[0].type != "cpu"
+    return places * ((n or len(places)) // len(places)), asked
 
 
 def _verify(module: Any) -> None:
@@ -250,7 +252,8 @@ class _Pipelined(nn.Module):
 
 def _plain(module: nn.Module) -> Any:
     """Return the user's class of a pipelined module."""
-    return type(module).__mro__[2]
+    order = type(module).__mro__
+    return order[order.index(_Pipelined) + 1]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ another. The spine follows from the structure and the parameters alone, so every
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,15 @@ class Trace:
     output: Any
     used: dict[Tensor, int]
 
+    def seconds(self, modules: Iterable[nn.Module]) -> float:
+        """Return the time of all calls of these modules."""
+        wanted = set(modules)
+        pending, total = [self.root], 0.0
+        for call in pending:  # The list grows meanwhile.
+            total += call.seconds if call.module in wanted else 0.0
+            pending += call.inner
+        return total
+
 
 @dataclass
 class Part:
@@ -76,15 +85,13 @@ class Part:
         modules: its modules, by name
         parameters: the number of elements of its parameters
         size: the bytes of its parameters and buffers
-        seconds: the time of its forward, median
-        start: the place of its first call in the trace
+        seconds: the time of its forward
     """
 
     modules: dict[str, nn.Module]
     parameters: int
     size: int
-    seconds: float
-    start: int
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -282,6 +289,4 @@ class _Spine:
             {self._names[one]: one for one in modules},
             sum([parameter.numel() for parameter in parameters]),
             sum([tensor.nbytes for tensor in (*parameters, *buffers)]),
-            sum([call.seconds for one in modules for call in self._calls[one]]),
-            min([call.start for one in modules for call in self._calls[one]]),
         )

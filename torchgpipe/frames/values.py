@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["each", "is_cache", "mapped"]
 
@@ -66,8 +67,12 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False)
 
 def is_cache(value: Any) -> bool:
     """Return whether ``value`` is an object that keeps tensors of earlier tokens, or a layer of such an object."""
-    kind = type(value)
-    if kind.__module__ == "builtins" or not hasattr(value, "__dict__") or isinstance(value, (type, Tensor, Mapping)):
+    return _is_kind_of_cache(type(value)) and hasattr(value, "__dict__")
+
+
+@cache
+def _is_kind_of_cache(kind: Any) -> bool:
+    if issubclass(kind, (type, Tensor, Mapping, nn.Module)):
         return False
     return any(["Cache" in base.__name__ or base.__name__.endswith("LayerMixin") for base in kind.__mro__])
 

@@ -14,7 +14,7 @@ from torchgpipe.devices.torch_internals import pop_function_mode, push_function_
 from torchgpipe.frames.crossing import Columns, Crossing, Glue
 from torchgpipe.frames.door import Door, Visitor, here
 from torchgpipe.frames.frame import Frame
-from torchgpipe.frames.values import mapped
+from torchgpipe.frames.values import is_cache, mapped
 
 __all__ = ["InOnePiece", "Recomputation", "Traveller", "visiting"]
 
@@ -105,6 +105,9 @@ class Traveller:
             if frame.column:
                 bring = self._crossing.bring
                 args, kwargs = mapped(args, bring), mapped(kwargs, bring)
+                for value in (*args, *kwargs.values()):
+                    if is_cache(value):
+                        _bring_layers(value, door.layers, bring)
             return door.enter(args, kwargs)
 
     @contextmanager
@@ -120,6 +123,25 @@ class Traveller:
             self._glue.is_off = False
             if mode is self._glue:
                 push_function_mode(mode)
+
+
+def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], Tensor]) -> None:
+    """Bring the layers of a cache that a module uses, in place: the model goes on with the same cache.
+
+    The layers of other modules stay where they are, or every column would copy all of them.
+    """
+    own = getattr(cache, "layers", None)
+    if not isinstance(own, list):
+        for part in vars(cache).values():
+            if is_cache(part):
+                _bring_layers(part, layers, bring)
+        return
+    for layer in [own[k] for k in layers if k < len(own)]:
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, Tensor):
+                brought = bring(value)
+                if brought is not value:
+                    setattr(layer, name, brought)
 
 
 class Recomputation:
