@@ -198,8 +198,7 @@ WRITERS: dict[str, tuple[str, Callable[[int, Generator], dict[str, Tensor]], dic
 }
 
 for name, (cls, draw, settings) in WRITERS.items():
-    weight = all_labels if name in ("blip",) else shifted_labels
-    add(name, "vision-language", transformers_model(cls, **settings), draw, weight=weight, ci=name == "llava")
+    add(name, "vision-language", transformers_model(cls, **settings), draw, weight=shifted_labels, ci=name == "llava")
 
 for name, cls in {
     "clip (contrastive)": "CLIPModel",
