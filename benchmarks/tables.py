@@ -32,6 +32,7 @@ from benchmarks import (
     timeline,
     transparency,
 )
+from benchmarks.architectures import report
 from benchmarks.gpu import gpu_table
 from benchmarks.records import MIB, PARTS, RESULTS, table
 
@@ -128,6 +129,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "transparency": _of("transparency", transparency.transparency),
     "ablation": _of("ablation", ablation.ablation),
     "timeline": _of("timeline", timeline.timeline),
+    "architectures": _of("architectures", report.counts),
+    "supported_models": _of("architectures", report.supported_models),
+    "unsupported_models": _of("architectures", report.unsupported_models),
     "gpu": gpu_table,
     "summary": summary,
 }

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 
 from tests.rounding import rounding
-from tests.torchvision_operators import declare_missing_operators
+from benchmarks.architectures.operators import register_missing
 from torchgpipe import GPipe
 
 # Sums of floating point numbers depend on the number of threads that share the work.
 torch.set_num_threads(1)
 
-declare_missing_operators()
+register_missing()
 
 
 # `--hypothesis-profile=campaign`, or the environment variable, searches long and at random.

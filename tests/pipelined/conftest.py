@@ -1,4 +1,4 @@
-"""Fixtures of the tests with clients."""
+"""Fixtures of the tests with clients; torchvision's missing operators are registered before any import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pipelined import helpers
+from benchmarks.architectures.operators import register_missing
+
+register_missing()
+
+from tests.pipelined import helpers  # noqa: E402
 
 
 @pytest.fixture

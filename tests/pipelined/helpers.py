@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tests.torchvision_operators import declare_missing_operators
+from benchmarks.architectures.operators import register_missing
 
 # Before the first import of a client: they read it once, and then ask no server for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
-declare_missing_operators()
+register_missing()
 
 CLOSE = 1e-9
 CHUNKS = 2

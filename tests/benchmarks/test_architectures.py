@@ -1,0 +1,149 @@
+"""The catalogue of architectures, and the comparison with the plain model: it must find what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.architectures import CATALOGUE, KINDS, Architecture
+from benchmarks.architectures.precision import in_float64
+from benchmarks.architectures.reference import Run, compare, run_plain, state
+from benchmarks.architectures.report import counts, supported_models, unsupported_models
+
+
+def test_the_catalogue_has_a_hundred_architectures_and_all_kinds() -> None:
+    assert len(CATALOGUE) >= 100
+    assert {one.kind for one in CATALOGUE.values()} == set(KINDS)
+    assert sum(one.kind == "decoder" for one in CATALOGUE.values()) >= 45
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    states: tuple[Tensor, ...]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input: Tensor, labels: Tensor) -> Output:
+        hidden = self.norm(self.first(input))
+        logits = self.last(hidden)
+        return Output(functional.cross_entropy(logits, labels), logits, (hidden,))
+
+
+TINY = Architecture(
+    "tiny",
+    "vision",
+    Model,
+    lambda rows, generator: {
+        "input": torch.randn(rows, 3, generator=generator, dtype=torch.float64),
+        "labels": torch.randint(2, (rows,), generator=generator),
+    },
+    rows=6,
+)
+
+
+def run() -> tuple[Run, Run]:
+    """Return a plain run, and the same as a pipeline would leave it, with the joined output."""
+    base, batch = TINY.build(), TINY.inputs(6, torch.Generator().manual_seed(0))
+    plain = run_plain(TINY, copy.deepcopy(base), batch, 6, 3)
+    other = run_plain(TINY, model := copy.deepcopy(base), batch, 6, 3)
+    parts = other.outputs
+    states = tuple(torch.cat(parts) for parts in zip(*[part.states for part in parts]))
+    joined = Output(other.loss, torch.cat([part.logits for part in parts]), states)
+    return plain, Run(other.loss, [joined], other.shares, **state(model))
+
+
+def test_a_model_is_built_the_same_each_time() -> None:
+    one, two = TINY.build(), TINY.build()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
+    assert all(parameter.dtype == torch.float64 for parameter in one.parameters())
+
+
+def test_two_runs_that_are_equal_compare_as_equal() -> None:
+    assert compare(*run()) == []
+
+
+def _wrong_gradient(run: Run) -> None:
+    run.gradients["first.weight"] = run.gradients["first.weight"] + 1e-8  # type: ignore[operator]
+
+
+def _no_gradient(run: Run) -> None:
+    run.gradients["last.bias"] = None
+
+
+def _gradient_of_what_is_not_used(run: Run) -> None:
+    run.gradients["unused"] = torch.zeros(1)
+
+
+def _wrong_buffer(run: Run) -> None:
+    run.buffers["norm.num_batches_tracked"] += 1
+
+
+def _wrong_loss(run: Run) -> None:
+    run.loss = run.loss + 1e-6
+
+
+def _swapped_rows(run: Run) -> None:
+    run.outputs[0] = replace(run.outputs[0], logits=run.outputs[0].logits.flip(0))
+
+
+def _lost_rows(run: Run) -> None:
+    run.outputs[0] = replace(run.outputs[0], states=(run.outputs[0].states[0][:2],))
+
+
+def _another_container(run: Run) -> None:
+    run.outputs[0] = replace(run.outputs[0], states=list(run.outputs[0].states))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_wrong_gradient, "the gradient of first.weight"),
+        (_no_gradient, "the gradient of last.bias is None"),
+        (_gradient_of_what_is_not_used, "the gradient of unused is there"),
+        (_wrong_buffer, "buffer norm.num_batches_tracked"),
+        (_wrong_loss, "the loss"),
+        (_swapped_rows, "output .logits"),
+        (_lost_rows, "output .states[0]"),
+        (_another_container, "output .states is list"),
+    ],
+)
+def test_a_difference_is_found_and_named(damage: Callable[[Run], None], named: str) -> None:
+    plain, other = run()
+    damage(other)
+    (fault,) = compare(plain, other)
+    assert fault.startswith(named)
+
+
+def test_precision_is_put_back() -> None:
+    with in_float64():
+        assert torch.ones(1).float().dtype == torch.float64
+        assert torch.ones(1).softmax(0, dtype=torch.float32).dtype == torch.float32
+        assert functional.softmax(torch.ones(1), 0, dtype=torch.float32).dtype == torch.float64
+    assert torch.ones(1).double().float().dtype == torch.float32
+    assert functional.softmax(torch.ones(1), 0, dtype=torch.float32).dtype == torch.float32
+
+
+def test_the_tables_tell_who_is_exact_and_who_is_not() -> None:
+    rows = [
+        {"name": "vit", "kind": "vision", "verdict": "exact", "export": "split"},
+        {"name": "timm vit", "kind": "timm", "verdict": "exact", "export": "refused: no"},
+        {"name": "clip (contrastive)", "kind": "vision-language", "verdict": "refused: ValueError: rows"},
+    ]
+    result = {"rows": rows}
+    assert "| vit " in supported_models(result) and "timm vit" not in supported_models(result)
+    assert "clip" not in supported_models(result)
+    assert "clip (contrastive)" in unsupported_models(result)
+    assert [cell.strip() for cell in counts(result).splitlines()[-1].split("|")] == ["", "all", "3", "2", "1", ""]

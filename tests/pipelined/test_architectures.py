@@ -1,0 +1,61 @@
+"""Real architectures, small and with random weights, give pipelined what they give plain.
+
+Some of the catalogue, with one cut at random; `python -m benchmarks.architectures` tries all of it in more ways.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+from torch import Generator, nn
+
+from benchmarks.architectures import CATALOGUE
+from benchmarks.architectures.precision import in_float64
+from benchmarks.architectures.trial import Way, pipeline, try_way
+from tests.conftest import Devices
+
+#: The libraries' own, about their own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+NAMES = [name for name, architecture in CATALOGUE.items() if architecture.ci]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with in_float64():
+        yield
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def built(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
+    with in_float64():
+        return request.param, CATALOGUE[request.param].build()
+
+
+def test_a_dozen_kinds_are_tried() -> None:
+    assert len(NAMES) >= 12
+    assert len({CATALOGUE[name].kind for name in NAMES}) >= 12
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
+def test_an_architecture_gives_what_the_plain_model_gives(
+    built: tuple[str, nn.Module], devices: Devices, step: bool
+) -> None:
+    name, model = built
+    result = try_way(CATALOGUE[name], model, Way(step, tuple(devices(2)), balance=None, seed=1))
+    assert result["verdict"] == "exact", result.get("trace")
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
+def test_a_contrastive_model_is_refused_by_the_name_of_what_couples_its_rows(devices: Devices, step: bool) -> None:
+    architecture = CATALOGUE["clip (contrastive)"]
+    way = Way(step, tuple(devices(2)))
+    model = pipeline(architecture, copy.deepcopy(architecture.build()), way)
+    _, batch = architecture.inputs(5, Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="logits_per_image"):
+        model.step(**batch) if step else model(**batch)
