@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
 
-from tests.rounding import rounding
 from benchmarks.architectures.operators import register_missing
+from tests.rounding import rounding
 from torchgpipe import GPipe
 
 # Sums of floating point numbers depend on the number of threads that share the work.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
@@ -106,8 +105,7 @@ def arrange(
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Put attributes, buffers and random states back after a ``with`` block, which builds no graph."""
-    attributes = [(child, dict(vars(child))) for child in module.modules() if not isinstance(child, LazyModuleMixin)]
+    """Put buffers and random states back after a ``with`` block, which builds no graph."""
     buffers = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
     values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in buffers]
     devices = sorted({one.device.index for one in module.parameters() if one.device.type not in ("cpu", "meta")})
@@ -115,9 +113,6 @@ def _as_before(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for child, before in attributes:
-                vars(child).clear()
-                vars(child).update(before)
             for (child, name, buffer), value in zip(buffers, values):
                 child._buffers[name] = buffer
                 if buffer is not None and value is not None and not buffer.is_meta:
@@ -134,17 +129,12 @@ def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter, traced: Tra
     if splitter.rows < 2:
         return {}
     fewer, _ = splitter.split(sample, [splitter.rows - 1, 1])
-    modes = {child: child.training for child in module.modules()}
+    args, kwargs = mapped(tuple(fewer), torch.Tensor.clone, caches=True)
     try:
-        module.eval()  # A batch norm may refuse a single row in training.
-        args, kwargs = mapped(tuple(fewer), torch.Tensor.clone, caches=True)
         smaller = module.forward(*args, **kwargs)
-        return kinds_of(traced.output, splitter.rows, smaller, splitter.rows - 1)
     except Exception:
-        return {}  # The model wants as many rows as the sample has; sizes will tell.
-    finally:
-        for child, training in modes.items():
-            child.training = training
+        return {}  # The model wants more rows, as a batch norm does in training; sizes will tell.
+    return kinds_of(traced.output, splitter.rows, smaller, splitter.rows - 1)
 
 
 def _too_short(spine: list[Part], n: int) -> str:
