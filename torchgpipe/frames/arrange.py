@@ -73,7 +73,7 @@ def arrange(
     doors = {name: columns[j] for j, own in enumerate(parts) for part in own for name in part.modules}
     names = {child: name for name, child in module.named_modules()}
     homes = _homes(module, traces[0], doors, names)
-    _verify_kept(traces[0], doors, names)
+    _verify_kept(traces[0], doors, homes, names)
     recomputed = _recomputed(names.values(), doors, checkpoint)
     doors = _coarser(module, traces[0], doors, names) | {
         name: next(doors[own] for own in doors if f"{name}.".startswith(f"{own}.") or f"{own}.".startswith(f"{name}."))
@@ -281,7 +281,9 @@ def _covered(name: str, doors: Mapping[str, int]) -> bool:
     return False
 
 
-def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
+def _verify_kept(
+    traced: Trace, doors: Mapping[str, int], homes: Mapping[str, int], names: Mapping[nn.Module, str]
+) -> None:
     """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
     starts = sorted(
         [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
@@ -289,11 +291,13 @@ def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Modu
     for module, attribute, last in traced.kept:
         name = names[module]
         own = [column for door, column in doors.items() if f"{name}.".startswith(f"{door}.")]
+        own += [column for path, column in homes.items() if path == (f"{name}.{attribute}" if name else attribute)]
         user = [column for start, column in starts if start <= last]
         if own and user and user[-1] > own[0]:
+            where = f"'{name}'" if name else "the model"
             raise ValueError(
-                f"'{name}' keeps the tensor '{attribute}' on itself, and partition {user[-1]} uses it, where it may be "
-                f"that of another micro-batch; return it, or give a balance that keeps '{name}' and its user together"
+                f"{where} keeps the tensor '{attribute}' on itself, and partition {user[-1]} uses it, where it may be "
+                "that of another micro-batch; return it, or give a balance that keeps it and its user together"
             )
 
 

@@ -10,7 +10,7 @@ the same import. If the model has changed the import in place, later columns imp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -90,11 +90,21 @@ class Crossing:
         columns: the columns
         aliases: the aliases of parameters
         noted: where to note what crosses; None if nobody wants to know
+        buffers: the ids of the model's buffers
     """
 
     def __init__(
-        self, frame: Frame, cells: list[Cell], columns: Columns, aliases: Aliases, noted: list[Crossed] | None
+        self,
+        frame: Frame,
+        cells: list[Cell],
+        columns: Columns,
+        aliases: Aliases,
+        noted: list[Crossed] | None,
+        buffers: Set[int],
     ) -> None:
+        self._buffers = buffers
+        #: By address, the tensors whose imports were changed in place.
+        self._changed: dict[int, Tensor] = {}
         self._noted = noted
         self._frame = frame
         self._cells = cells
@@ -102,6 +112,21 @@ class Crossing:
         self._aliases = aliases
         self._known: dict[tuple[int, bool], _Known] = {}
         self._moves = columns.copies
+
+    def note_change(self, tensor: Tensor) -> None:
+        """Note that the import or the copy of ``tensor`` was changed in place, if there is one.
+
+        Raises:
+            RuntimeError: ``tensor`` is a buffer, which the change would not reach.
+        """
+        if (id(tensor), True) not in self._known and (id(tensor), False) not in self._known:
+            return
+        if id(tensor) in self._buffers:
+            raise RuntimeError(
+                f"the model changes a buffer of shape {tuple(tensor.shape)} in partition {self._frame.column}, but it "
+                "is on the device of another one; give a balance that keeps the buffer's module and its user together"
+            )
+        self._changed[tensor.untyped_storage().data_ptr()] = tensor
 
     def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""
@@ -111,6 +136,14 @@ class Crossing:
         """Return what stands for ``tensor`` in the current column."""
         frame = self._frame
         column, records = frame.column, torch.is_grad_enabled()
+        if self._changed:
+            changed = self._changed.get(tensor.untyped_storage().data_ptr(), tensor)
+            if changed is not tensor and (id(tensor), records) not in self._known and self._moves:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(changed.shape)} was changed in place in partition {column}, which does "
+                    f"not reach the view of it of shape {tuple(tensor.shape)} from an earlier partition; change a "
+                    "copy (tensor.clone()), or give a balance that keeps both in one partition"
+                )
         key = (id(tensor), records)
         known = self._known.get(key)
         if known is not None:
@@ -156,7 +189,7 @@ class Crossing:
         source = columns.column_of(there, column)
         if source is None:
             return tensor  # Not of this pipeline: the plain model would meet the same device.
-        if tensor.requires_grad:  # Made in this column, on a device that the model has remembered.
+        if tensor.requires_grad:  # A leaf, or made in this column, on a device that the model has remembered.
             return tensor.to(device)
         return self._moved(tensor, source, column)
 
@@ -165,9 +198,8 @@ class Crossing:
         alias = self._aliases.at(tensor, column)
         if alias is not None:
             return alias
-        # Some libraries let outputs of frozen layers require grad, so that later layers leave a graph.
-        moved = self._on_this_device(tensor.detach(), column) if self._moves else tensor
-        return tensor if moved is tensor or not self._moves else moved.requires_grad_()
+        # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
+        return self._on_this_device(tensor, column) if self._moves else tensor
 
 
 #: What reads nothing of a tensor that an import would change.
@@ -204,7 +236,7 @@ class Glue(TorchFunctionMode):
     def __init__(self, frame: Frame, crossing: Crossing, devices: list[torch.device]) -> None:
         super().__init__()
         self._frame = frame
-        self._bring = crossing.bring
+        self._crossing = crossing
         self._devices = devices
         self.is_off = False
 
@@ -218,12 +250,17 @@ class Glue(TorchFunctionMode):
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
                 "cut; give a balance that keeps what it differentiates in one partition"
             )
-        args = mapped(args, self._bring)
+        name = func.__name__
+        changes = name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__") or name[:3] == "__i"
+        before, args = args, mapped(args, self._crossing.bring)
         if kwargs:
-            kwargs = mapped(kwargs, self._bring)
+            kwargs = mapped(kwargs, self._crossing.bring)
             # A device that the model has remembered from an earlier column.
             if kwargs.get("device") in self._devices:
                 kwargs = {**kwargs, "device": self._devices[frame.column]}
         if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
             args = (args[0], self._devices[frame.column], *args[2:])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if changes and before and isinstance(before[0], Tensor) and before[0] is not args[0]:
+            self._crossing.note_change(before[0])
+        return result

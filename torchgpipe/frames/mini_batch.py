@@ -9,7 +9,7 @@ the model is called, all B in the backward of one autograd node; see `outer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class MiniBatch:
         backward: whether backward follows
         splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
         labels: names each column, for errors
+        buffers: the ids of the model's buffers
         owner: the pipeline
 
     Attributes:
@@ -80,6 +81,7 @@ class MiniBatch:
         backward: bool,
         splits: bool,
         labels: Sequence[str],
+        buffers: Set[int],
         owner: object,
     ) -> None:
         self._m, self._n = len(inputs), len(columns.devices)
@@ -92,6 +94,7 @@ class MiniBatch:
         self.crossed: list[Crossed] = []
         self._labels = labels
         self._owner = owner
+        self._buffers = buffers
         self._splits = splits
         self._ambient = Ambient()
         self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
@@ -186,7 +189,7 @@ class MiniBatch:
         if cells:
             arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
         noted = None if i else self.crossed
-        crossing = Crossing(frame, cells, self._columns, self._aliases, noted)
+        crossing = Crossing(frame, cells, self._columns, self._aliases, noted, self._buffers)
         traveller = Traveller(frame, crossing, self._columns, self._owner)
 
         def model() -> Any:

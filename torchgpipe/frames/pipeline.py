@@ -206,6 +206,7 @@ class Pipeline:
             backward=backward,
             splits=not self._recomputes(module),
             labels=settings.labels,
+            buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self,
         )
 

@@ -168,6 +168,8 @@ def _verify(module: Any) -> None:
             "would hide the pipeline; call pipelined before prepare"
         )
     for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise TypeError(f"'{name}' is a ScriptModule, which has no Python forward to see; use the plain module")
         if _SETTINGS in vars(child) or isinstance(child, GPipe):
             raise TypeError(
                 f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call unpipelined() "

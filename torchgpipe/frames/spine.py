@@ -28,6 +28,7 @@ from torchgpipe.devices.torch_internals import (
     pop_function_mode,
     push_function_mode,
     replace_call,
+    versions,
 )
 from torchgpipe.frames.values import each
 
@@ -61,7 +62,8 @@ class Trace:
         root: the call of the model
         output: what it returned
         used: for each parameter, the place of its first use by an operation
-        kept: the tensors that modules have put on themselves, with the places of their last uses
+        kept: the tensors that modules have put on themselves, and the buffers that have changed, with the places of
+            their last uses
     """
 
     root: _Call
@@ -170,6 +172,8 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
     probes = {child: probe(child) for child in module.modules() if child is not module and child not in within}
     before = {id(tensor) for _, _, tensor in _attributes(module)}
+    buffers = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
+    counts = versions([buffer for _, _, buffer in buffers])
     with _replaced(probes), uses:
         output = run()
     root.end = clock[0] + 1
@@ -177,6 +181,12 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
         (child, name, uses.last[id(tensor)])
         for child, name, tensor in _attributes(module)
         if id(tensor) in uses.last and id(tensor) not in before
+    ]
+    changed = [now != then for now, then in zip(versions([buffer for _, _, buffer in buffers]), counts)]
+    kept += [
+        (child, name, uses.last[id(buffer)])
+        for (child, name, buffer), is_changed in zip(buffers, changed)
+        if is_changed and id(buffer) in uses.last
     ]
     return Trace(root, output, uses.used, kept)
 

@@ -1,0 +1,333 @@
+"""What models and training loops do beside the usual: right, or refused with the next move. Each was wrong once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.conftest import Devices
+from tests.fake_accelerator import FakeAccelerator
+from tests.frames.models import Decoder, batch, gradients, same
+from torchgpipe import GPipe, pipelined
+
+TWO = ["cpu:0", "cpu:1"]
+
+
+class Chain(nn.Module):
+    """Four linear layers, and a way to put something between them."""
+
+    between: Callable[..., Tensor] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if self.between is not None:
+                x = self.between(self, k, x, first)
+        return x
+
+
+class Condition(nn.Module):
+    """Adds a table to a condition that all layers get: with one row, both have the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * (condition + self.table[None])
+        return out
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Condition() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.condition(x)
+        for layer in self.layers:
+            x = layer(x, condition)
+        return x
+
+
+X = torch.randn(6, 4, dtype=torch.float64)
+
+
+def make(model: nn.Module, devices: list[str] | None = None, chunks: int = 3, **options: Any) -> tuple[Any, Any]:
+    """Return a pipelined model, and a plain copy."""
+    model.double()
+    plain = copy.deepcopy(model)
+    options.setdefault("balance", "parameters")
+    return pipelined(model, (X[:2],), chunks=chunks, devices=devices or TWO, **options), plain
+
+
+def expect_same(model: Any, plain: Any, chunks: int = 3) -> None:
+    for part in X.chunk(chunks):
+        (plain(part).square().sum()).backward()
+    model(X).square().sum().backward()
+    same(gradients(model), gradients(plain))
+
+
+# ------------------------------------------------------------------------------------------------ gradients on their way
+
+
+def test_a_gradient_that_waits_is_not_changed_in_place() -> None:
+    model, plain = make(Conditioned(), ["cpu:0", "cpu:1", "cpu:2"], chunks=6)
+    for _ in range(5):
+        expect_same(model, plain, chunks=6)
+
+
+def test_an_input_with_a_graph_of_its_own(devices: Devices) -> None:
+    model, plain = make(Chain(), devices(2))
+    weight, other = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    (model(X * weight.exp()).sum()).backward()
+    sum(plain(part).sum() for part in (X * other.exp()).chunk(3)).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(weight.grad, other.grad, rtol=1e-6, atol=1e-6)
+    same(gradients(model), gradients(plain))
+
+
+def test_backward_that_failed_is_not_tried_again_with_old_gradients(devices: Devices) -> None:
+    model, _ = make(Chain(), devices(2))
+    fails = [True]
+
+    def hook(grad: Tensor) -> None:
+        if fails.pop() if fails else False:
+            raise KeyError("once")
+
+    model.layers[0].register_forward_hook(lambda _, args, output: output.register_hook(hook) and None)
+    loss = model(X).sum()
+    with pytest.raises(KeyError):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated and freed"):
+        loss.backward()
+    assert all(grad is None for grad in gradients(model).values())
+
+
+def test_a_leaf_that_is_no_parameter() -> None:
+    model, plain = make(Chain())
+    for one in (model, plain):
+        one.prompt = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        one.between = lambda self, k, x, first: x + self.prompt if k in (0, 2) else x
+    model(X).sum().backward()
+    sum(plain(part).sum() for part in X.chunk(3)).backward()  # type: ignore[union-attr]
+    same(gradients(model), gradients(plain))
+    torch.testing.assert_close(model.prompt.grad, plain.prompt.grad)
+
+
+# ----------------------------------------------------------------------------------------- between forward and backward
+
+
+def test_a_parameter_is_replaced_between_forward_and_backward() -> None:
+    model, _ = make(Chain())
+    loss = model(X).sum()
+    new = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    model.layers[1].weight = new
+    loss.backward()
+    assert model.layers[1].weight is new
+
+
+def test_a_parameter_is_frozen_between_forward_and_backward() -> None:
+    model, plain = make(Chain())
+    loss = model(X).sum()
+    model.layers[0].requires_grad_(False)
+    loss.backward()
+    sum(plain(part).sum() for part in X.chunk(3)).backward()  # type: ignore[union-attr]
+    result, expected = gradients(model), gradients(plain)
+    same({k: v for k, v in result.items() if "0" not in k}, {k: v for k, v in expected.items() if "0" not in k})
+
+
+def test_a_forward_without_backward_is_freed() -> None:
+    model, _ = make(Chain())
+    held: list[weakref.ref[Tensor]] = []
+    model.layers[0].register_forward_hook(lambda _, args, output: held.append(weakref.ref(output)))
+    model(X)
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
+
+
+def test_a_model_is_freed() -> None:
+    model, _ = make(Chain())
+    model.step_of = nn.Parameter(torch.ones(()))
+    model(X).sum().backward()
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+# ------------------------------------------------------------------------------------------------ pipelines within models
+
+
+def test_another_pipelined_model_within_the_forward() -> None:
+    inner, plain_inner = make(Chain())
+    inner(X)
+    model, plain = make(Chain())
+    model.between = lambda self, k, x, first: x + inner(first) if k in (0, 3) else x
+    plain.between = lambda self, k, x, first: x + plain_inner(first) if k in (0, 3) else x
+    for part in X.chunk(3):
+        plain(part).sum().backward()
+    model(X).sum().backward()
+    same(gradients(model), gradients(plain), tolerance=1e-10)
+    same(gradients(inner), gradients(plain_inner), tolerance=1e-10)
+
+
+def test_a_gpipe_within_the_glue() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    teacher = GPipe(copy.deepcopy(layers), [2, 1], devices=TWO, chunks=1, checkpoint="never")
+    model, plain = make(Chain())
+    model.between = lambda self, k, x, first: x + teacher(first.detach()) if k == 3 else x
+    plain.between = lambda self, k, x, first: x + layers(first.detach()) if k == 3 else x
+    for part in X.chunk(3):
+        plain(part).sum().backward()
+    model(X).sum().backward()
+    same(gradients(model), gradients(plain))
+    same(gradients(teacher), gradients(layers))
+
+
+# --------------------------------------------------------------------------------------------------------------- refused
+
+
+def test_a_tensor_that_a_module_keeps_for_a_later_partition() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = super().forward(x).mean()
+            return super().forward(x)
+
+    model = Chain()
+    model.layers[0] = Keeps(4, 4)
+    model.between = lambda self, k, x, first: x * self.layers[0].kept if k == 3 else x
+    with pytest.raises(ValueError, match=r"'layers.0' keeps the tensor 'kept' on itself, and partition 1 uses it"):
+        make(model)
+    pipelined(model, (X[:2],), chunks=3, devices=["cpu"] * 2)
+
+
+def test_a_buffer_that_changes_and_is_read_in_a_later_partition() -> None:
+    def counts(self: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
+        if k == 0:
+            self.count += 1
+        return x + self.count if k == 3 else x
+
+    model = Chain()
+    model.between = counts
+    with pytest.raises(ValueError, match="the model keeps the tensor 'count' on itself, and partition 1 uses it"):
+        make(model)
+
+
+def test_gradients_computed_in_the_forward() -> None:
+    def forces(self: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
+        return torch.autograd.grad(x.sum(), first, retain_graph=True)[0] if k == 3 and x.requires_grad else x
+
+    model, _ = make(Chain())
+    model.between = forces
+    with pytest.raises(RuntimeError, match="the model computes gradients in its forward, behind a boundary"):
+        model(X.clone().requires_grad_())
+
+
+def test_an_output_of_an_unknown_class() -> None:
+    class Result:
+        def __init__(self, values: Tensor) -> None:
+            self.values = values
+
+    class Wrapping(Chain):
+        def forward(self, x: Tensor) -> Any:
+            return Result(super().forward(x))
+
+    model: Any = pipelined(Wrapping().double(), (X[:2],), chunks=1, devices=TWO)
+    with pytest.raises(TypeError, match=r"is Result, whose tensors \['values'\] would get no gradient"):
+        model(X)
+
+
+def test_checkpointing_around_the_model() -> None:
+    model, _ = make(Chain())
+    with pytest.raises(RuntimeError, match="torch.utils.checkpoint is around a pipelined model"):
+        checkpoint(model, X, use_reentrant=False)
+
+
+def test_a_view_of_what_is_changed_in_place_on_another_device() -> None:
+    def changes(self: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
+        if k == 0:
+            self.seen = (x, x[:, :2])
+            return x * 1
+        if k == 3:
+            base, view = self.seen
+            base.add_(1)
+            return x * view.sum()
+        return x
+
+    class Local(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            run = copy.copy(self)
+            run.between = lambda _, k, x, first: changes(run, k, x, first)
+            return Chain.forward(run, x)
+
+    model, _ = make(Local())
+    accelerator = FakeAccelerator()
+    model._runs().streams = accelerator.streams
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        accelerator.place(tensor, model._torchgpipe.devices[model._torchgpipe.column_of(name)])
+    with accelerator, pytest.raises(RuntimeError, match="does not reach the view of it of shape"):
+        model(X)
+
+
+# ----------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_a_frame_that_catches_its_cancellation_ends_all_the_same() -> None:
+    class Stubborn(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return super().forward(x)
+            finally:
+                self.layers[3](x)
+
+    model, _ = make(Stubborn())
+    model.layers[0].register_forward_hook(lambda _, args, output: _raise() if args[0][0, 0] == X[2, 0] else None)
+    with pytest.raises(KeyError, match="a layer"):
+        model(X)
+    assert not [thread for thread in threading.enumerate() if "torchgpipe" in thread.name]
+
+
+def _raise() -> None:
+    raise KeyError("a layer")
+
+
+def test_a_hook_that_fails_at_the_end_of_a_step_leaves_the_gradients() -> None:
+    model: Any = Decoder().double()
+    data = batch()
+    pipelined(model, {name: tensor[:2] for name, tensor in data.items()}, chunks=3, devices=TWO)
+    model.step(**data)
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.layers[3].up.weight.register_hook(lambda grad: _raise())
+    with pytest.raises(KeyError, match="a layer"):
+        model.step(**data)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, before[name])
+
+
+def test_a_step_without_grad_of_a_micro_batch_without_labels() -> None:
+    model: Any = Decoder().double()
+    data = batch()
+    data["labels"][2:4] = -100
+    plain = copy.deepcopy(model)
+    pipelined(model, {name: tensor[:2] for name, tensor in data.items()}, chunks=3, devices=TWO)
+    with torch.no_grad():
+        loss = model.step(**data)
+    whole = plain(**data)["loss"]
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.step(**data), whole.detach(), rtol=1e-12, atol=0)
