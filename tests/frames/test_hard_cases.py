@@ -84,7 +84,7 @@ def expect_same(model: Any, plain: Any, chunks: int = 3) -> None:
     same(gradients(model), gradients(plain))
 
 
-# ------------------------------------------------------------------------------------------------ gradients on their way
+# ----------------------------------------------------------------------------------------------- gradients on their way
 
 
 def test_a_gradient_that_waits_is_not_changed_in_place() -> None:
@@ -171,7 +171,7 @@ def test_a_model_is_freed() -> None:
     assert held() is None
 
 
-# ------------------------------------------------------------------------------------------------ pipelines within models
+# ---------------------------------------------------------------------------------------------- pipelines within models
 
 
 def test_another_pipelined_model_within_the_forward() -> None:
@@ -200,7 +200,7 @@ def test_a_gpipe_within_the_glue() -> None:
     same(gradients(teacher), gradients(layers))
 
 
-# --------------------------------------------------------------------------------------------------------------- refused
+# -------------------------------------------------------------------------------------------------------------- refused
 
 
 def test_a_tensor_that_a_module_keeps_for_a_later_partition() -> None:
@@ -255,7 +255,7 @@ def test_an_output_of_an_unknown_class() -> None:
 
 def test_checkpointing_around_the_model() -> None:
     model, _ = make(Chain())
-    with pytest.raises(RuntimeError, match="torch.utils.checkpoint is around a pipelined model"):
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint is around a pipelined model"):
         checkpoint(model, X, use_reentrant=False)
 
 
