@@ -9,7 +9,7 @@
 Each part can be run by itself; parts that were measured before stay in the result. Figures are medians over turns, and
 ratios are taken within a turn. `speed` means nothing where other processes take a core.
 
-    python -m benchmarks.pipelined                       # all parts, about 10 minutes on two idle cores
+    python -m benchmarks.pipelined                       # all parts, about 20 minutes on two idle cores
     python -m benchmarks.pipelined --only host sleeping
     python -m benchmarks.pipelined --draw                # only the tables
 """

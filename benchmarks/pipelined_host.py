@@ -1,13 +1,15 @@
 """The host time of `pipelined` per call of a module of the spine and per micro-batch; and the child that takes it.
 
-Layers are so small that all time is the host's. Beyond the plain model, micro-batch by micro-batch, a pipelined one takes
+Layers are so small that all time is the host's. For a micro-batch, a pipelined model takes longer than the plain one by
 
-    per micro-batch     a + calls x c + operations x g
+    a + calls x c + operations x g
 
 with the calls of modules of the spine, and the operations between them (*glue*; free on one device). The slope over the
-number of layers gives c, the same with an operation around each layer gives g, and what is left is a: starting and ending
-a frame, crossing the boundary, starting backward twice, and a share of what a mini-batch costs once. What grows with the
-layers counts as a call's, that its parameters are replaced by aliases, for instance.
+number of layers gives c, the same with an operation around each layer gives g, and what is left is a: starting and
+ending a frame, crossing the boundary, starting backward twice, and a share of what a mini-batch costs once. What grows
+with the layers counts as a call's: that aliases take the place of parameters, for instance.
+
+The plain model has a loss for each micro-batch, as a step has; forward and backward have one for all of them.
 
 A turn asks for every way one after the other, as many times, and takes the lowest of each. `naive` and `export` compute
 the mini-batch micro-batch by micro-batch, too.
@@ -162,7 +164,7 @@ def pipelined_host(result: dict[str, Any]) -> str:
 
 
 def pipelined_times(result: dict[str, Any]) -> str:
-    """Return a table of the host time of a micro-batch, beside the plain model, naive placement and a split by export."""
+    """Return a table of the host time of a micro-batch, plain, placed naively, split by export, and pipelined."""
     names = ("plain", "naive", "export", "step", "call")
     lines = [
         [

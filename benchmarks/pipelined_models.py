@@ -59,9 +59,7 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
         self.embedding = Embedding(VOCABULARY, context, width)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(Attention(width, heads), FeedForward(width)) for _ in range(layers)]
-        )
+        self.blocks = nn.ModuleList([nn.Sequential(Attention(width, heads), FeedForward(width)) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 

@@ -6,8 +6,8 @@
     1F1B, GPipe     `model.step(...)`
     halves          each half of the micro-batches in a thread of its own, with a plain model of its own: no pipeline
 
-`halves` tells what two threads gain on this machine, and `allowed` is that gain times m / (m + 1), the share of clocks in
-which a device works. CPU time, all threads together, is steadier under load than time by the clock.
+`halves` tells what two threads gain on this machine, and `allowed` is that gain times m / (m + 1), the share of clocks
+in which a device works. CPU time, all threads together, is steadier under load than time by the clock.
 
 A device is a core here: naive placement and the plain model have one thread, as only one of their devices works at a
 time; a pipelined model has a thread for each of its two workers. All ways of a turn train the same model on the same
@@ -44,11 +44,12 @@ AIM = 1.4
 def answer(peer: str, request: Request) -> Answer:
     if request["kind"] == "split":
         return split(request)
+    threads = torch.get_num_threads()
     torch.set_num_threads(2 if request["way"] in OURS else 1)
     try:
         return train(request)
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
 
 
 def batch_of(request: Request) -> dict[str, Tensor]:
@@ -77,7 +78,7 @@ def train(request: Request) -> Answer:
     def call() -> float:
         loss = model(**batch)["loss"]
         torch.autograd.backward(loss)
-        return float(loss)
+        return float(loss.detach())
 
     models = [model]
 
@@ -86,7 +87,7 @@ def train(request: Request) -> Answer:
         for ids in parts:
             loss = own(input_ids=ids, labels=ids)["loss"] / m
             torch.autograd.backward(loss)
-            total += float(loss)
+            total += float(loss.detach())
         return total
 
     def halves() -> float:
@@ -121,7 +122,7 @@ def split(request: Request) -> Answer:
     found: Answer = {}
     batch = batch_of({**request, "m": 1})
     plain, starts = language_model(request["model"], request["layers"], request["width"], request["context"])
-    expected = float(plain(**batch)["loss"])
+    expected = float(plain(**batch)["loss"].detach())
     for way in ("export", "pipelined"):
         model, _ = language_model(request["model"], request["layers"], request["width"], request["context"])
         start = perf_counter()
@@ -136,7 +137,7 @@ def split(request: Request) -> Answer:
             found[way] = {
                 "seconds": seconds,
                 "output": type(output).__name__,
-                "difference": abs(float(loss) - expected),
+                "difference": abs(float(loss.detach()) - expected),
             }
         except Exception as error:
             found[way] = {"fails": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}

@@ -1,4 +1,4 @@
-"""`pipelined` with blocks that sleep, and what each device keeps: as `step_sleeping` and `step_memory` have it for `GPipe`.
+"""`pipelined` with blocks that sleep, and what each device keeps, as `step_sleeping` and `step_memory` for `GPipe`.
 
 The blocks are those of these two files, in a model that is no `nn.Sequential`. The way `call` is `model(...)` and
 `loss.backward()`, all forward before all backward, and compared with the simulation of GPipe's schedule.
