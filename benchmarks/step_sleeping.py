@@ -51,7 +51,8 @@ class Sleeping(nn.Module):
         sleep(self.seconds)
         upper, lower = input * 1, self.weight * 1
         for path in (upper, lower):
-            path.register_hook(self._sleep)
+            if path.requires_grad:  # Not so when a sample runs without a graph.
+                path.register_hook(self._sleep)
         return upper + lower
 
     def _sleep(self, _grad: Tensor) -> None:
