@@ -1,7 +1,7 @@
 """A frame: the run of the model's own forward on one micro-batch, which stops where a column begins.
 
-Each frame has a thread, whose stack keeps the state of the model's forward between two cells. The worker of a device
-and a frame take turns, so that only one of the two runs:
+Each frame has a thread while it runs, whose stack keeps the state of the model's forward between two cells. The worker
+of a device and a frame take turns, so that only one of the two runs:
 
     worker of device 0     F(0,0)──┐      ┌─►F(1,0)──┐
     frame 0                        └─ ... ┘          │         runs until it calls a module of column 1, and stops
@@ -19,9 +19,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
+from torchgpipe.frames.threads import Threads
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.seeds import own_cpu_lock
 
@@ -39,6 +38,7 @@ class Frame:
         i: the micro-batch
         run: runs the model; it calls `pause_until` at each boundary, in this frame's thread
         ambient: the settings of the caller
+        threads: where frames run; None if they run in the thread that asks
 
     Attributes:
         i: the micro-batch
@@ -48,7 +48,7 @@ class Frame:
         builds_graph: whether the caller wants a graph
     """
 
-    def __init__(self, i: int, run: Callable[[Frame], None], ambient: Ambient) -> None:
+    def __init__(self, i: int, run: Callable[[Frame], None], ambient: Ambient, threads: Threads | None) -> None:
         self.i = i
         self.column = 0
         self.module = ""
@@ -59,14 +59,15 @@ class Frame:
         self._wanted = 0
         self._error: BaseException | None = None
         self._cancelled = False
-        self._thread: threading.Thread | None = None
+        self._threads = threads
+        self._started = False
         # Each is held except when the other side has handed over. Two locks take half the time of a condition.
         self._turn, self._pause = threading.Lock(), threading.Lock()
         #: For each column that was entered, the sequence number of the first autograd node that belongs to it.
         self._starts: list[int] = []
         self._columns: list[int] = []
 
-    def advance(self, j: int, *, threaded: bool) -> None:
+    def advance(self, j: int) -> None:
         """Let the model run as far as it belongs to column ``j``.
 
         Raises:
@@ -74,19 +75,17 @@ class Frame:
         """
         if self.finished or self._wanted > j:
             return  # The frame passes this column by.
-        if not threaded:
+        if self._threads is None:
             self._ambient.run(self._go)
             return
-        if self._thread is None:
+        if self._started:
+            self._turn.release()
+        else:
+            self._started = True
             self._turn.acquire()
             self._pause.acquire()
-            self._thread = threading.Thread(target=self._serve, name=f"torchgpipe micro-batch {self.i}")
-            self._thread.start()
-        else:
-            self._turn.release()
+            self._threads.run(self._serve)
         self._pause.acquire()
-        if self.finished:
-            self._thread.join()
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -98,7 +97,7 @@ class Frame:
         """Stop until it is the turn of column ``j``; called in the frame's own thread."""
         if self._cancelled:  # The model has caught the exception of a cancelled frame.
             raise Cancelled
-        if self._thread is not None and j != self.column:
+        if self._threads is not None and j != self.column:
             self._wanted = j
             self._pause.release()
             self._turn.acquire()
@@ -109,11 +108,11 @@ class Frame:
         self._columns.append(j)
 
     def cancel(self) -> None:
-        """Unwind the stack of a frame that has not finished, and wait for the end of its thread."""
-        if self._thread is not None and self._thread.is_alive():
+        """Unwind the stack of a frame that has not finished, and wait until that is done."""
+        if self._started and not self.finished:
             self._cancelled = True
             self._turn.release()
-            self._thread.join()
+            self._pause.acquire()
 
     def home(self, node: Any) -> int:
         """Return the column in which a node of autograd was made."""
@@ -122,10 +121,8 @@ class Frame:
             return self.column
         return self._columns[max(0, bisect_right(self._starts, number) - 1)]
 
-    def _serve(self) -> None:
-        """Run as the thread of the frame."""
-        # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
-        torch.autocast_increment_nesting()
+    def _serve(self, leave: Callable[[], None]) -> None:
+        """Run in a thread."""
         try:
             self._ambient.run(self._go)
         except Cancelled:
@@ -134,6 +131,7 @@ class Frame:
             self._error = error
         finally:
             self.finished = True
+            leave()
             self._pause.release()
 
     def _go(self) -> None:

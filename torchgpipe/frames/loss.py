@@ -95,8 +95,8 @@ class MicroBatchLoss:
             total = sum(weights)
         self._shares = [one / total if total else 0.0 for one in weights]
 
-    def share(self, i: int, output: Any) -> Tensor:
-        """Return the share of micro-batch ``i`` in the loss, a tensor without dimensions.
+    def of(self, i: int, output: Any) -> tuple[Tensor, float]:
+        """Return the loss of micro-batch ``i``, and its weight in the loss of the mini-batch.
 
         Raises:
             ValueError: there is no loss, or it is not a tensor of one number.
@@ -105,10 +105,10 @@ class MicroBatchLoss:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss of a micro-batch must be a tensor of one number, but is {got}")
-        # The mean over no labels is nan, and so would be its gradient.
-        share = loss.reshape(()) * self._shares[i] if self._shares[i] else _nothing(output)
-        self._losses[i] = share.detach()
-        return share
+        if not self._shares[i]:  # The mean over no labels is nan, and so would be its gradient.
+            loss = _nothing(output)
+        self._losses[i] = loss.detach().reshape(())
+        return loss, self._shares[i]
 
     def _loss_of(self, i: int, output: Any) -> Any:
         if self._loss_fn is not None:
@@ -132,7 +132,7 @@ class MicroBatchLoss:
 
     def result(self) -> Any:
         """Return the loss, and what else the loss function has returned, joined."""
-        total = torch.stack([self._losses[i] for i in sorted(self._losses)]).sum()
+        total = torch.stack([self._losses[i] * self._shares[i] for i in sorted(self._losses)]).sum()
         if not self._values:
             return total
         values = [self._values[i] for i in sorted(self._values)]

@@ -27,6 +27,7 @@ from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.random_numbers import RandomNumbers
+from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.values import mapped
 from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
 from torchgpipe.replay.ambient import Ambient
@@ -98,9 +99,9 @@ class MiniBatch:
         self._splits = splits
         self._ambient = Ambient()
         self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
-        self._frames = [Frame(i, self._run_frame, self._ambient) for i in range(self._m)]
+        self._threads = Threads() if self._n > 1 else None
+        self._frames = [Frame(i, self._run_frame, self._ambient, self._threads) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
-        self._threaded = self._n > 1
         each = tuple((j,) for j in range(self._n))
         self._plan = plan(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
 
@@ -126,6 +127,8 @@ class MiniBatch:
 
     def _drop(self) -> None:
         """Forget what only forward needs: frames refer back to this object, and ``finish`` to the outputs."""
+        if self._threads is not None:
+            self._threads.close()
         self._frames, self._forward, self._finish = [], None, None
         if self._ambient.autocast_caches:
             torch.clear_autocast_cache()  # Of aliases that no later mini-batch has.
@@ -172,7 +175,7 @@ class MiniBatch:
         frame = self._frames[i]
         try:
             with self.random_numbers.of(i, self._columns.devices[j]):
-                frame.advance(j, threaded=self._threaded)
+                frame.advance(j)
         except BaseException as error:
             error.add_note(f"{self._where(i, frame.column)}, in '{frame.module}', during forward")
             raise
@@ -250,7 +253,7 @@ class MiniBatch:
             self.random_numbers.backward(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
-            visiting(Recomputation(self._columns, self._owner)) if self._threaded else nullcontext(),
+            visiting(Recomputation(self._columns, self._owner)) if self._threads is not None else nullcontext(),
         ):
             yield
 

@@ -118,14 +118,14 @@ class Pipeline:
         loss = MicroBatchLoss(settings, [settings.splitter.names(part) for part in parts], sizes, target)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
-            share = loss.share(i, output)
+            value, weight = loss.of(i, output)
             if backward:
-                if not share.requires_grad:
+                if not value.requires_grad:
                     raise RuntimeError(
                         "the loss does not require grad, so there is nothing to train; does the output depend on a "
                         "parameter that requires grad?"
                     )
-                export(share).add(torch.ones_like(share))
+                export(value).add(torch.full_like(value, weight))
 
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
         with self._aliased(module, backward=backward) as aliases:
