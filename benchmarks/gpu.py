@@ -158,7 +158,13 @@ def _growth(result: dict[str, Any]) -> str:
 
 SLICES = (
     Slice(
-        "tests", "cuda_tests", "", "tests/test_cuda.py tests/timeline/test_recorder_cuda.py", 480, _tests, peers=False
+        "tests",
+        "cuda_tests",
+        "",
+        "tests/test_cuda.py tests/frames/test_cuda.py tests/timeline/test_recorder_cuda.py",
+        480,
+        _tests,
+        peers=False,
     ),
     Slice("overhead", "overhead", f"--device {GPU} --rounds 3", "--rounds 1 --turns 1", 200, _overhead),
     Slice(

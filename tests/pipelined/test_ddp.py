@@ -377,7 +377,7 @@ def as_torchrun_has_it() -> Iterator[None]:
     rank = str(dist.get_rank())
     settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
     settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
-    settings |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0"}
+    settings |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
     before = dict(os.environ)
     os.environ.update(settings)
     try:

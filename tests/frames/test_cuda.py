@@ -1,0 +1,80 @@
+"""Pipelined models on a GPU, with the CPU as another device: waits, copies, and the engine's queues.
+
+The autograd engine has one thread for each device. A backward that waited in it for another cell would hang, which
+neither the CPU nor the fake accelerator shows; so each test has a time limit.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.frames.models import Decoder, batch, gradients, plain_loss, same
+from torchgpipe import pipelined
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(60),
+]
+
+GPU = "cuda:0"
+DEVICES = [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU], [GPU, "cpu", GPU], ["cpu", GPU, "cpu"]]
+every_devices = pytest.mark.parametrize("devices", DEVICES, ids=lambda devices: "-".join(devices))
+
+
+@every_devices
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradients(devices: list[str], schedule: str, recomputes: bool) -> None:
+    if len(set(devices)) < len(devices) > 2 and schedule != "GPipe":
+        pytest.skip("partitions that return to a device want GPipe here")
+    model: Any = Decoder().double()
+    plain = copy.deepcopy(model)
+    data = batch()
+    loss, _ = plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    sample = {name: tensor[:2] for name, tensor in data.items()}
+    options: dict[str, Any] = {"schedule": schedule, "checkpoint": recomputes, "balance": "parameters"}
+    pipelined(model, sample, chunks=3, devices=devices, **options)
+    for _ in range(3):
+        output = model(**data)
+        assert output["logits"].device == torch.device(devices[-1])
+        output["loss"].backward()
+        same({name: None if grad is None else grad.cpu() for name, grad in gradients(model).items()}, expected, 1e-8)
+        stepped = model.step(**data)
+        torch.testing.assert_close(stepped.cpu(), loss, rtol=1e-8, atol=1e-8)
+        same({name: None if grad is None else grad.cpu() for name, grad in gradients(model).items()}, expected, 1e-8)
+
+
+@every_devices
+def test_dropout_is_the_same_for_any_number_of_partitions(devices: list[str]) -> None:
+    if "cpu" in devices:
+        pytest.skip("the CPU draws other numbers")
+    losses = []
+    data = batch()
+    for places in ([GPU], devices):
+        torch.manual_seed(3)
+        model: Any = Decoder(dropout=0.5).double()
+        pipelined(model, {name: tensor[:2] for name, tensor in data.items()}, chunks=3, devices=places, balance="size")
+        torch.manual_seed(4)
+        losses.append([model.step(**data).item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-8)
+    assert len(set(losses[0])) == 3
+
+
+@pytest.mark.parametrize("devices", [[GPU, "cpu"], ["cpu", GPU]])
+def test_without_grad_and_in_one_piece(devices: list[str]) -> None:
+    model: Any = Decoder().double()
+    plain = copy.deepcopy(model)
+    data = batch()
+    pipelined(model, {name: tensor[:2] for name, tensor in data.items()}, chunks=3, devices=devices)
+    with torch.no_grad():
+        expected = plain(data["ids"])["logits"]
+        torch.testing.assert_close(model(data["ids"])["logits"].cpu(), expected)
+        model._torchgpipe.splitter.rows_of = lambda arguments: 0
+        with pytest.warns(UserWarning, match="in one piece"):
+            torch.testing.assert_close(model(data["ids"])["logits"].cpu(), expected)
