@@ -130,6 +130,20 @@ def test_a_leaf_that_is_no_parameter() -> None:
     torch.testing.assert_close(model.prompt.grad, plain.prompt.grad)
 
 
+def test_an_import_that_is_changed_in_place_is_what_later_partitions_import() -> None:
+    class Changing(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c, d = self.layers
+            kept = a(x) * 1
+            y = b(kept * 1)
+            kept.add_(y)  # in the partition of b, an import
+            out: Tensor = d(c(y)) * kept
+            return out
+
+    model, plain = make(Changing(), ["cpu:0", "cpu:1", "cpu:2"], balance=[1, 1, 2])
+    expect_same(model, plain)
+
+
 # ----------------------------------------------------------------------------------------- between forward and backward
 
 
