@@ -20,15 +20,15 @@ from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.crossing import Columns
 from torchgpipe.frames.door import open_door
+from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Arguments, MiniBatch
-from torchgpipe.frames.outer import Outer
-from torchgpipe.frames.outputs import join, verify_known
+from torchgpipe.frames.outputs import join
 from torchgpipe.frames.parameters import Aliases, Slot
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import each, is_cache, mapped
+from torchgpipe.frames.values import is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.schedule import places_of, program, program_of
 
@@ -73,35 +73,13 @@ class Pipeline:
         parts = settings.splitter.split(arguments, sizes) if sizes != [0] else [arguments]
         named = [settings.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
-        exports: dict[int, Export] = {}
-        outputs: list[Any] = [None] * len(parts)
-
-        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
-            def detached(tensor: Tensor) -> Tensor:
-                if not tensor.requires_grad:
-                    return tensor
-                if id(tensor) not in known:
-                    known[id(tensor)] = (tensor, tensor.detach())
-                    exports[id(known[id(tensor)][1])] = export(tensor)
-                return known[id(tensor)][1]
-
-            known: dict[int, tuple[Tensor, Tensor]] = {}
-            if backward:
-                verify_known(output)
-            outputs[i] = mapped(output, detached) if backward else output
-
-        programs = program("GPipe", len(parts), places_of(settings.devices))
+        exported = Exported(len(parts), backward=backward)
+        actions = program("GPipe", len(parts), places_of(settings.devices))
         with self._aliased(module, backward=backward) as aliases:
-            mini_batch = self._mini_batch(module, plain, parts, finish, aliases, programs, backward=backward)
+            mini_batch = self._mini_batch(module, plain, parts, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward()
         self._end(module, mini_batch)
-        if exports:
-            leaves = {id(tensor): tensor for output in outputs for _, tensor in each(output) if id(tensor) in exports}
-            entered = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
-            own = [exports[key] for key in leaves]
-            joined = Outer.apply(mini_batch, aliases, own, *leaves.values(), *aliases.trained, *entered)
-            outer = dict(zip(leaves, joined))
-            outputs = [mapped(output, lambda tensor: outer.get(id(tensor), tensor)) for output in outputs]
+        outputs = exported.in_graph_of_caller(mini_batch, aliases)
         return join(outputs, sizes, settings.kinds, mean_or_sum(settings, named, sizes))
 
     def step(
