@@ -10,66 +10,21 @@ the same import. If the model has changed the import in place, later columns imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from typing import Any, NamedTuple
+from collections.abc import Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
-from torchgpipe.engine.copy import Route, copy_forward
+from torchgpipe.engine.copy import copy_forward
 from torchgpipe.frames.cell import Cell
-from torchgpipe.frames.door import here
+from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.parameters import Aliases
-from torchgpipe.frames.values import mapped
 
-__all__ = ["Columns", "Crossing", "Glue"]
-
-
-class Columns:
-    """The columns of a mini-batch: where they compute, and the routes between them.
-
-    Args:
-        devices: the device of each column
-        streams: the source of streams
-    """
-
-    def __init__(self, devices: list[torch.device], streams: Streams) -> None:
-        self.devices = devices
-        self.streams = streams
-        self.computing: list[Stream] = [streams.current(device) for device in devices]
-        self._routes = {
-            (a, c): self._route(a, c)
-            for c in range(len(devices))
-            for a in range(c)
-            if streams.moves(devices[a], devices[c])
-        }
-
-    def _route(self, a: int, c: int) -> Route:
-        source, target = self.devices[a], self.devices[c]
-        leaving, arriving = self.streams.side(source, "leaving"), self.streams.side(target, "arriving")
-        return Route(self.computing[a], leaving, arriving, self.computing[c], (a, c))
-
-    def route(self, a: int, c: int) -> Route | None:
-        """Return the route from column ``a`` to column ``c``, or None if they share a memory."""
-        return self._routes.get((a, c))
-
-    def leaving(self, a: int) -> list[Route]:
-        """Return the routes that begin at column ``a``."""
-        return [route for (source, _), route in self._routes.items() if source == a]
-
-    def column_of(self, device: torch.device, before: int) -> int | None:
-        """Return the last column on ``device`` in front of column ``before``, or None."""
-        return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
-
-    @property
-    def copies(self) -> bool:
-        """Whether tensors are copied from column to column."""
-        return bool(self._routes)
+__all__ = ["Crossing"]
 
 
 class _Known(NamedTuple):
@@ -200,67 +155,3 @@ class Crossing:
             return alias
         # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
         return self._on_this_device(tensor, column) if self._moves else tensor
-
-
-#: What reads nothing of a tensor that an import would change.
-_READS = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.__len__,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.stride,
-}
-
-
-_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
-
-
-class Glue(TorchFunctionMode):
-    """Brings the arguments of operations between two modules of the spine: masks, residuals, the loss.
-
-    Inside modules of the spine this mode is off, because their arguments have been brought.
-
-    Args:
-        frame: the frame in whose thread this mode is active
-        crossing: what the frame brings
-        devices: the device of each column
-    """
-
-    def __init__(self, frame: Frame, crossing: Crossing, devices: list[torch.device]) -> None:
-        super().__init__()
-        self._frame = frame
-        self._crossing = crossing
-        self._devices = devices
-        self.is_off = False
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = self._frame
-        # A pipeline within the model has visitors of its own, and carries this mode to its threads.
-        if not frame.column or self.is_off or getattr(here.visitor, "frame", None) is not frame or func in _READS:
-            return func(*args, **(kwargs or {}))
-        if func in _DIFFERENTIATES:
-            raise RuntimeError(
-                "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
-                "cut; give a balance that keeps what it differentiates in one partition"
-            )
-        name = func.__name__
-        changes = name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__") or name[:3] == "__i"
-        before, args = args, mapped(args, self._crossing.bring)
-        if kwargs:
-            kwargs = mapped(kwargs, self._crossing.bring)
-            # A device that the model has remembered from an earlier column.
-            if kwargs.get("device") in self._devices:
-                kwargs = {**kwargs, "device": self._devices[frame.column]}
-        if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
-            args = (args[0], self._devices[frame.column], *args[2:])
-        result = func(*args, **(kwargs or {}))
-        if changes and before and isinstance(before[0], Tensor) and before[0] is not args[0]:
-            self._crossing.note_change(before[0])
-        return result

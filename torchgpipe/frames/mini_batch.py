@@ -22,7 +22,8 @@ from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.frames.cell import Arrival, Cell, Export
-from torchgpipe.frames.crossing import Columns, Crossing
+from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.parameters import Aliases

@@ -18,7 +18,7 @@ from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.crossing import Columns
+from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import open_door
 from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import chunk_sizes

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode
-from torchgpipe.frames.crossing import Columns, Crossing, Glue
+from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Visitor, here
 from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.values import is_cache, mapped
 
 __all__ = ["InOnePiece", "Recomputation", "Traveller", "visiting"]

@@ -1,0 +1,52 @@
+"""The columns of a mini-batch, and the routes between them. A column is a partition, or several on one device."""
+
+from __future__ import annotations
+
+import torch
+
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.engine.copy import Route
+
+__all__ = ["Columns"]
+
+
+class Columns:
+    """The columns of a mini-batch: where they compute, and the routes between them.
+
+    Args:
+        devices: the device of each column
+        streams: the source of streams
+    """
+
+    def __init__(self, devices: list[torch.device], streams: Streams) -> None:
+        self.devices = devices
+        self.streams = streams
+        self.computing: list[Stream] = [streams.current(device) for device in devices]
+        self._routes = {
+            (a, c): self._route(a, c)
+            for c in range(len(devices))
+            for a in range(c)
+            if streams.moves(devices[a], devices[c])
+        }
+
+    def _route(self, a: int, c: int) -> Route:
+        source, target = self.devices[a], self.devices[c]
+        leaving, arriving = self.streams.side(source, "leaving"), self.streams.side(target, "arriving")
+        return Route(self.computing[a], leaving, arriving, self.computing[c], (a, c))
+
+    def route(self, a: int, c: int) -> Route | None:
+        """Return the route from column ``a`` to column ``c``, or None if they share a memory."""
+        return self._routes.get((a, c))
+
+    def leaving(self, a: int) -> list[Route]:
+        """Return the routes that begin at column ``a``."""
+        return [route for (source, _), route in self._routes.items() if source == a]
+
+    def column_of(self, device: torch.device, before: int) -> int | None:
+        """Return the last column on ``device`` in front of column ``before``, or None."""
+        return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
+
+    @property
+    def copies(self) -> bool:
+        """Whether tensors are copied from column to column."""
+        return bool(self._routes)

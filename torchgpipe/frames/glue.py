@@ -1,0 +1,80 @@
+"""The glue of a model: operations between two modules of the spine, such as masks, residuals, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchgpipe.frames.crossing import Crossing
+from torchgpipe.frames.door import here
+from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.values import mapped
+
+__all__ = ["Glue"]
+
+#: What reads nothing of a tensor that an import would change.
+_READS = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.stride,
+}
+
+
+_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+class Glue(TorchFunctionMode):
+    """Brings the arguments of operations between two modules of the spine: masks, residuals, the loss.
+
+    Inside modules of the spine this mode is off, because their arguments have been brought.
+
+    Args:
+        frame: the frame in whose thread this mode is active
+        crossing: what the frame brings
+        devices: the device of each column
+    """
+
+    def __init__(self, frame: Frame, crossing: Crossing, devices: list[torch.device]) -> None:
+        super().__init__()
+        self._frame = frame
+        self._crossing = crossing
+        self._devices = devices
+        self.is_off = False
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = self._frame
+        # A pipeline within the model has visitors of its own, and carries this mode to its threads.
+        if not frame.column or self.is_off or getattr(here.visitor, "frame", None) is not frame or func in _READS:
+            return func(*args, **(kwargs or {}))
+        if func in _DIFFERENTIATES:
+            raise RuntimeError(
+                "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
+                "cut; give a balance that keeps what it differentiates in one partition"
+            )
+        name = func.__name__
+        changes = name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__") or name[:3] == "__i"
+        before, args = args, mapped(args, self._crossing.bring)
+        if kwargs:
+            kwargs = mapped(kwargs, self._crossing.bring)
+            # A device that the model has remembered from an earlier column.
+            if kwargs.get("device") in self._devices:
+                kwargs = {**kwargs, "device": self._devices[frame.column]}
+        if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
+            args = (args[0], self._devices[frame.column], *args[2:])
+        result = func(*args, **(kwargs or {}))
+        if changes and before and isinstance(before[0], Tensor) and before[0] is not args[0]:
+            self._crossing.note_change(before[0])
+        return result
