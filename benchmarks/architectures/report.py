@@ -44,6 +44,7 @@ def counts(result: Mapping[str, Any]) -> str:
     for kind in (*KINDS, ""):
         rows = _of(result, kind) if kind else list(result["rows"])
         if rows:
-            split = sum(row.get("export") == "split" for row in rows)
+            asked = [row["export"] for row in rows if "export" in row]
+            split = f"{asked.count('split')} of {len(asked)}" if asked else "not tried"
             lines.append([kind or "all", len(rows), len(_exact(rows)), split])
     return table(lines, ["kind", "tried", "exact", "split by export"])
