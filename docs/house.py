@@ -35,6 +35,10 @@ def least_width(svg: str) -> int:
     return ceil(float(box[1]) * LEAST_LETTERS / min(sizes))
 
 
+#: A cell with more characters is prose, whose lines break.
+_LONG = 80
+
+
 class Drawing(SphinxDirective):
     """An embedded SVG, in which text has the colour of the page."""
 
@@ -82,7 +86,8 @@ class Results(SphinxDirective):
             paragraph = nodes.paragraph()
             for k, part in enumerate(self._literal.split(cell)):
                 paragraph += nodes.literal("", part) if k % 2 else nodes.Text(part)
-            row += nodes.entry("", paragraph, classes=["figures"] if is_figure else [])
+            kinds = ["figures"] if is_figure else ["prose"] if len(cell) > _LONG else []
+            row += nodes.entry("", paragraph, classes=kinds)
         return row
 
 
