@@ -345,3 +345,61 @@ def test_a_step_without_grad_of_a_micro_batch_without_labels() -> None:
     whole = plain(**data)["loss"]
     torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(model.step(**data), whole.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("what", ["mask", "feature", "in a dict"])
+def test_a_tensor_that_the_model_itself_keeps_for_later_partitions(what: str) -> None:
+    class Keeping(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            value = self.layers[0](x) if what == "feature" else (x > 0).to(x.dtype)
+            self.kept = {"it": value} if what == "in a dict" else value
+            for layer in self.layers:
+                x = layer(x) * (self.kept["it"] if what == "in a dict" else self.kept)
+            return x
+
+    with pytest.raises(ValueError, match="the model keeps the tensor 'kept' on itself, and partition 1 uses it"):
+        make(Keeping())
+
+
+def test_a_buffer_that_the_last_partition_alone_changes(devices: Devices) -> None:
+    class Counting(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            self.count += x.detach().sum(0)
+            return x
+
+    model, plain = make(Counting(), devices(2))
+    expect_same(model, plain)
+    torch.testing.assert_close(model.count, plain.count, rtol=1e-12, atol=0)
+
+
+def test_targets_that_do_not_count_have_no_weight() -> None:
+    model, plain = make(Chain(), loss_fn=nn.functional.cross_entropy)
+    target = torch.tensor([-100, -100, -100, 1, 2, 3])
+    loss = nn.functional.cross_entropy(plain(X), target)
+    loss.backward()
+    torch.testing.assert_close(model.step(X, target=target), loss.detach(), rtol=1e-12, atol=0)
+    same(gradients(model), gradients(plain))
+
+
+def test_losses_that_are_sums_are_added_up() -> None:
+    model, plain = make(Chain(), loss_fn=nn.CrossEntropyLoss(reduction="sum"), reduce="sum")
+    target = torch.tensor([0, 1, 2, 3, 0, 1])
+    loss = nn.functional.cross_entropy(plain(X), target, reduction="sum")
+    loss.backward()
+    torch.testing.assert_close(model.step(X, target=target), loss.detach(), rtol=1e-12, atol=0)
+    same(gradients(model), gradients(plain))
+
+
+def test_an_output_without_rows_is_that_of_all_micro_batches_or_refused() -> None:
+    class Sums(Chain):
+        table = torch.ones(3)
+
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"y": y, "table": self.table, "sum": y.sum(0)} if self.training else {"y": y, "table": self.table}
+
+    model, _ = make(Sums())
+    with pytest.raises(ValueError, match="the output 'sum' differs between micro-batches"):
+        model(X)
+    assert torch.equal(model.eval()(X)["table"], torch.ones(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def arrange(
         devices = devices[: max(1, len(spine))]
     n = len(devices)
     for part in spine:
-        part.seconds = median([one.seconds(part.modules.values()) for one in traces])
+        part.seconds = min([one.seconds(part.modules.values()) for one in traces])
     if len(spine) < n:
         raise ValueError(_too_short(spine, n))
     counts = _counts(spine, n, balance)
@@ -59,7 +58,7 @@ def arrange(
     doors = {name: columns[j] for j, own in enumerate(parts) for part in own for name in part.modules}
     names = {child: name for name, child in module.named_modules()}
     homes = _homes(module, traces[0], doors, names)
-    _verify_kept(traces[0], doors, homes, names)
+    _verify_kept(traces[0], doors, names)
     recomputed = _recomputed(names.values(), doors, checkpoint)
     doors = _coarser(module, traces[0], doors, names) | {
         name: next(doors[own] for own in doors if f"{name}.".startswith(f"{own}.") or f"{own}.".startswith(f"{name}."))
@@ -196,32 +195,18 @@ def _homes(
     module: nn.Module, traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]
 ) -> dict[str, int]:
     """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
-    starts: list[tuple[int, int]] = []
-    buffers: dict[str, int] = {}
-
-    def visit(call: Any) -> None:
-        name = names.get(call.module, "")
-        column = max(starts)[1] if starts else 0
-        if name in doors:
-            starts.append((call.start, doors[name]))
-            return
-        if name:
-            buffers.setdefault(name, column)
-        for inner in call.inner:
-            visit(inner)
-
-    visit(traced.root)
+    starts = sorted(
+        [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
+    )
     homes: dict[str, int] = {}
     for name, child in module.named_modules():
         if _covered(name, doors):
             continue
-        for own, parameter in child._parameters.items():
-            if parameter is not None:
-                use = traced.used.get(parameter)
+        for own, tensor in [*child._parameters.items(), *child._buffers.items()]:
+            if tensor is not None:
+                use = traced.used.get(tensor)
                 before = [column for start, column in starts if use is not None and start <= use]
                 homes[f"{name}.{own}" if name else own] = before[-1] if before else 0
-        for own in child._buffers:
-            homes[f"{name}.{own}" if name else own] = buffers.get(name, 0)
     return homes
 
 
@@ -233,19 +218,15 @@ def _covered(name: str, doors: Mapping[str, int]) -> bool:
     return False
 
 
-def _verify_kept(
-    traced: Trace, doors: Mapping[str, int], homes: Mapping[str, int], names: Mapping[nn.Module, str]
-) -> None:
+def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
     """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
     starts = sorted(
         [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
     )
-    for module, attribute, last in traced.kept:
+    for module, attribute, first, last in traced.kept:
         name = names[module]
-        own = [column for door, column in doors.items() if f"{name}.".startswith(f"{door}.")]
-        own += [column for path, column in homes.items() if path == (f"{name}.{attribute}" if name else attribute)]
-        user = [column for start, column in starts if start <= last]
-        if own and user and user[-1] > own[0]:
+        begin, user = ([column for start, column in starts if start <= place] or [0] for place in (first, last))
+        if user[-1] > begin[-1]:
             where = f"'{name}'" if name else "the model"
             raise ValueError(
                 f"{where} keeps the tensor '{attribute}' on itself, and partition {user[-1]} uses it, where it may be "

@@ -90,10 +90,18 @@ class MicroBatchLoss:
             weights = [1.0] * len(sizes) if _adds_up(settings, named) else _weights(settings, named, sizes)
             total = 1.0 if _adds_up(settings, named) else sum(weights)
         else:
-            weight = settings.weight
-            weights = [float(size if weight is None else weight(one)) for size, one in zip(sizes, self._targets)]
-            total = sum(weights)
+            weights, total = self._weights(settings, sizes), 1.0
+            if settings.reduce != "sum":
+                total = sum(weights)
         self._shares = [one / total if total else 0.0 for one in weights]
+
+    def _weights(self, settings: Settings, sizes: Sequence[int]) -> list[float]:
+        if settings.reduce == "sum":
+            return [1.0] * len(sizes)
+        if settings.weight is not None:
+            return [float(settings.weight(one)) for one in self._targets]
+        counts = [labels_of({"labels": target}, shifts=False) for target in self._targets]
+        return [float(size if count is None else count) for size, count in zip(sizes, counts)]
 
     def of(self, i: int, output: Any) -> tuple[Tensor, float]:
         """Return the loss of micro-batch ``i``, and its weight in the loss of the mini-batch.

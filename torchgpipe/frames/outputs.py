@@ -168,7 +168,9 @@ class _Join:
             return self._scalar(path, values)
         dim = self._kinds[path] if path in self._kinds else self._dimension(values, path)
         if dim is None:
-            return first
+            if all([one is first or torch.equal(one, first) for one in values]):
+                return first
+            raise _differs(path, ["other values, and no dimension that has the rows"])
         if dim == "coupled" or any([_others(one, dim) != _others(first, dim) for one in values]):
             raise ValueError(
                 f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "

@@ -134,6 +134,8 @@ def _devices(
     if n is None and not isinstance(balance, str):
         n = len(balance) if isinstance(balance, Sequence) else 1 + max(balance.values(), default=0)
     if devices is not None:
+        if isinstance(devices, (str, int, torch.device)):
+            raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
         places = [canonical_device(device) for device in devices]
     else:
         places = default_devices(1)
@@ -141,7 +143,9 @@ def _devices(
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             places = [torch.device("cpu", k) for k in range(cores)]
         places = places[:n]
-    if not places or (n is not None and (n < 1 or n % len(places))):
+    if not places:
+        raise ValueError("devices must name at least one device, but is empty")
+    if n is not None and (n < 1 or n % len(places)):
         raise ValueError(
             f"{n} partitions do not go evenly round {len(places)} devices; give a device for each partition, or a "
             "multiple of the devices as partitions"

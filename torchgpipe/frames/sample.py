@@ -58,6 +58,7 @@ def study(module: nn.Module, sample: Arguments, splitter: Splitter, *, rounds: i
         try:
             traces = [_traced(module, sample) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
+            error.add_note("while the sample ran through the model, to find its spine")
             if on_meta:
                 error.add_note(
                     "the sample runs on the meta device, which has no values: leave arguments out of the sample whose "

@@ -61,15 +61,15 @@ class Trace:
     Attributes:
         root: the call of the model
         output: what it returned
-        used: for each parameter, the place of its first use by an operation
-        kept: the tensors that modules have put on themselves, and the buffers that have changed, with the places of
-            their last uses
+        used: for each parameter and buffer, the place of its first use by an operation
+        kept: the tensors that modules have put on themselves, and the buffers that have changed, each with the place
+            where it was made or first used, and that of its last use
     """
 
     root: _Call
     output: Any
     used: dict[Tensor, int]
-    kept: list[tuple[nn.Module, str, int]]
+    kept: list[tuple[nn.Module, str, int, int]]
 
     def calls(self) -> list[_Call]:
         """Return all calls."""
@@ -108,20 +108,25 @@ class Part:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes the first use of each parameter, and the last use of each tensor."""
+    """Notes the first use of parameters and buffers, and where each tensor was made and last used."""
 
-    def __init__(self, clock: list[int]) -> None:
+    def __init__(self, clock: list[int], known: Iterable[Tensor]) -> None:
         super().__init__()
         self._clock = clock
+        self._known = {id(tensor) for tensor in known}
+        self.made: dict[int, int] = {}
         self.used: dict[Tensor, int] = {}
         self.last: dict[int, int] = {}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for _, tensor in each((args, kwargs or {})):
             self.last[id(tensor)] = self._clock[0]
-            if isinstance(tensor, nn.Parameter):
+            if id(tensor) in self._known:
                 self.used.setdefault(tensor, self._clock[0])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for _, tensor in each(result):
+            self.made[id(tensor)] = self._clock[0]
+        return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -143,7 +148,7 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
     clock = [0]
     root = _Call(module, 0)
     stack = [root]
-    uses = _Uses(clock)
+    uses = _Uses(clock, [*module.parameters(), *module.buffers()])
 
     def probe(child: nn.Module) -> Callable[..., Any]:
         inner = own_call(child)
@@ -178,15 +183,15 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
         output = run()
     root.end = clock[0] + 1
     kept = [
-        (child, name, uses.last[id(tensor)])
+        (child, name, uses.made.get(id(tensor), uses.last[id(tensor)]), uses.last[id(tensor)])
         for child, name, tensor in _attributes(module)
         if id(tensor) in uses.last and id(tensor) not in before
     ]
     changed = [now != then for now, then in zip(versions([buffer for _, _, buffer in buffers]), counts)]
     kept += [
-        (child, name, uses.last[id(buffer)])
+        (child, name, uses.used[buffer], uses.last[id(buffer)])
         for (child, name, buffer), is_changed in zip(buffers, changed)
-        if is_changed and id(buffer) in uses.last
+        if is_changed and buffer is not None and buffer in uses.used
     ]
     return Trace(root, output, uses.used, kept)
 
