@@ -1,12 +1,16 @@
 """Lets torchvision be imported beside a build of torch that its operators were not compiled for.
 
 Then its library does not load, and the import fails where it describes operators that are not there. Their schemas are
-enough; the models here call none of them.
+enough; the models here call none of them. As a program, it runs a script after that::
+
+    python -m benchmarks.architectures.operators examples/huggingface.py
 """
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import sys
 from pathlib import Path
 
 import torch
@@ -37,3 +41,9 @@ def register_missing() -> None:
         if not hasattr(torch.ops.torchvision, name):
             library.define(schema)
     _libraries.append(library)
+
+
+if __name__ == "__main__":
+    register_missing()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
