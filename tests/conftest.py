@@ -18,11 +18,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
 
+from benchmarks.architectures.operators import register_missing
 from tests.rounding import rounding
 from torchgpipe import GPipe
 
 # Sums of floating point numbers depend on the number of threads that share the work.
 torch.set_num_threads(1)
+
+# torchvision may be there and not fit, and then nothing that imports it could be imported.
+register_missing()
 
 
 # `--hypothesis-profile=campaign`, or the environment variable, searches long and at random.

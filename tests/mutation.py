@@ -1282,7 +1282,7 @@ def row(mutation: Mutation, test: str | None) -> str:
 
 
 def make_copy(folder: Path) -> Path:
-    for part in ("torchgpipe", "torchgpipe_balancing", "tests"):
+    for part in ("torchgpipe", "torchgpipe_balancing", "tests", "benchmarks"):
         if (ROOT / part).exists():
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
