@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -71,7 +71,7 @@ def arrange(
             )
             for device, own in zip(devices, parts)
         ],
-        _tied(module, doors, homes),
+        _tied(module),
     )
     return Settings(
         devices=[device for j, device in enumerate(devices) if j == 0 or columns[j] != columns[j - 1]],
@@ -195,19 +195,23 @@ def _homes(
     module: nn.Module, traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]
 ) -> dict[str, int]:
     """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
-    starts = sorted(
-        [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
-    )
+    column_at = _column_at(traced, doors, names)
     homes: dict[str, int] = {}
     for name, child in module.named_modules():
         if _covered(name, doors):
             continue
         for own, tensor in [*child._parameters.items(), *child._buffers.items()]:
             if tensor is not None:
-                use = traced.used.get(tensor)
-                before = [column for start, column in starts if use is not None and start <= use]
-                homes[f"{name}.{own}" if name else own] = before[-1] if before else 0
+                homes[f"{name}.{own}" if name else own] = column_at(traced.used.get(tensor, 0))
     return homes
+
+
+def _column_at(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> Callable[[int], int]:
+    """Return a function from a place in the trace to the column of the door that was entered last."""
+    starts = sorted(
+        [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
+    )
+    return lambda place: next((column for start, column in reversed(starts) if start <= place), 0)
 
 
 def _covered(name: str, doors: Mapping[str, int]) -> bool:
@@ -220,16 +224,13 @@ def _covered(name: str, doors: Mapping[str, int]) -> bool:
 
 def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
     """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
-    starts = sorted(
-        [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
-    )
+    column_at = _column_at(traced, doors, names)
     for module, attribute, first, last in traced.kept:
-        name = names[module]
-        begin, user = ([column for start, column in starts if start <= place] or [0] for place in (first, last))
-        if user[-1] > begin[-1]:
+        name, user = names[module], column_at(last)
+        if user > column_at(first):
             where = f"'{name}'" if name else "the model"
             raise ValueError(
-                f"{where} keeps the tensor '{attribute}' on itself, and partition {user[-1]} uses it, where it may be "
+                f"{where} keeps the tensor '{attribute}' on itself, and partition {user} uses it, where it may be "
                 "that of another micro-batch; return it, or give a balance that keeps it and its user together"
             )
 
@@ -252,7 +253,7 @@ def _recomputed(names: Collection[str], doors: Mapping[str, int], checkpoint: bo
     return {*checkpoint}
 
 
-def _tied(module: nn.Module, doors: Mapping[str, int], homes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _tied(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of parameters that are in several places."""
     places: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
