@@ -1,13 +1,22 @@
-"""Run a program on paper: when each action starts, how long devices idle, how many activations they hold."""
+"""Run a program on paper: when each action starts, how long devices idle, how much memory they hold.
+
+An action starts when its device has finished the action before it, and everything that it needs has arrived:
+
+    start  =  max(end of the action before it,  end of each needed action + transfer)
+    end    =  start + cost
+
+This is the only model of time and memory in the house: timelines, plans and benchmarks use it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchgpipe.schedule.action import Action, Kind, Program, needs, splits_of
 
-__all__ = ["COSTS", "Simulation", "simulate"]
+__all__ = ["COSTS", "Simulation", "changes", "in_order", "simulate"]
 
 #: The usual rule of thumb: backward takes twice the time of forward, half of it for the weights.
 COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -21,8 +30,7 @@ class Simulation(NamedTuple):
         seconds: the time from the start of the first action to the end of the last
         busy: for each device, the sum of the costs of its actions
         bubble: the share of the devices' time in which they are idle
-        peaks: for each device, the largest number of activations that it holds: from the F of a cell to its B or W, in
-            the units of ``memory``
+        peaks: for each device, the most memory that it holds for cells, in the units of ``memory``; see `changes`
         cost: the cost of an action
     """
 
@@ -39,7 +47,8 @@ def simulate(
     costs: Mapping[Kind, float] | Callable[[Action], float] = COSTS,
     memory: Sequence[float] | None = None,
     *,
-    transfer: float = 0.0,
+    waiting: Sequence[float] | None = None,
+    transfer: float | Callable[[int], float] = 0.0,
 ) -> Simulation:
     """Run a program on paper.
 
@@ -47,49 +56,79 @@ def simulate(
         program: a list of actions for each device, which can run (see :func:`verify`)
         costs: the cost of an action, in seconds or any other unit: by kind, or a function of the action
         memory: what a micro-batch keeps in each partition until its backward (default: 1 for each)
-        transfer: the time that a value takes from one device to another
+        waiting: what a micro-batch keeps in each partition besides, between I and W (default: nothing)
+        transfer: the time that a value takes from one device to another, or a function that gives it for the number of
+            the partition behind the boundary
 
     Returns:
         the times, the bubble and the peaks
     """
     cost = costs if callable(costs) else _by_kind(costs)
+    passage = transfer if callable(transfer) else (lambda _: transfer)
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * len(program)
+    starts: list[list[tuple[Action, float]]] = [[] for _ in program]
+    for action, device, needed in in_order(program):
+        start = clocks[device]
+        for one, is_foreign in needed:
+            start = max(start, ends[one] + (passage(max(one.j, action.j)) if is_foreign else 0.0))
+        starts[device].append((action, start))
+        ends[action] = clocks[device] = start + cost(action)
+    busy = [sum([cost(action) for action, _ in own]) for own in starts]
+    seconds = max(ends.values(), default=0.0)
+    idle = sum(seconds - own for own in busy)
+    peaks = [_peak(own, memory, waiting) for own in program]
+    return Simulation(starts, seconds, busy, idle / (seconds * len(busy)) if seconds else 0.0, peaks, cost)
+
+
+def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action, bool]]]]:
+    """Yield all actions, each behind those that it needs.
+
+    Args:
+        program: a list of actions for each device
+
+    Yields:
+        the action, its device, and the actions that it needs, each with whether it is of another device
+
+    Raises:
+        ValueError: the devices wait for each other.
+    """
     actions = [[Action._make(action) for action in device] for device in program]
     place = {action.j: device for device, own in enumerate(actions) for action in own}
     n, splits = len(place), splits_of(actions)
-    ends: dict[Action, float] = {}
-    clocks = [0.0] * len(actions)
-    starts: list[list[tuple[Action, float]]] = [[] for _ in actions]
-    while any(len(started) < len(own) for started, own in zip(starts, actions)):
-        before = len(ends)
+    done: set[Action] = set()
+    ran = [0] * len(actions)
+    while any(count < len(own) for count, own in zip(ran, actions)):
+        before = len(done)
         for device, own in enumerate(actions):
-            for action in own[len(starts[device]) :]:
+            for action in own[ran[device] :]:
                 needed = list(needs(action, splits, n))
-                if not ends.keys() >= set(needed):
+                if not done.issuperset(needed):
                     break
-                arrivals = [ends[one] + transfer * (place[one.j] != device) for one in needed]
-                start = max([clocks[device], *arrivals])
-                starts[device].append((action, start))
-                ends[action] = clocks[device] = start + cost(action)
-        if len(ends) == before:
+                yield action, device, [(one, place[one.j] != device) for one in needed]
+                done.add(action)
+                ran[device] += 1
+        if len(done) == before:
             raise ValueError("the devices of this program wait for each other; schedule.verify tells where")
-    busy = [sum(map(cost, own)) for own in actions]
-    seconds = max(ends.values(), default=0.0)
-    idle = sum(seconds - own for own in busy)
-    peaks = [_peak(own, memory) for own in actions]
-    return Simulation(starts, seconds, busy, idle / (seconds * len(busy)) if seconds else 0.0, peaks, cost)
+
+
+def changes(action: Action, memory: Sequence[float] | None, waiting: Sequence[float] | None) -> tuple[float, float]:
+    """Return by how much an action changes the memory that its device holds: at its start, and at its end.
+
+    A cell is held from the start of F to the end of B or W. Gradients at weights wait from the end of I to that of W.
+    """
+    kind, _, j = action
+    unit = 1.0 if memory is None else memory[j]
+    waits = 0.0 if waiting is None else waiting[j]
+    if kind == "F":
+        return unit, 0.0
+    return 0.0, waits if kind == "I" else -unit - (waits if kind == "W" else 0.0)
 
 
 def _by_kind(costs: Mapping[Kind, float]) -> Callable[[Action], float]:
     return lambda action: costs[action.kind]
 
 
-def _peak(actions: Sequence[Action], memory: Sequence[float] | None) -> float:
-    live = peak = 0.0
-    for kind, _, j in actions:
-        unit = 1.0 if memory is None else memory[j]
-        if kind == "F":
-            live += unit
-            peak = max(peak, live)
-        elif kind != "I":
-            live -= unit
-    return peak
+def _peak(actions: Sequence[Action], memory: Sequence[float] | None, waiting: Sequence[float] | None) -> float:
+    steps = [change for action in actions for change in changes(Action._make(action), memory, waiting)]
+    return max(accumulate(steps), default=0.0)

@@ -1,0 +1,220 @@
+"""What a plan decides on, and what a decision costs: layers, devices, a program, and the arithmetic between them.
+
+A *choice* is the number of layers in each partition, and the layers that are recomputed. A partition with the layers
+from a to b takes, for each micro-batch, times the slowness of its device:
+
+    F   cell + sum of forward                             + a cell for each recomputed layer
+    B   cell + sum of backward                            + a cell, and forward, for each recomputed layer
+    I   cell + sum of inputs                              programs that split backward recompute nothing,
+    W   cell + sum of weights                             because a recomputed layer is differentiated as a whole
+
+and of its device's memory, beside the state of its layers:
+
+    from F to B or W    again(a) + sum of kept, or of input where a layer is recomputed
+    from I to W         sum of waiting
+    now and then        the largest kept among the layers that are recomputed, because they come back one by one
+
+Where the input of the model needs no gradient, the first partition has nothing to do in I and does all in W.
+
+All of it is plain data: no tensor, no device of PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torchgpipe.schedule import Action, Program, Simulation, simulate
+
+__all__ = ["Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer takes of one micro-batch: seconds and bytes.
+
+    Attributes:
+        name: its name
+        forward: seconds of forward
+        backward: seconds of backward, in one piece
+        inputs: seconds of the first half of a split backward
+        weights: seconds of the second half
+        kept: bytes that it keeps for backward, and that no layer before it keeps
+        again: bytes that it keeps for backward, and layers before it keep, too; its partition has a copy of its own if
+            those layers are in another
+        input: bytes that it keeps where it is recomputed: its input, unless the layer before keeps that
+        waiting: bytes of the gradients that wait for the second half of backward
+        crossing: bytes that go to the next layer if that is on another device
+        state: bytes that it holds all the time: parameters, gradients, states of the optimizer, buffers
+    """
+
+    name: str
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+    kept: float
+    again: float = 0.0
+    input: float = 0.0
+    waiting: float = 0.0
+    crossing: float = 0.0
+    state: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, as a plan sees it.
+
+    Attributes:
+        name: its name
+        memory: the bytes that a plan may use; infinite if there is no limit
+        slowness: the time that it takes, relative to the device that was measured
+    """
+
+    name: str
+    memory: float = math.inf
+    slowness: float = 1.0
+
+
+class Choice(NamedTuple):
+    """A decision.
+
+    Attributes:
+        balance: the number of layers in each partition
+        recomputed: the positions of the layers that are recomputed
+    """
+
+    balance: tuple[int, ...]
+    recomputed: frozenset[int] = frozenset()
+
+
+class PartitionCost(NamedTuple):
+    """What a partition takes.
+
+    Attributes:
+        seconds: of each kind of action, for a micro-batch
+        kept: bytes that a micro-batch keeps, from F to B or W
+        waiting: bytes that a micro-batch keeps besides, from I to W
+        room: bytes for the largest recomputed layer
+        state: bytes that are there all the time
+        arriving: bytes that arrive at its beginning
+    """
+
+    seconds: dict[str, float]
+    kept: float
+    waiting: float
+    room: float
+    state: float
+    arriving: float
+
+
+class Outcome(NamedTuple):
+    """What a choice costs.
+
+    Attributes:
+        simulation: the simulated step; its peaks are bytes of activations, without the room for recomputed layers
+        partitions: what each partition takes
+        memory: for each device, the most bytes that it needs, all in all
+    """
+
+    simulation: Simulation
+    partitions: list[PartitionCost]
+    memory: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time of a step."""
+        return self.simulation.seconds
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Layers to spread over devices, under one program.
+
+    Attributes:
+        layers: the layers, in order
+        devices: the devices
+        places: the index of the device of each partition
+        program: the actions of each device, which can run
+        cell: seconds that a cell takes for each kind of action, beside its layers
+        latency: seconds that any transfer between devices takes
+        per_byte: seconds that a transfer takes for each byte besides
+        recomputes: whether layers may be recomputed; not in a program that splits backward
+        input_needs_grad: whether the input of the model needs a gradient
+    """
+
+    layers: tuple[Layer, ...]
+    devices: tuple[Device, ...]
+    places: tuple[int, ...]
+    program: Program
+    cell: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys("FBIW", 0.0))
+    latency: float = 0.0
+    per_byte: float = 0.0
+    recomputes: bool = True
+    input_needs_grad: bool = False
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the program has I and W in place of B."""
+        return any(action.kind == "I" for own in self.program for action in own)
+
+    def partition_cost(self, j: int, start: int, end: int, recomputed: Collection[int] = ()) -> PartitionCost:
+        """Return what partition ``j`` takes if it has the layers from ``start`` to ``end``."""
+        own = self.layers[start:end]
+        again = [self.layers[k] for k in recomputed if start <= k < end]
+        cell, slow = self.cell, self.devices[self.places[j]].slowness
+        extra = sum([layer.forward for layer in again])
+        backward = sum([layer.backward for layer in own])
+        seconds = {
+            "F": cell["F"] * (1 + len(again)) + sum([layer.forward for layer in own]),
+            "B": cell["B"] * (1 + len(again)) + backward + extra,
+            "I": cell["I"] + sum([layer.inputs for layer in own]),
+            "W": cell["W"] + sum([layer.weights for layer in own]),
+        }
+        if j == 0 and not self.input_needs_grad:
+            seconds |= {"I": 0.0, "W": cell["B"] + backward}
+        kept = sum([layer.kept for layer in own]) - sum([layer.kept - layer.input for layer in again])
+        return PartitionCost(
+            seconds={kind: one * slow for kind, one in seconds.items()},
+            kept=kept + own[0].again,
+            waiting=sum([layer.waiting for layer in own]),
+            room=max([layer.kept for layer in again], default=0.0),
+            state=sum([layer.state for layer in own]),
+            arriving=self.layers[start - 1].crossing if start else 0.0,
+        )
+
+    def outcome(self, choice: Choice) -> Outcome:
+        """Return what a choice costs."""
+        cuts = list(accumulate(choice.balance, initial=0))
+        partitions = [
+            self.partition_cost(j, start, end, choice.recomputed) for j, (start, end) in enumerate(pairwise(cuts))
+        ]
+        simulation = self.simulated(partitions)
+        memory = [
+            peak
+            + sum([one.state for one, place in zip(partitions, self.places) if place == device])
+            + max([one.room for one, place in zip(partitions, self.places) if place == device], default=0.0)
+            for device, peak in enumerate(simulation.peaks)
+        ]
+        return Outcome(simulation, partitions, memory)
+
+    def simulated(self, partitions: Sequence[PartitionCost]) -> Simulation:
+        """Simulate a step with partitions that take this."""
+
+        def cost(action: Action) -> float:
+            return partitions[action.j].seconds[action.kind]
+
+        return simulate(
+            self.program,
+            cost,
+            [one.kept for one in partitions],
+            waiting=[one.waiting for one in partitions],
+            transfer=lambda j: self.latency + self.per_byte * partitions[j].arriving,
+        )
+
+    def fits(self, outcome: Outcome) -> bool:
+        """Return whether every device has the memory that it needs."""
+        return all(need <= device.memory for need, device in zip(outcome.memory, self.devices))
