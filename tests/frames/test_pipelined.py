@@ -8,7 +8,8 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tests.conftest import Devices
 from tests.fake_accelerator import FakeAccelerator
 from tests.frames.models import Block, Decoder, batch, gradients, plain_loss, same
 from torchgpipe import GPipe, pipelined
+from torchgpipe.frames.pipelined import pipelined_apart
+from torchgpipe.schedule import Action, program
 
 
 @pytest.fixture
@@ -82,6 +85,39 @@ def on_fake_devices(model: Any) -> FakeAccelerator:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         accelerator.place(tensor, settings.devices[settings.column_of(name)])
     return accelerator
+
+
+@pytest.mark.parametrize("names", [["cpu"] * 8, ["cpu:0"] * 4 + ["cpu:1"] * 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_neighbours_on_one_device_may_be_kept_apart(data: dict[str, Tensor], names: list[str], schedule: Any) -> None:
+    model: Any = decoder(layers=5)
+    plain = copy.deepcopy(model)
+    loss, _ = plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    pipelined_apart(model, of(data), chunks=3, devices=names, balance=[1] * 8, schedule=schedule)
+    for run in (lambda: model(**data)["loss"].backward(), lambda: model.step(**data)):
+        with on_fake_devices(model) if len(set(names)) > 1 else nullcontext() as accelerator:
+            run()
+        assert accelerator is None or not accelerator.hazards
+        same(gradients(model), expected)
+    assert model.step(**data).item() == pytest.approx(loss.item(), rel=1e-14)
+
+
+def test_the_second_half_of_backward_may_come_last(devices: Devices, data: dict[str, Tensor]) -> None:
+    """The first column leaves all of its backward to it: nobody waits for the gradient of an input that needs none."""
+
+    def weights_last(m: int, places: Sequence[int]) -> Any:
+        halves = [[*map(Action._make, own)] for own in program("ZeroBubble", m, places)]
+        return [sorted(own, key=lambda action: action.kind == "W") for own in halves]
+
+    model: Any = decoder()
+    plain = copy.deepcopy(model)
+    plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    pipelined_apart(model, of(data), chunks=3, devices=devices(2), schedule=weights_last)
+    for _ in range(2):
+        model.step(**data)
+        same(gradients(model), expected)
 
 
 def test_partitions_may_go_round_the_devices(data: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.frames.models import gradients, same
 from torchgpipe import pipelined
+from torchgpipe.frames.pipelined import pipelined_apart
 
 
 class Part(nn.Module):
@@ -159,17 +160,19 @@ def test_any_forward(pair: tuple[Counting, int], n: int, dice: random.Random, da
     """Outputs and gradients, of the input too, forward with backward and under a schedule."""
     model, parts = pair
     n = min(n, parts)
-    kind = data.draw(st.sampled_from(["cpu", "cpu:{}"]))
+    names = data.draw(st.sampled_from([["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"], ["cpu:0", "cpu:0", "cpu:1"]]))
+    # Apart, neighbours on one device are cells of their own.
+    arranged = data.draw(st.sampled_from([pipelined, pipelined_apart]))
     schedule = data.draw(st.sampled_from(["GPipe", "1F1B", "ZeroBubble"]))
     plain = copy.deepcopy(model)
     x = torch.randn(5, 3, dtype=torch.float64)
     flags = torch.tensor([0, 0, 0, 0, dice.choice([0, 1])])
     try:
-        pipelined(
+        arranged(
             model,
             {"x": x[:2], "flags": flags[:2]},
             chunks=3,
-            devices=[kind.format(j) for j in range(n)],
+            devices=names[:n],
             balance="parameters",
             schedule=schedule,  # type: ignore[arg-type]
             loss_fn=lambda output, _: output["sum"],

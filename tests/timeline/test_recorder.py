@@ -554,7 +554,7 @@ def test_a_pipeline_inside_a_module_is_found(pipe: Pipe) -> None:
 def test_no_pipeline_and_several_are_refused() -> None:
     none: list[Any] = [nn.Linear(3, 3), 3, None]
     for model in none:
-        message = f"no GPipe to record in this {type(model).__name__}; pass the pipeline, or a module that contains it"
+        message = f"no pipeline to record in this {type(model).__name__}; pass a GPipe, a pipelined model, or a module"
         with pytest.raises(TypeError, match=message), torchgpipe.record(model):
             pass
     two = nn.ModuleDict({name: GPipe(linears(1), [1], devices=["cpu"]) for name in ("a", "b")})

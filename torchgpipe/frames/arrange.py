@@ -31,9 +31,12 @@ def arrange(
     balance: str | Sequence[int] | Mapping[str, int],
     no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
+    apart: bool = False,
     **settings: Any,
 ) -> Settings:
     """Return the settings of a module, given a device for each partition, or for each one at most if not ``fixed``.
+
+    Every partition is a column of its own if they are to be ``apart``; otherwise neighbours on one device are one.
 
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
@@ -54,7 +57,7 @@ def arrange(
         raise ValueError(_too_short(spine, n))
     counts = _counts(spine, n, balance)
     parts = _divided(spine, counts)
-    columns = _columns(devices)
+    columns = [*range(n)] if apart else _columns(devices)
     doors = {name: columns[j] for j, own in enumerate(parts) for part in own for name in part.modules}
     names = {child: name for name, child in module.named_modules()}
     homes = _homes(module, traces[0], doors, names)
@@ -76,6 +79,10 @@ def arrange(
     return Settings(
         devices=[device for j, device in enumerate(devices) if j == 0 or columns[j] != columns[j - 1]],
         labels=_labels(layout, columns),
+        parts=[
+            [part.name for j, own in enumerate(parts) if columns[j] == column for part in own]
+            for column in range(columns[-1] + 1)
+        ],
         doors=doors,
         homes=homes,
         recomputed=recomputed,

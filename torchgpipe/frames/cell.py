@@ -15,6 +15,8 @@ It adds to the gradients of the parameters, and takes the gradients of its own i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,9 +26,13 @@ from torch.autograd.graph import get_gradient_edge
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, Function, accumulate
 from torchgpipe.engine.phony import get_phony
+from torchgpipe.engine.record import Kind
 from torchgpipe.engine.split_backward import SplitBackward
 
-__all__ = ["Arrival", "Cell", "Export", "Import"]
+__all__ = ["Arrival", "Cell", "Export", "Import", "Recorded"]
+
+#: Tells the listener of the mini-batch, if there is one, what runs in a ``with`` block.
+Recorded = Callable[[Kind], AbstractContextManager[None]]
 
 
 class Arrival:
@@ -82,7 +88,7 @@ class Cell:
         self._exports: dict[tuple[int, int], Export] = {}
         self.imports: list[tuple[int, Arrival]] = []
         self._taken: list[Leaf] = []
-        self._split: SplitBackward | None = None
+        self._rest: Callable[[], None] | None = None
 
     def export(self, tensor: Tensor) -> Export:
         """Return the export of a tensor that requires grad."""
@@ -99,10 +105,11 @@ class Cell:
         imported: Tensor = Import.apply(self._taken, len(self._taken) - 1, self._leaf, moved)
         return imported
 
-    def differentiate(self, *, split: bool, keep_graph: bool) -> list[tuple[int, Arrival, Tensor]]:
+    def differentiate(self, recorded: Recorded, *, split: bool, keep_graph: bool) -> list[tuple[int, Arrival, Tensor]]:
         """Differentiate the graph, and return the gradients of its imports.
 
         Args:
+            recorded: tells the listener
             split: whether to leave the gradients of weights to `differentiate_weights`, if that is possible
             keep_graph: whether the graph will be differentiated again
 
@@ -116,20 +123,26 @@ class Cell:
             self._drop(keep_graph)
             return []
         edges, grads = zip(*entered)
-        if split and self.imports:
+        if split and not self.imports:  # Nobody waits for a gradient, so all of it can be left.
+            self._rest = functools.partial(accumulate, edges, grads, keep_graph)
+            return self._take(keep_graph)
+        if split:
             halves = SplitBackward(edges, self._leaf)
             if halves.is_possible:
-                halves.differentiate_inputs(grads)
-                self._split = halves
+                with recorded("backward of the input"):
+                    halves.differentiate_inputs(grads)
+                self._rest = halves.differentiate_weights
                 return self._take(keep_graph)
-        accumulate(edges, grads, keep_graph)
+        with recorded("backward"):
+            accumulate(edges, grads, keep_graph)
         return self._take(keep_graph)
 
-    def differentiate_weights(self) -> None:
+    def differentiate_weights(self, recorded: Recorded) -> None:
         """Run what a split `differentiate` has left, if anything."""
-        halves, self._split = self._split, None
-        if halves is not None:
-            halves.differentiate_weights()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            with recorded("backward of the weights"):
+                rest()
 
     def _take(self, keep_graph: bool) -> list[tuple[int, Arrival, Tensor]]:
         result = [(j, source, grad) for (j, source), grad in zip(self.imports, self._taken) if grad is not None]

@@ -6,6 +6,7 @@ import torch
 
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.engine.copy import Route
+from torchgpipe.engine.record import Step
 
 __all__ = ["Columns"]
 
@@ -16,11 +17,13 @@ class Columns:
     Args:
         devices: the device of each column
         streams: the source of streams
+        step: the listener of the mini-batch, if there is one
     """
 
-    def __init__(self, devices: list[torch.device], streams: Streams) -> None:
+    def __init__(self, devices: list[torch.device], streams: Streams, step: Step | None = None) -> None:
         self.devices = devices
         self.streams = streams
+        self.step = step
         self.computing: list[Stream] = [streams.current(device) for device in devices]
         self._routes = {
             (a, c): self._route(a, c)
@@ -32,7 +35,7 @@ class Columns:
     def _route(self, a: int, c: int) -> Route:
         source, target = self.devices[a], self.devices[c]
         leaving, arriving = self.streams.side(source, "leaving"), self.streams.side(target, "arriving")
-        return Route(self.computing[a], leaving, arriving, self.computing[c], (a, c))
+        return Route(self.computing[a], leaving, arriving, self.computing[c], (a, c), self.step)
 
     def route(self, a: int, c: int) -> Route | None:
         """Return the route from column ``a`` to column ``c``, or None if they share a memory."""

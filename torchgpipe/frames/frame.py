@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
+from torchgpipe.engine.record import End
 from torchgpipe.frames.threads import Threads
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.seeds import own_cpu_lock
@@ -39,6 +40,7 @@ class Frame:
         run: runs the model; it calls `pause_until` at each boundary, in this frame's thread
         ambient: the settings of the caller
         threads: where frames run; None if they run in the thread that asks
+        begin: tells a listener that this micro-batch begins in a column; None if nobody listens
 
     Attributes:
         i: the micro-batch
@@ -48,7 +50,14 @@ class Frame:
         builds_graph: whether the caller wants a graph
     """
 
-    def __init__(self, i: int, run: Callable[[Frame], None], ambient: Ambient, threads: Threads | None) -> None:
+    def __init__(
+        self,
+        i: int,
+        run: Callable[[Frame], None],
+        ambient: Ambient,
+        threads: Threads | None,
+        begin: Callable[[int, int], End] | None,
+    ) -> None:
         self.i = i
         self.column = 0
         self.module = ""
@@ -60,6 +69,8 @@ class Frame:
         self._error: BaseException | None = None
         self._cancelled = False
         self._threads = threads
+        self._begin = begin
+        self._end: End | None = None
         self._started = False
         # Each is held except when the other side has handed over. Two locks take half the time of a condition.
         self._turn, self._pause = threading.Lock(), threading.Lock()
@@ -98,6 +109,7 @@ class Frame:
         if self._cancelled:  # The model has caught the exception of a cancelled frame.
             raise Cancelled
         if self._threads is not None and j != self.column:
+            self._end_work(failed=False)
             self._wanted = j
             self._pause.release()
             self._turn.acquire()
@@ -106,6 +118,16 @@ class Frame:
         self.column = j
         self._starts.append(next_sequence_number())
         self._columns.append(j)
+
+    def begin_work(self) -> None:
+        """Tell a listener that the model computes in this column now, unless it has been told."""
+        if self._begin is not None and self._end is None:
+            self._end = self._begin(self.i, self.column)
+
+    def _end_work(self, *, failed: bool) -> None:
+        if self._end is not None:
+            end, self._end = self._end, None
+            end(failed)
 
     def cancel(self) -> None:
         """Unwind the stack of a frame that has not finished, and wait until that is done."""
@@ -135,9 +157,12 @@ class Frame:
             self._pause.release()
 
     def _go(self) -> None:
+        failed = True
         try:
             with own_cpu_lock():
                 self.pause_until(0)
                 self._run(self)
+            failed = False
         finally:
+            self._end_work(failed=failed)
             self.finished = True

@@ -10,7 +10,7 @@ the model is called, all B in the backward of one autograd node; see `outer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.copy import copy_back, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.plan import Plan, plan
+from torchgpipe.engine.record import End, Kind, recorded
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.frames.cell import Arrival, Cell, Export
 from torchgpipe.frames.columns import Columns
@@ -101,7 +102,8 @@ class MiniBatch:
         self._ambient = Ambient()
         self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
         self._threads = Threads() if self._n > 1 else None
-        self._frames = [Frame(i, self._run_frame, self._ambient, self._threads) for i in range(self._m)]
+        begin = None if columns.step is None else self._begin_forward
+        self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
         each = tuple((j,) for j in range(self._n))
         self._plan = plan(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
@@ -172,6 +174,11 @@ class MiniBatch:
 
     # ----------------------------------------------------------------------------------------------------- forward
 
+    def _begin_forward(self, i: int, j: int) -> End:
+        step = self._columns.step
+        assert step is not None
+        return step.begin("forward", i, j, None, self._columns.computing[j])
+
     def _run_forward(self, i: int, j: int) -> None:
         frame = self._frames[i]
         try:
@@ -227,14 +234,19 @@ class MiniBatch:
 
     def _run_backward(self, i: int, j: int, kind: str, keep_graph: bool) -> None:
         cell, columns = self._cells[i][j], self._columns
+
+        def told(kind: Kind) -> AbstractContextManager[None]:
+            return recorded(columns.step, kind, i, j, None, columns.computing[j])
+
+        result = []
         try:
             with self._differentiating():
-                if kind == "W":
-                    cell.differentiate_weights()
-                    return
-                wait_back(columns.leaving(j), i)
                 fresh = without_gradient(self._aliases.of(j))
-                result = cell.differentiate(split=kind == "I" and self._splits, keep_graph=keep_graph)
+                if kind == "W":
+                    cell.differentiate_weights(told)
+                else:
+                    wait_back(columns.leaving(j), i)
+                    result = cell.differentiate(told, split=kind == "I" and self._splits, keep_graph=keep_graph)
                 unshare(fresh)
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")

@@ -17,6 +17,8 @@ from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use
 from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.label import labelled
+from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import open_door
@@ -43,11 +45,13 @@ class Pipeline:
 
     Attributes:
         streams: the source of streams; a test can exchange it
+        recorder: the listener to what runs when, if there is one
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.streams = Streams()
+        self.recorder: Recorder | None = None
         self._lock = threading.RLock()
         self._structure: tuple[int, ...] = ()
         self._doors: list[tuple[nn.Module, str, int]] = []
@@ -163,8 +167,12 @@ class Pipeline:
         *,
         backward: bool,
     ) -> MiniBatch:
-        settings = self._settings
-        columns = Columns(settings.devices, self.streams)
+        settings, recorder = self._settings, self.recorder
+        step = None
+        if recorder is not None:
+            places = [Place(self.streams.current(device), own) for device, own in zip(settings.devices, settings.parts)]
+            step = recorder.begin_step(len(parts), places, actions)
+        columns = Columns(settings.devices, self.streams, labelled(step))
         first = settings.devices[0]
 
         def bring(tensor: Tensor) -> Tensor:

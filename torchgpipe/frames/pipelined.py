@@ -25,7 +25,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 
-__all__ = ["pipelined"]
+__all__ = ["pipelined", "pipelined_apart", "runs_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -97,6 +97,59 @@ def pipelined(
         TypeError: ``module`` cannot be pipelined, or an argument has another type.
         ValueError: the module has nothing to split, or an argument does not fit.
     """
+    return _pipelined(
+        module,
+        sample,
+        chunks=chunks,
+        devices=devices,
+        partitions=partitions,
+        balance=balance,
+        schedule=schedule,
+        loss_fn=loss_fn,
+        weight=weight,
+        reduce=reduce,
+        no_chunk=no_chunk,
+        checkpoint=checkpoint,
+    )
+
+
+def pipelined_apart(module: M, sample: Any, **options: Any) -> M:
+    """Pipeline a module with every partition as a column of its own, to measure each of them by itself.
+
+    Neighbours on one device are run one by one, which takes longer and changes no result.
+
+    Args:
+        module: as for `pipelined`
+        sample: as for `pipelined`
+        **options: as for `pipelined`
+
+    Returns:
+        ``module``
+    """
+    return _pipelined(module, sample, apart=True, **options)
+
+
+def runs_of(module: nn.Module) -> Pipeline | None:
+    """Return what runs a pipelined module, or None if the module is not pipelined."""
+    return module._runs() if isinstance(module, _Pipelined) else None
+
+
+def _pipelined(
+    module: M,
+    sample: Any,
+    *,
+    chunks: int,
+    devices: Iterable[Device] | None = None,
+    partitions: int | None = None,
+    balance: str | Sequence[int] | Mapping[str, int] = "time",
+    schedule: Schedule = "1F1B",
+    loss_fn: Callable[..., Any] | None = None,
+    weight: Callable[..., Any] | None = None,
+    reduce: str | None = None,
+    no_chunk: Collection[str] = (),
+    checkpoint: bool | Collection[str] = (),
+    apart: bool = False,
+) -> M:
     _verify(module)
     count = verify_chunks(chunks)
     if reduce not in (None, "mean", "sum"):
@@ -111,6 +164,7 @@ def pipelined(
         balance=balance,
         no_chunk=no_chunk,
         checkpoint=checkpoint,
+        apart=apart,
         chunks=count,
         schedule=schedule,
         loss_fn=loss_fn,

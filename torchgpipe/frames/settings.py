@@ -28,6 +28,7 @@ class Settings:
         chunks: the number of micro-batches
         devices: the device of each column; neighbouring partitions on one device are a column
         labels: names each column, for errors
+        parts: for each column, the names of its parts of the spine
         doors: for each module of the spine, its column
         homes: for each parameter and buffer outside of these modules, its column
         recomputed: the names of modules that keep only their inputs, and run again at backward
@@ -45,6 +46,7 @@ class Settings:
     chunks: int
     devices: list[torch.device]
     labels: list[str]
+    parts: list[list[str]]
     doors: dict[str, int]
     homes: dict[str, int]
     recomputed: set[str]

@@ -56,6 +56,7 @@ class Traveller:
         """Run the model, and pass its output to ``finish`` in the last column."""
         last = len(self._columns.devices) - 1
         with visiting(self):
+            self.frame.begin_work()
             if last == 0:
                 finish(model())
                 return
@@ -65,6 +66,7 @@ class Traveller:
                     output = model()
                     with self._without_glue():
                         self.go_to(last, "the end")
+                    self.frame.begin_work()
                     finish(output)
 
     def bring(self, value: Any) -> Any:
@@ -115,6 +117,7 @@ class Traveller:
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _bring_layers(value, door.layers, bring)
+            frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             return door.call_module(args, kwargs)
 
     @contextmanager

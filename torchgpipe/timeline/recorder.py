@@ -21,7 +21,9 @@ from torch import nn
 
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.stream import Stream, Tick
-from torchgpipe.engine.record import End, Kind, Place
+from torchgpipe.engine.record import End, Kind, Place, Recorder
+from torchgpipe.frames.pipeline import Pipeline
+from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import Row, Span
@@ -46,15 +48,18 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     Outputs are the same to the last bit as without recording, and so are the gradients of a step, and of micro-batches
     that are checkpointed. Otherwise, with ``checkpoint='never'``, each recorded cell adds its gradients to ``.grad`` by
     itself. So the last bit may differ where ``.grad`` had a value, and more under autocast, and ``create_graph=True``
-    is an error.
+    is an error. Recording a model of :func:`torchgpipe.pipelined` changes no result.
 
     A step is a call of the pipeline and those of its backward passes that are inside the block, or a call of its
     :meth:`~torchgpipe.GPipe.step`. Only one block at a time can record a pipeline.
 
+    Of a :func:`~torchgpipe.pipelined` model, neighbouring partitions on one device are one partition of the timeline.
+    What the model recomputes is a part of backward. Calls in one piece, as in ``generate()``, are not recorded.
+
     Args:
-        model: a :class:`~torchgpipe.GPipe`, or a module that contains one, such as a
-            :class:`~torch.nn.parallel.DistributedDataParallel`. Of nested pipelines, the outer one is recorded; to
-            record the inner one, pass it.
+        model: a :class:`~torchgpipe.GPipe`, a :func:`~torchgpipe.pipelined` model, or a module that contains one of
+            them, such as a :class:`~torch.nn.parallel.DistributedDataParallel`. Of nested pipelines, the outer one is
+            recorded; to record the inner one, pass it.
         steps: the number of steps to keep, counted from the last. Earlier steps take no memory.
 
     Yields:
@@ -68,28 +73,39 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, the number of steps to keep, but got {steps!r}")
     pipeline = _pipeline_of(model)
-    if pipeline._mechanisms.recorder is not None:
+    if _recorder_of(pipeline) is not None:
         raise RuntimeError(
             "this pipeline is being recorded already; leave the other block of torchgpipe.record() first"
         )
     recorder = _Recorder(steps)
     timeline = Timeline()
-    pipeline._mechanisms = replace(pipeline._mechanisms, recorder=recorder)
+    _set_recorder(pipeline, recorder)
     raised = True
     try:
         yield timeline
         raised = False
     finally:
-        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=None)
+        _set_recorder(pipeline, None)
         recorder.stop(timeline, raised)
 
 
-def _pipeline_of(model: nn.Module) -> GPipe:
+def _recorder_of(pipeline: GPipe | Pipeline) -> Recorder | None:
+    return pipeline._mechanisms.recorder if isinstance(pipeline, GPipe) else pipeline.recorder
+
+
+def _set_recorder(pipeline: GPipe | Pipeline, recorder: Recorder | None) -> None:
+    if isinstance(pipeline, GPipe):
+        pipeline._mechanisms = replace(pipeline._mechanisms, recorder=recorder)
+    else:
+        pipeline.recorder = recorder
+
+
+def _pipeline_of(model: nn.Module) -> GPipe | Pipeline:
     found = dict(_outermost(model, "")) if isinstance(model, nn.Module) else {}
     if not found:
         raise TypeError(
-            f"there is no GPipe to record in this {type(model).__name__}; pass the pipeline, or a module that contains "
-            "it (a DistributedGPipe is not recorded)"
+            f"there is no pipeline to record in this {type(model).__name__}; pass a GPipe, a pipelined model, or a "
+            "module that contains one of them (a DistributedGPipe is not recorded)"
         )
     if len(found) > 1:
         names = ", ".join(f"'{name}'" for name in found)
@@ -101,9 +117,10 @@ def _pipeline_of(model: nn.Module) -> GPipe:
     return next(iter(found.values()))
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe]]:
-    if isinstance(module, GPipe):
-        yield name, module
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe | Pipeline]]:
+    pipeline = module if isinstance(module, GPipe) else runs_of(module)
+    if pipeline is not None:
+        yield name, pipeline
         return
     for child_name, child in module.named_children():
         yield from _outermost(child, f"{name}.{child_name}" if name else child_name)

@@ -1,0 +1,193 @@
+"""A pipelined model is recorded as a GPipe is: each cell, copy and wait once, where it ran, without changing results."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe
+from tests.conftest import Devices
+from tests.fake_accelerator import FakeAccelerator
+from tests.frames.models import Decoder, batch, gradients
+from tests.timeline.test_recorder import cells
+from torchgpipe.frames.pipelined import pipelined_apart, runs_of
+from torchgpipe.schedule import program
+from torchgpipe.timeline.span import Span
+
+M, N = 3, 3
+GRID = [(i, j) for i in range(M) for j in range(N)]
+
+
+@pytest.fixture
+def data() -> dict[str, Tensor]:
+    return batch()
+
+
+def model_on(devices: list[str], data: dict[str, Tensor], **options: Any) -> Any:
+    """Return a model of a column for each device, although several may be equal."""
+    sample = {name: tensor[:2] for name, tensor in data.items()}
+    return pipelined_apart(Decoder().double(), sample, chunks=M, devices=devices, balance=[2, 3, 2], **options)
+
+
+def backward_of(schedule: str) -> list[tuple[str, int, int]]:
+    """Return the backward cells. The first column has no gradient to pass on, so W does all of its backward."""
+    if schedule != "ZeroBubble":
+        return [("backward", i, j) for i, j in GRID]
+    halves = [("backward of the input", i, j) for i, j in GRID if j]
+    return halves + [("backward of the weights", i, j) for i, j in GRID]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+def test_every_cell_is_there_once(devices: Devices, data: dict[str, Tensor], schedule: Any) -> None:
+    model = model_on(devices(N), data, schedule=schedule)
+    with torchgpipe.record(model) as timeline:
+        model(**data)["loss"].backward()
+        model.step(**data)
+        with torch.no_grad():
+            model.step(**data)
+    forward = [("forward", i, j) for i, j in GRID]
+    assert cells(timeline.of_step(0)) == Counter(forward + [("backward", i, j) for i, j in GRID])
+    assert cells(timeline.of_step(1)) == Counter(forward + backward_of(schedule))
+    assert cells(timeline.of_step(2)) == Counter(forward)
+    assert not any(span.failed for span in timeline.spans)
+    assert {span.kind for span in timeline.spans if not span.computes} == set()
+    at = {(span.kind, span.micro_batch, span.partition): span for span in timeline.of_step(0)}
+    for i, j in GRID:
+        assert at["forward", i, j].end <= at["backward", i, j].start
+        if j:
+            assert at["forward", i, j - 1].end <= at["forward", i, j].start
+            assert at["backward", i, j].end <= at["backward", i, j - 1].start
+
+
+def test_the_rows_are_columns_and_the_programs_are_those_that_ran(data: dict[str, Tensor]) -> None:
+    sample = {name: tensor[:2] for name, tensor in data.items()}
+    devices = ["cpu:0", "cpu:0", "cpu:1"]
+    model: Any = torchgpipe.pipelined(Decoder().double(), sample, chunks=M, devices=devices, balance=[1, 3, 3])
+    with torchgpipe.record(model) as timeline:
+        model(**data)
+        model.step(**data)
+    spine = tuple(model.layout.spine)
+    assert [(str(row.device), row.layers) for row in timeline.partitions] == [
+        ("cpu:0", spine[:4]),
+        ("cpu:1", spine[4:]),
+    ]
+    assert [*timeline._programs.values()] == [program("GPipe", M, [0, 1]), program("1F1B", M, [0, 1])]
+    assert not timeline.report().take_turns
+
+
+def test_copies_and_waits_have_spans_and_cells_begin_behind_them(data: dict[str, Tensor]) -> None:
+    model = model_on([f"cpu:{j}" for j in range(N)], data)
+    accelerator = FakeAccelerator()
+    runs = runs_of(model)
+    assert runs is not None
+    runs.streams = accelerator.streams
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        accelerator.place(tensor, model._torchgpipe.devices[model._torchgpipe.column_of(name)])
+    with accelerator, torchgpipe.record(model) as timeline:
+        model.step(**data)
+    assert not accelerator.hazards
+    assert cells(timeline.spans) == Counter([("forward", i, j) for i, j in GRID] + backward_of("1F1B"))
+
+    def ends(span: Span) -> tuple[int, set[int | None]]:
+        return span.micro_batch, {span.partition, span.other}
+
+    for kind in ("copy", "wait"):
+        there = [ends(span) for span in timeline.spans if span.kind == kind]
+        assert all((i, {j, j + 1}) in there for i in range(M) for j in range(N - 1))
+    for i, j in GRID:
+        (forward,) = [one for one in timeline.spans if (one.kind, one.micro_batch, one.partition) == ("forward", i, j)]
+        waits = [one for one in timeline.spans if (one.kind, one.micro_batch, one.partition) == ("wait", i, j)]
+        if j:
+            assert min(one.end for one in waits) <= forward.start
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+def test_numbers_are_the_same_to_the_last_bit(devices: Devices, data: dict[str, Tensor], schedule: Any) -> None:
+    model, results = model_on(devices(N), data, schedule=schedule), []
+    for recording in (False, True):
+        with torchgpipe.record(model) if recording else nullcontext():
+            loss = model.step(**data)
+            model(**data)["loss"].backward()
+        results.append([loss, *gradients(model).values()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_recomputed_is_a_part_of_backward(data: dict[str, Tensor]) -> None:
+    model = model_on(["cpu"] * N, data, schedule="ZeroBubble", checkpoint=True)
+    with torchgpipe.record(model) as timeline:
+        model.step(**data)
+    assert cells(timeline.spans) == Counter([(kind, i, j) for kind in ("forward", "backward") for i, j in GRID])
+
+
+class Faulty(nn.Module):
+    """A layer that fails in training, in forward or in backward."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase = phase
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input * self.weight
+        if self.training and self.phase == "forward":
+            self.fail(output)
+        if self.training and self.phase == "backward":
+            output.register_hook(self.fail)
+        return output
+
+    def fail(self, _: Tensor) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_cell_that_raises_is_marked(devices: Devices, phase: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3), Faulty(phase), nn.Linear(3, 3)).eval()
+    pipelined_apart(model, torch.randn(2, 3), chunks=M, devices=devices(N), balance=[1, 1, 1])
+    model.train()
+    with suppress(ZeroDivisionError), torchgpipe.record(model) as timeline:
+        model(torch.randn(6, 3)).sum().backward()
+    assert [(span.kind, span.partition) for span in timeline.spans if span.failed] == [(phase, 1)]
+
+
+def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+            self.skips = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            output = self.a(input)
+            output = output if self.skips else self.b(output)
+            result: Tensor = self.c(output)
+            return result
+
+    model = pipelined_apart(Model(), torch.randn(2, 3), chunks=M, devices=devices(N), balance=[1, 1, 1])
+    model.skips = True
+    with torchgpipe.record(model) as timeline:
+        model(torch.randn(6, 3)).sum().backward()
+    assert {span.partition for span in timeline.spans} == {0, 2}
+
+
+def test_a_copy_is_not_recorded_and_a_wrapped_model_is_found(data: dict[str, Tensor]) -> None:
+    model = model_on(["cpu"] * N, data)
+    with torchgpipe.record(nn.ModuleDict({"inner": model})) as timeline:
+        for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
+            other(**data)
+        with pytest.raises(RuntimeError, match="recorded already"), torchgpipe.record(model):
+            pass
+    assert timeline.steps == []
+    runs = runs_of(model)
+    assert runs is not None
+    assert runs.recorder is None
+    with torchgpipe.record(nn.ModuleDict({"inner": model})) as timeline:
+        model(**data)
+    assert timeline.steps == [0]
