@@ -483,6 +483,13 @@ def test_whether_memory_is_shared() -> None:
         assert not internals.shares_memory(tensor)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memories_have_numbers(device: str) -> None:
+    with relied_on("tensors that share memory are known", "a plan counts no memory of a model on the meta device"):
+        one, other = torch.empty(4, device=device), torch.empty(4, device=device)
+        assert internals.storage_key(one) == internals.storage_key(one[1:].detach()) != internals.storage_key(other)
+
+
 def test_a_module_that_torch_compile_returns() -> None:
     with relied_on("what torch.compile returns is known", "a model without code to stop in is pipelined"):
         module = nn.Linear(1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,7 +10,15 @@ from torch import Tensor
 
 from torchgpipe.devices.typing import Device
 
-__all__ = ["bring", "canonical_device", "default_device", "default_devices", "device_module", "same_memory"]
+__all__ = [
+    "bring",
+    "canonical_device",
+    "default_device",
+    "default_devices",
+    "device_module",
+    "same_memory",
+    "working_devices",
+]
 
 
 def device_module(device: torch.device) -> Any:
@@ -39,6 +48,14 @@ def default_devices(n: int) -> list[torch.device]:
     if accelerator is None:
         return [torch.device("cpu")] * n
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def working_devices() -> list[torch.device]:
+    """Return all devices of the machine that can work side by side: its accelerators, or else its cores."""
+    if _accelerator() is not None:
+        return default_devices(1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [torch.device("cpu", k) for k in range(cores)]
 
 
 def _accelerator() -> torch.device | None:

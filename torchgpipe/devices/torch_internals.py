@@ -58,6 +58,7 @@ __all__ = [
     "saved_tensors_hooks_in_use",
     "sequence_number",
     "shares_memory",
+    "storage_key",
     "transforms_are_active",
     "versions",
     "will_run",
@@ -207,6 +208,15 @@ def shares_memory(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     # The tensor counts, and so does the object that stands for its storage here.
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors share as long as they have the same memory.
+
+    A plan counts each memory once, on the meta device as well, where all tensors have the address 0. Since 2.0. On other
+    devices ``untyped_storage().data_ptr()`` does the same.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def exchange_memory(tensor: Tensor, other: Tensor) -> None:

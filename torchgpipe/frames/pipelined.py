@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.arrange import arrange
@@ -192,11 +191,7 @@ def _devices(
             raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
         places = [canonical_device(device) for device in devices]
     else:
-        places = default_devices(1)
-        if places[0].type == "cpu":
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            places = [torch.device("cpu", k) for k in range(cores)]
-        places = places[:n]
+        places = working_devices()[:n]
     if not places:
         raise ValueError("devices must name at least one device, but is empty")
     if n is not None and (n < 1 or n % len(places)):

@@ -1,0 +1,143 @@
+"""What was measured of a model, for micro-batches of a few sizes, and what follows for any size between them.
+
+All of it is plain data, which can be saved: it needs neither the model nor a device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torchgpipe_balancing.planning.problem import Layer
+
+__all__ = ["CellCosts", "Costs", "LayerCosts", "Sample"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a layer took of a micro-batch: seconds and bytes; see `problem.Layer`.
+
+    Attributes:
+        first: seconds that the first backward of a step takes longer, in which gradients get their memory
+    """
+
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+    first: float
+    kept: float
+    again: float
+    input: float
+    waiting: float
+    crossing: float
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What is known of a layer.
+
+    Attributes:
+        modules: the names of its modules
+        parameters: bytes of its parameters
+        trained: bytes of its parameters that require grad
+        buffers: bytes of its buffers
+        samples: what it took, for each size of a micro-batch
+    """
+
+    modules: tuple[str, ...]
+    parameters: int
+    trained: int
+    buffers: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of its first and last modules."""
+        return self.modules[0] if len(self.modules) == 1 else f"{self.modules[0]}..{self.modules[-1]}"
+
+
+@dataclass(frozen=True)
+class CellCosts:
+    """What a cell takes beside its layers, in seconds, and a step beside its cells.
+
+    Attributes:
+        forward: F
+        backward: B
+        inputs: I
+        weights: W
+        step: what a step takes beside its cells
+        factor: a measured step over its simulation: waking up, and cores that are shared
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    step: float = 0.0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured of a model.
+
+    Attributes:
+        kind: 'GPipe' or 'pipelined': what the model becomes
+        layers: the layers, in order
+        rows: the sizes of micro-batches that were measured, in rows, in increasing order
+        cells: what cells and steps take, for each of these sizes
+        latency: seconds that any transfer between devices takes
+        per_byte: seconds that a transfer takes for each byte besides
+        where: the devices that were used, or 'meta'
+        loss: where the loss came from
+    """
+
+    kind: str
+    layers: tuple[LayerCosts, ...]
+    rows: tuple[int, ...]
+    cells: tuple[CellCosts, ...]
+    latency: float
+    per_byte: float
+    where: str
+    loss: str
+
+    @property
+    def has_times(self) -> bool:
+        """Whether times were measured, which the meta device has not."""
+        return self.where != "meta"
+
+    def layers_at(self, rows: float, m: int, states: float) -> tuple[Layer, ...]:
+        """Return the layers for a mini-batch.
+
+        Args:
+            rows: the rows of a micro-batch
+            m: the number of micro-batches, which share what the first backward takes longer
+            states: bytes of gradients and of the optimizer's states for each byte of a parameter that requires grad
+        """
+        layers = []
+        for layer in self.layers:
+            took = _between(self.rows, layer.samples, rows)
+            first = took.pop("first") / m
+            took["backward"] += first
+            took["weights"] += first
+            state = layer.parameters + layer.trained * states + layer.buffers
+            layers.append(Layer(name=layer.name, state=state, **took))
+        return tuple(layers)
+
+    def cells_at(self, rows: float) -> CellCosts:
+        """Return what cells take for micro-batches of so many rows."""
+        return CellCosts(**_between(self.rows, self.cells, rows))
+
+
+def _between(known: Sequence[int], values: Sequence[Any], rows: float) -> dict[str, float]:
+    """Return all fields at so many rows, on the straight line through the nearest two sizes that are known."""
+    names = [field.name for field in fields(values[0])]
+    if len(known) == 1:
+        return {name: getattr(values[0], name) for name in names}
+    k = min(max(bisect_left(known, rows), 1), len(known) - 1)
+    share = (rows - known[k - 1]) / (known[k] - known[k - 1])
+    a, b = values[k - 1], values[k]
+    return {name: max(0.0, getattr(a, name) * (1 - share) + getattr(b, name) * share) for name in names}

@@ -1,0 +1,269 @@
+"""A plan: what was chosen, why, and what to do with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe_balancing.planning import picture, text
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of, rows_of
+from torchgpipe_balancing.planning.check import Check, checked
+from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
+from torchgpipe_balancing.planning.problem import Choice, Device, Outcome
+from torchgpipe_balancing.planning.subject import Way, apply, subject_of
+
+__all__ = ["Plan"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
+
+    Attributes:
+        question: what was planned for: the costs, the devices, the mini-batch
+        fitting: the ten best alternatives that fit, the chosen one first
+        misfits: alternatives that do not fit, each with the bytes that devices lack
+        without_limits: the seconds of the best step if memory had no limits
+        with_more_memory: the seconds of the best step with one GiB more on each device
+        with_one_more_device: the seconds of the best step with one more device like the last; None if it does not help
+    """
+
+    question: Question
+    fitting: tuple[Alternative, ...]
+    misfits: tuple[tuple[Alternative, tuple[float, ...]], ...]
+    without_limits: float
+    with_more_memory: float
+    with_one_more_device: float | None
+    _sample: Any = field(default=None, repr=False, compare=False)
+    _target: Any = field(default=None, repr=False, compare=False)
+    _options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def best(self) -> Alternative:
+        """The alternative that was chosen."""
+        return self.fitting[0]
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers in each partition."""
+        return list(self.best.choice.balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return [torch.device(self.question.devices[place].name) for place in self.best.places]
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches."""
+        return self.best.chunks
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self.best.schedule
+
+    @property
+    def recomputed(self) -> list[str]:
+        """The names of the layers that are recomputed."""
+        return [self.question.costs.layers[k].name for k in sorted(self.best.choice.recomputed)]
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.best.seconds
+
+    def outcome(self, alternative: Alternative | None = None) -> Outcome:
+        """Return what an alternative costs, partition by partition, with its simulated step (default: the best)."""
+        one = alternative or self.best
+        problem = problem_of(self.question, one.schedule, one.chunks)  # type: ignore[arg-type]
+        assert problem is not None
+        return problem.outcome(one.choice)
+
+    def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
+        """Pipeline the model as planned. ::
+
+            model = plan.apply(model, loss_fn=loss_fn)
+            loss = model.step(input, target)
+
+        Args:
+            model: the model that the plan was made for, or one with the same layers
+            sample: the sample, if the plan was loaded from a file, and the model is no Sequential
+            **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`; those that the
+                plan was made with need not be given again
+
+        Returns:
+            a :class:`~torchgpipe.GPipe` if the model is a Sequential; otherwise the model itself, pipelined in place
+
+        Raises:
+            ValueError: the model has other layers than those that were planned for.
+        """
+        layers = [layer.modules for layer in self.question.costs.layers]
+        names = {name for name, _ in model.named_modules()}
+        missing = [name for modules in layers for name in modules if name not in names]
+        count = len(model) if isinstance(model, nn.Sequential) else len(layers)
+        if missing or count != len(layers):
+            raise ValueError(
+                f"this plan is for a model with {len(layers)} layers, '{layers[0][0]}' to '{layers[-1][-1]}', but "
+                f"{f'this model has no {missing[0]!r}' if missing else f'this model has {count}'}; plan again for it"
+            )
+        if sample is None:
+            sample = self._sample
+        if sample is None and not isinstance(model, nn.Sequential):
+            raise ValueError("a loaded plan has no sample; give it again: plan.apply(model, sample)")
+        return apply(model, layers, self._way(), sample, {**self._options, **options})
+
+    def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
+        """Run a copy of the model as planned, and set measured beside predicted. ::
+
+            print(plan.check(model))
+
+        On the CPU, memory is that of activations, counted by hooks. On an accelerator it is all memory that PyTorch has
+        allocated, without the optimizer's states, which there are none of here.
+
+        Args:
+            model: the model, not yet pipelined
+            sample: the sample, if the plan was loaded from a file
+            steps: the number of steps to measure
+
+        Returns:
+            the seconds and the bytes, printed as a table
+        """
+        sample = self._sample if sample is None else sample
+        if sample is None:
+            raise ValueError("a loaded plan has no sample; give it again: plan.check(model, sample)")
+        subject = subject_of(model, sample, self._target, len(self.best.places), self._options)
+        if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
+            raise ValueError("the model has other layers than those that were planned for; plan again for it")
+        outcome, n = self.outcome(), len(self.question.devices)
+        states = [0.0] * n
+        for layer, place in zip(self.question.costs.layers, self._place_of_each_layer()):
+            states[place] += layer.trained * (self.question.states - 1)
+        room = [
+            max(one.room for one, place in zip(outcome.partitions, self.best.places) if place == device)
+            for device in range(n)
+        ]
+        return checked(
+            subject,
+            self._way(),
+            self.best.places,
+            self.question.batch,
+            steps,
+            self.seconds if self.question.costs.has_times else 0.0,
+            [device.name for device in self.question.devices],
+            [peak + own for peak, own in zip(self.best.activations, room)],
+            [memory - own for memory, own in zip(self.best.memory, states)],
+        )
+
+    def _way(self) -> Way:
+        best = self.best
+        return Way(best.choice.balance, self.devices, best.chunks, best.schedule, best.choice.recomputed)  # type: ignore[arg-type]
+
+    def _place_of_each_layer(self) -> list[int]:
+        return [place for place, count in zip(self.best.places, self.balance) for _ in range(count)]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan as JSON, without the sample and further arguments.
+
+        Args:
+            path: the file to write, such as ``'plan.json'``
+        """
+        content = {
+            "version": _VERSION,
+            "question": asdict(self.question),
+            "fitting": [_plain(one) for one in self.fitting],
+            "misfits": [[_plain(one), excess] for one, excess in self.misfits],
+            "without_limits": self.without_limits,
+            "with_more_memory": self.with_more_memory,
+            "with_one_more_device": self.with_one_more_device,
+        }
+        Path(path).write_text(json.dumps(_finite(content), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Plan:
+        """Read a plan that :meth:`save` has written.
+
+        Args:
+            path: the file to read
+
+        Raises:
+            ValueError: the file has no plan, or one of another version.
+        """
+        content = json.loads(Path(path).read_text())
+        if not isinstance(content, dict) or content.get("version") != _VERSION:
+            raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
+        return cls(
+            _question(content["question"]),
+            tuple(_alternative(one) for one in content["fitting"]),
+            tuple((_alternative(one), tuple(excess)) for one, excess in content["misfits"]),
+            content["without_limits"],
+            content["with_more_memory"],
+            content["with_one_more_device"],
+        )
+
+    def plot(self, path: str | PathLike[str] | None = None) -> str:
+        """Draw the planned step: what each device does, and the memory that it holds, over time.
+
+        Args:
+            path: the file to write, such as ``'plan.svg'``
+
+        Returns:
+            the picture, as SVG
+        """
+        drawn = picture.draw(self.question, self.best, self.outcome())
+        if path is not None:
+            Path(path).write_text(drawn)
+        return drawn
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{text.escaped(str(self))}</pre>{self.plot()}"
+
+    def __str__(self) -> str:
+        return text.written(self)
+
+
+def _plain(one: Alternative) -> dict[str, Any]:
+    made = asdict(one)
+    made["choice"] = {"balance": one.choice.balance, "recomputed": sorted(one.choice.recomputed)}
+    return made
+
+
+def _alternative(content: Mapping[str, Any]) -> Alternative:
+    choice = Choice(tuple(content["choice"]["balance"]), frozenset(content["choice"]["recomputed"]))
+    lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
+    return Alternative(**{**content, **lists, "choice": choice})
+
+
+def _question(content: Mapping[str, Any]) -> Question:
+    known = dict(content["costs"])
+    layers = tuple(
+        LayerCosts(**{**one, "modules": tuple(one["modules"]), "samples": tuple(Sample(**own) for own in one["samples"])})
+        for one in known.pop("layers")
+    )
+    cells = tuple(CellCosts(**one) for one in known.pop("cells"))
+    costs = Costs(**{**known, "layers": layers, "cells": cells, "rows": tuple(known["rows"])})
+    devices = tuple(
+        Device(**{**one, "memory": math.inf if one["memory"] is None else one["memory"]}) for one in content["devices"]
+    )
+    lists = {name: tuple(content[name]) for name in ("schedules", "chunks")}
+    return Question(**{**content, **lists, "costs": costs, "devices": devices})
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of infinities, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and math.isinf(value) else value

@@ -1,0 +1,297 @@
+"""The model that a plan is for: a Sequential, which becomes a GPipe, or any other module, which is pipelined in place.
+
+A plan never runs the caller's model. It runs a copy, in pipelines of all kinds: with every layer in a partition of its
+own, to measure the layers, or as the plan will have it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, pipelined
+from torchgpipe.devices.torch_internals import pytree
+from torchgpipe.frames.arrange import arrange
+from torchgpipe.frames.inputs import arguments_of
+from torchgpipe.frames.pipelined import pipelined_apart
+from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.values import each, mapped
+from torchgpipe.schedule import Schedule
+from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe_balancing.walk import layers_of
+
+__all__ = ["AnyModule", "Layers", "Subject", "Way", "apply", "subject_of"]
+
+
+class Way(NamedTuple):
+    """How to pipeline a model.
+
+    Attributes:
+        balance: the number of layers in each partition
+        devices: the device of each partition
+        chunks: the number of micro-batches
+        schedule: the schedule of a step
+        recomputed: the positions of the layers that are recomputed
+        apart: whether partitions stay apart that are neighbours on one device
+    """
+
+    balance: Sequence[int]
+    devices: Sequence[torch.device]
+    chunks: int
+    schedule: Schedule = "1F1B"
+    recomputed: Collection[int] = ()
+    apart: bool = False
+
+
+class Subject(Protocol):
+    """A model to plan for, copied.
+
+    Attributes:
+        kind: 'GPipe' or 'pipelined': what the model becomes
+        layers: for each layer, the names of the modules that it consists of
+        rows: the number of rows of the sample
+        loss: where the loss comes from, for people
+    """
+
+    kind: str
+    layers: list[list[str]]
+    rows: int
+    loss: str
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module of the copy."""
+
+    def owned(self) -> list[list[Tensor]]:
+        """Return the parameters and buffers of each layer."""
+
+    def plain(self, rows: int) -> Any:
+        """Run forward of the copy, without a pipeline, on so many rows, and return the loss."""
+
+    def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
+        """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
+
+
+def subject_of(model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> Subject:
+    """Return a copy of a model, with a sample, for a plan.
+
+    Args:
+        model: the model
+        sample: as for GPipe's step, or for `pipelined`
+        target: the target of the loss function, with the rows of the sample
+        partitions: the largest number of partitions
+        options: further arguments of GPipe or `pipelined`
+
+    Raises:
+        TypeError: the model is no module.
+        ValueError: the sample has no rows, or the model cannot be pipelined.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, but is {type(model).__name__}")
+    if isinstance(model, nn.Sequential):
+        return Layers(model, sample, target, options)
+    return AnyModule(model, sample, target, partitions, options)
+
+
+def apply(model: nn.Module, layers: Sequence[Sequence[str]], way: Way, sample: Any, options: Mapping[str, Any]) -> Any:
+    """Pipeline a model in this way.
+
+    Args:
+        model: the model
+        layers: for each layer, the names of its modules
+        way: how to pipeline it
+        sample: the sample of a model that is no Sequential
+        options: further arguments of GPipe or `pipelined`
+    """
+    recomputed = [name for k in sorted(way.recomputed) for name in layers[k]]
+    if isinstance(model, nn.Sequential):
+        return GPipe(
+            model,
+            way.balance,
+            devices=way.devices,
+            chunks=way.chunks,
+            checkpoint=recomputed or "never",
+            schedule=way.schedule,
+            **options,
+        )
+    cuts = list(accumulate(way.balance))[:-1]
+    pipelines = pipelined_apart if way.apart else pipelined
+    return pipelines(
+        model,
+        sample,
+        chunks=way.chunks,
+        devices=way.devices,
+        balance={layers[cut][0]: j for j, cut in enumerate(cuts, 1)},
+        schedule=way.schedule,
+        checkpoint=recomputed,
+        **options,
+    )
+
+
+class Layers:
+    """A Sequential, whose layers are those of GPipe. See `Subject`."""
+
+    kind = "GPipe"
+
+    def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
+        self._model = _copied(model)
+        self._sample, self._target = sample, target
+        self._options = {"loss_fn": _mean_of_all, **options}
+        self.layers = [[name] for name in layers_of(self._model)]
+        self.rows = _rows(pytree.tree_leaves(sample))
+        self.loss = _source("loss_fn" in options, False)
+
+    def module(self, name: str) -> nn.Module:
+        """See `Subject`."""
+        return self._model.get_submodule(name)
+
+    def owned(self) -> list[list[Tensor]]:
+        """See `Subject`."""
+        return [[*layer.parameters(), *layer.buffers()] for layer in layers_of(self._model).values()]
+
+    def plain(self, rows: int) -> Any:
+        """See `Subject`."""
+        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
+        input = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), self._input(rows))
+        with SkipTracker():
+            output = self._model(input)
+        return self._options["loss_fn"](output, _resized(self._target, self.rows, rows))
+
+    def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
+        """See `Subject`."""
+        model = apply(self._model, self.layers, way, None, self._options)
+        return model, lambda rows: model.step(self._input(rows), _resized(self._target, self.rows, rows))
+
+    def _input(self, rows: int) -> Any:
+        return _resized(self._sample, self.rows, rows)
+
+
+class AnyModule:
+    """Any other module, whose layers are the parts of its spine. See `Subject`."""
+
+    kind = "pipelined"
+
+    def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
+        self._model = _copied(model)
+        self._sample, self._target = arguments_of(sample), target
+        self.rows = _rows([tensor for _, tensor in each(tuple(self._sample))])
+        has_own = "loss_fn" not in options and self._has_loss()
+        self._options: dict[str, Any] = {**({} if has_own else {"loss_fn": _mean_of_all}), **options}
+        self.loss = _source("loss_fn" in options, has_own)
+        self._settings = self._each_part_apart(partitions, options)
+        parts = range(len(self._settings.devices))
+        self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
+        self._pipeline: Any = None
+
+    def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
+        """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
+
+        def arranged(n: int, balance: Any) -> Settings:
+            return arrange(
+                self._model,
+                self._sample,
+                [torch.device("cpu")] * n,
+                fixed=True,
+                balance=balance,
+                no_chunk=options.get("no_chunk", ()),
+                checkpoint=(),
+                apart=True,
+                chunks=1,
+                schedule="1F1B",
+                loss_fn=None,
+                weight=None,
+                reduce=None,
+            )
+
+        spine = arranged(partitions, "parameters").layout.spine
+        begins = [name.split("..")[0] for name in spine]
+        return arranged(len(begins), {name: j for j, name in enumerate(begins) if j})
+
+    def module(self, name: str) -> nn.Module:
+        """See `Subject`."""
+        return self._model.get_submodule(name)
+
+    def owned(self) -> list[list[Tensor]]:
+        """See `Subject`."""
+        owned: list[list[Tensor]] = [[] for _ in self.layers]
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            owned[self._settings.column_of(name)].append(tensor)
+        return owned
+
+    def _has_loss(self) -> bool:
+        return _own_loss(self._output(1)) is not None
+
+    def _output(self, rows: int) -> Any:
+        """Return the output of the copy, without a pipeline."""
+        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
+        args, kwargs = mapped(self._arguments(rows), lambda tensor: tensor.to(device))
+        return self._model(*args, **kwargs)
+
+    def plain(self, rows: int) -> Any:
+        """See `Subject`."""
+        output, loss_fn = self._output(rows), self._options.get("loss_fn")
+        return _own_loss(output) if loss_fn is None else loss_fn(output, _resized(self._target, self.rows, rows))
+
+    def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
+        """See `Subject`."""
+        if self._pipeline is not None:
+            self._pipeline.unpipelined()
+        model = self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), self._options)
+
+        def step(rows: int) -> Any:
+            args, kwargs = self._arguments(rows)
+            return model.step(*args, target=_resized(self._target, self.rows, rows), **kwargs)
+
+        return model, step
+
+    def _arguments(self, rows: int) -> Any:
+        return _resized(tuple(self._sample), self.rows, rows)
+
+
+def _source(is_given: bool, has_own: bool) -> str:
+    return "loss_fn" if is_given else "the model's own" if has_own else "none: the mean of the output stands in"
+
+
+def _own_loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _mean_of_all(output: Any, _target: Any) -> Tensor:
+    """Return a loss that depends on all of the output."""
+    parts = [tensor.float().mean() for _, tensor in each(output) if tensor.is_floating_point()]
+    return torch.stack(parts).sum()
+
+
+def _rows(tensors: Iterable[Any]) -> int:
+    rows = next((len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 0)
+    if not rows:
+        raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
+    return rows
+
+
+def _resized(value: Any, before: int, rows: int) -> Any:
+    """Return a value with so many rows: rows are left out, or repeated."""
+    index = torch.arange(rows) % before
+
+    def resized(tensor: Tensor) -> Tensor:
+        return tensor[index.to(tensor.device)] if tensor.dim() and len(tensor) == before else tensor
+
+    return mapped(value, resized, caches=True)
+
+
+def _copied(model: nn.Module) -> Any:
+    """Return a copy in training mode, without gradients."""
+    # deepcopy refuses tensors that a layer has computed and keeps as attributes, as weight_norm does.
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    copied = copy.deepcopy(model, computed).train()
+    copied.zero_grad(set_to_none=True)
+    return copied
