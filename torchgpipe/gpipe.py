@@ -312,6 +312,7 @@ class GPipe(nn.Module):
                 stops=stops,
                 backward=torch.is_grad_enabled(),
                 replicas=replicas,
+                schedule=self._schedule,
             )
         loss = mean.sum()
         replicas.add(loss, "the loss")

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torchgpipe.devices.typing import Leaves
+from torchgpipe.engine.out_of_memory import add_shortage
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.record import Kind, recorded
 from torchgpipe.model.microbatch import Batch
+from torchgpipe.schedule import Action
 
 __all__ = ["Cell"]
 
@@ -62,3 +64,5 @@ class Cell:
         note = f"micro-batch {self.i} of {self.m}, {self.call.where}, during {phase}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+        if self.call.facts is not None:
+            add_shortage(error, self.call.facts, Action("F" if phase == "forward" else "B", self.i, self.call.running))

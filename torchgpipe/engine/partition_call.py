@@ -21,6 +21,7 @@ from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.direct_gradients import DirectGradients
 from torchgpipe.engine.gradients import ParameterGradients
+from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Step
 from torchgpipe.model.microbatch import Batch
@@ -55,6 +56,7 @@ class PartitionCall:
 
     Attributes:
         j: the index of the partition
+        facts: returns what a note about memory is made from; None in a step, which makes these notes itself
         direct: the gradients of the parameters in a step, where no backward pass of the caller takes them
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
@@ -92,6 +94,7 @@ class PartitionCall:
         self.lane_device = stream.device if ordered else None
         self.step = step
         self.direct: DirectGradients | None = None
+        self.facts: Callable[[], MiniBatchFacts] | None = None
         self._replicated = replicated
 
         self._partition = partition
@@ -124,6 +127,11 @@ class PartitionCall:
             self.run_layers = partial(_run_exclusively, self.run_layers, self._norms)
         if starts_in_place(partition):
             self.run_layers = partial(_run_on_copies, self.run_layers)
+
+    @property
+    def running(self) -> int:
+        """The index of the partition that runs, where neighbours are joined."""
+        return self._partition._running._index
 
     @property
     def where(self) -> str:

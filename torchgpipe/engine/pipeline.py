@@ -14,6 +14,7 @@ threads say nothing about each other, so there the cells of each partition are t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from torchgpipe.devices.torch_internals import transforms_are_active
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.out_of_memory import facts_of, rows_of_largest
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
@@ -48,6 +50,7 @@ class Pipeline:
         self, partitions: Sequence[Partition], devices: Sequence[torch.device], m: int, mechanisms: Mechanisms
     ) -> None:
         self._m = m
+        self._partitions, self._devices = partitions, devices
         views = views_of_each(partitions)
         #: The views of a partition run one after the other, as the whole partition would.
         self._cells = [(i, view) for clock in clock_cycles(m, len(views)) for i, j in clock for view in views[j]]
@@ -76,6 +79,19 @@ class Pipeline:
             stops: for each view, how many micro-batches, from the first on, are checkpointed
         """
         self._stops = stops
+        facts = partial(
+            facts_of,
+            self._partitions,
+            self._devices,
+            self._m,
+            rows_of_largest(batches),
+            stops,
+            schedule=None,
+            program=None,
+            backward=self._ambient.builds_graph,
+        )
+        for call in self._calls:
+            call.facts = facts
         if any(stops) or not self._inline:
             refuse_transforms()
         if self._inline:

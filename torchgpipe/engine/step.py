@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_bac
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver, reduce
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage, facts_of, rows_of_largest
 from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.record import Step
 from torchgpipe.engine.replicas import Replicas
@@ -39,7 +41,7 @@ from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import LayerSeeds
-from torchgpipe.schedule import Program
+from torchgpipe.schedule import Action, Program, Schedule
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = ["run_step"]
@@ -57,6 +59,7 @@ def run_step(
     stops: Sequence[int],
     backward: bool,
     replicas: Replicas,
+    schedule: Schedule,
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -71,9 +74,10 @@ def run_step(
         stops: for each view, how many micro-batches, from the first on, may be recomputed
         backward: whether to run backward
         replicas: the replicas of the pipeline, which run a step at the same time
+        schedule: what the program comes from, for errors
 
     Raises:
-        BaseException: the error of the first action that failed, with a note; ``.grad`` is as it was before.
+        BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
     """
     with replicas.together("the preparation of a step"):
         refuse_transforms()
@@ -81,10 +85,12 @@ def run_step(
         # A listener hears of each partition.
         joins = joinable(partitions, devices, stops) if step is None else (False,) * len(partitions)
         views = tuple(map(tuple, views_of_each(partitions)))
+        rows = rows_of_largest(inputs)
+        facts = partial(facts_of, partitions, devices, len(inputs), rows, stops, schedule, program, backward=backward)
         todo = plan(tuple(map(tuple, program)), views, joins, backward=backward)
         columns = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in todo.views]
         devices, stops = [devices[own[0]] for own in todo.views], [stops[own[0]] for own in todo.views]
-        cells = _Step(columns, devices, inputs, finish, mechanisms, stops, backward, replicas, step)
+        cells = _Step(columns, devices, inputs, finish, mechanisms, stops, backward, replicas, step, facts)
     return cells.run(todo, gather)
 
 
@@ -102,7 +108,9 @@ class _Step:
         backward: bool,
         replicas: Replicas,
         step: Step | None,
+        facts: Callable[[], MiniBatchFacts],
     ) -> None:
+        self._facts = facts
         self._m, self._n = len(inputs), len(partitions)
         self._finish = finish
         self._stops = stops
@@ -153,13 +161,17 @@ class _Step:
     def _run_actions(self, todo: Plan) -> None:
         def run(number: int) -> None:
             kind, i, j = todo.actions[number]
-            if kind == "F":
-                self._forward(i, j, (i, j) in todo.keeps)
-            elif kind == "W":
-                with self._differentiating():
-                    self._cells.pop((i, j)).differentiate_weights()
-            else:
-                self._backward(i, j, split=kind == "I")
+            try:
+                if kind == "F":
+                    self._forward(i, j, (i, j) in todo.keeps)
+                elif kind == "W":
+                    with self._differentiating():
+                        self._cells.pop((i, j)).differentiate_weights()
+                else:
+                    self._backward(i, j, split=kind == "I")
+            except BaseException as error:
+                add_shortage(error, self._facts, Action(kind, i, self._calls[j].running))
+                raise
 
         calls = self._calls
         if len({call.device for call in calls}) == 1:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.copy import copy_back, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
+from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.record import End, Kind, recorded
 from torchgpipe.engine.workers import Task, run_in_workers
@@ -65,6 +66,7 @@ class MiniBatch:
         labels: names each column, for errors
         buffers: the ids of the model's buffers
         owner: the pipeline
+        facts: returns what a note about memory is made from
 
     Attributes:
         random_numbers: the random numbers
@@ -86,7 +88,9 @@ class MiniBatch:
         labels: Sequence[str],
         buffers: Set[int],
         owner: object,
+        facts: Callable[[], MiniBatchFacts],
     ) -> None:
+        self._facts = facts
         self._m, self._n = len(inputs), len(columns.devices)
         self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
@@ -153,10 +157,14 @@ class MiniBatch:
     def _run_actions(self, todo: Plan, ambient: Ambient, *, keep_graph: bool) -> None:
         def run(number: int) -> None:
             kind, i, j = todo.actions[number]
-            if kind == "F":
-                self._run_forward(i, j)
-            else:
-                self._run_backward(i, j, kind, keep_graph)
+            try:
+                if kind == "F":
+                    self._run_forward(i, j)
+                else:
+                    self._run_backward(i, j, kind, keep_graph)
+            except BaseException as error:
+                add_shortage(error, self._facts, todo.actions[number])
+                raise
 
         computing = self._columns.computing
         try:

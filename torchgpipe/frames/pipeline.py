@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.engine.label import labelled
+from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
@@ -32,7 +34,7 @@ from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
-from torchgpipe.schedule import places_of, program, program_of
+from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
 
@@ -80,7 +82,10 @@ class Pipeline:
         exported = Exported(len(parts), backward=backward)
         actions = program("GPipe", len(parts), places_of(settings.devices))
         with self._aliased(module, backward=backward) as aliases:
-            mini_batch = self._mini_batch(module, plain, parts, exported.take, aliases, actions, backward=backward)
+            facts = partial(self._facts, module, sizes, None, actions, backward=backward)
+            mini_batch = self._mini_batch(
+                module, plain, parts, exported.take, aliases, actions, facts, backward=backward
+            )
             mini_batch.run_forward()
         self._end(module, mini_batch)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
@@ -112,7 +117,8 @@ class Pipeline:
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
         with self._aliased(module, backward=backward) as aliases:
             try:
-                mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, backward=backward)
+                facts = partial(self._facts, module, sizes, settings.schedule, actions, backward=backward)
+                mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, facts, backward=backward)
                 mini_batch.run()
                 result = loss.result()
                 self._end(module, mini_batch)
@@ -164,6 +170,7 @@ class Pipeline:
         finish: Callable[[int, Any, Callable[[Tensor], Export]], None],
         aliases: Aliases,
         actions: Any,
+        facts: Callable[[], MiniBatchFacts],
         *,
         backward: bool,
     ) -> MiniBatch:
@@ -194,6 +201,26 @@ class Pipeline:
             labels=settings.labels,
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self,
+            facts=facts,
+        )
+
+    def _facts(
+        self, module: nn.Module, sizes: list[int], schedule: Schedule | None, actions: Program, *, backward: bool
+    ) -> MiniBatchFacts:
+        """Return what a note about memory is made from."""
+        settings, recomputes = self._settings, self._recomputes(module)
+        return MiniBatchFacts(
+            len(sizes),
+            sizes[0],
+            settings.devices,
+            [label.partition(" (")[0] for label in settings.labels],
+            schedule,
+            actions,
+            backward,
+            stops=[0] * len(settings.devices),
+            partly=recomputes,
+            splits=not recomputes,
+            advises=None if recomputes or not backward else "pipelined",
         )
 
     def _end(self, module: nn.Module, mini_batch: MiniBatch) -> None:

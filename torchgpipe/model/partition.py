@@ -25,6 +25,11 @@ class Partition(nn.Sequential):
     _index: int
 
     @property
+    def _running(self) -> Partition:
+        """The partition that runs: this one, where it is not several that are joined."""
+        return self
+
+    @property
     def _label(self) -> str:
         """The index and the layers, for errors."""
         names = list(self._modules)

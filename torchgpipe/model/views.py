@@ -89,8 +89,12 @@ class Joined(Partition):
         self._markers = [_marker(self._at, k) for k in range(len(parts))]
 
     @property
+    def _running(self) -> Partition:
+        return self._parts[self._at[0]]
+
+    @property
     def _label(self) -> str:
-        return self._parts[self._at[0]]._label
+        return self._running._label
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         self._at[0] = 0

@@ -1,0 +1,33 @@
+"""The memory of a device: whether an error says that it has run out, and how much of it is in use."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["memory_in_use", "ran_out_of_memory"]
+
+#: What PyTorch's allocator of the CPU says, on Linux and on Windows; its errors have no type of their own.
+_OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the memory of a device has run out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_THE_CPU)
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int, int] | None:
+    """Return the bytes of an accelerator that tensors take, that PyTorch has reserved, and that there are.
+
+    Returns:
+        None for a device of another kind, such as the CPU, and for an accelerator that cannot tell
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    try:
+        _, total = torch.accelerator.get_memory_info(device)
+    except RuntimeError:  # Not every kind of accelerator can tell, and this must not replace the error of the caller.
+        return None
+    return torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device), total
