@@ -189,7 +189,7 @@ def test_any_faults(how: tuple[Placing, Callable[[int], str], int, str], hooked:
     else:
         # Workers may raise one instance at several places at once.
         notes = getattr(error, "__notes__", [])
-        assert len(set(notes)) == len(notes) <= len(faults)
+        assert len(set(notes)) == len(notes) <= len(faults) * (1 + isinstance(error, torch.OutOfMemoryError))
 
     plan.faults.clear()
     model.zero_grad()
