@@ -58,6 +58,15 @@ def test_the_profiler_shows_the_cells_of_all_threads_when_it_is_set_to(checkpoin
     assert labels(profiler) == all_labels(checkpoint)
 
 
+def test_the_profiler_shows_the_cells_of_a_pipelined_model() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torchgpipe.pipelined(model, torch.randn(2, 3), chunks=M, devices=["cpu:0", "cpu:1"])
+    setting = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=setting) as profiler:
+        model(torch.randn(4, 3)).sum().backward()
+    assert labels(profiler) == all_labels("never")
+
+
 def test_without_the_profiler_there_are_no_labels() -> None:
     assert labelled(None) is None
     with profile(activities=[ProfilerActivity.CPU]):

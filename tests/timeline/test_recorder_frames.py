@@ -1,4 +1,4 @@
-"""A pipelined model is recorded as a GPipe is: each cell, copy and wait once, where it ran, without changing results."""
+"""A pipelined model is recorded as a GPipe is: each cell, copy and wait, where it ran, without changing results."""
 
 from __future__ import annotations
 
