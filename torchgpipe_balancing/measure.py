@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from itertools import chain
@@ -23,7 +23,7 @@ from torchgpipe_balancing.sizes import SizeCounter, Sizes
 from torchgpipe_balancing.times import Timer, Times
 from torchgpipe_balancing.walk import layers_of, shapes_of, tensors_in, walk
 
-__all__ = ["profile", "profile_sizes"]
+__all__ = ["profile", "profile_sizes", "undisturbed"]
 
 
 def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None, timeout: float = 1.0) -> Profile:
@@ -71,7 +71,7 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None,
         raise ValueError(f"timeout must be 0 seconds or more, not {timeout}")
     place = _place(device, module, sample)
 
-    with _undisturbed(place):
+    with undisturbed([place]):
         sizes = walk(module, sample, place, SizeCounter())
         rounds: list[list[Times]] = []
         end = time.perf_counter() + timeout
@@ -98,7 +98,7 @@ def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device | None =
         The sizes of each layer, in bytes.
     """
     place = _place(device, module, sample)
-    with _undisturbed(place):
+    with undisturbed([place]):
         return walk(module, sample, place, SizeCounter())
 
 
@@ -116,15 +116,17 @@ def _place(device: Device | None, module: nn.Module, sample: Any) -> torch.devic
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Keep the caller's random streams, gradient mode and current device."""
+def undisturbed(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Keep the caller's random streams, gradient mode and current device, which becomes the first accelerator."""
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # also turns gradients on
         stack.callback(torch.clear_autocast_cache)
-        if device.type == "cpu":
-            stack.enter_context(torch.random.fork_rng([]))
-        else:
-            stack.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
+        if accelerators:
+            indices = [device.index for device in accelerators]
+            stack.enter_context(torch.random.fork_rng(indices, device_type=accelerators[0].type))
             # Events, and layers that create tensors, use the current device.
-            stack.enter_context(torch.accelerator.device_index(device.index))
+            stack.enter_context(torch.accelerator.device_index(indices[0]))
+        else:
+            stack.enter_context(torch.random.fork_rng([]))
         yield

@@ -8,10 +8,10 @@ from html import escape
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.simulation import Simulation
 
-__all__ = ["draw_svg", "draw_text"]
+__all__ = ["COLOURS", "draw_svg", "draw_text"]
 
 #: Colours that stay apart in grey and for colour-blind readers.
-_COLOURS = {"F": "#9ecae1", "B": "#fdae6b", "I": "#fdae6b", "W": "#c7e9c0"}
+COLOURS = {"F": "#9ecae1", "B": "#fdae6b", "I": "#fdae6b", "W": "#c7e9c0"}
 
 
 def draw_text(simulation: Simulation, columns: int = 100) -> str:
@@ -56,7 +56,7 @@ def draw_svg(simulation: Simulation, width: int = 900) -> str:
             x, wide = margin + start * scale, (end - start) * scale
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{max(0.5, wide - 1):.1f}" height="{height}" '
-                f'fill="{_COLOURS[action.kind]}"><title>{escape(str(action))}</title></rect>'
+                f'fill="{COLOURS[action.kind]}"><title>{escape(str(action))}</title></rect>'
             )
             if wide > 14:
                 parts.append(f'<text x="{x + wide / 2:.1f}" y="{y + 16}" text-anchor="middle">{action.i}</text>')

@@ -1,4 +1,4 @@
-"""Try all schedules, numbers of micro-batches and partitions a device, each with the best choice that the search finds."""
+"""Try all schedules, numbers of micro-batches and partitions a device, each with its best choice."""
 
 from __future__ import annotations
 

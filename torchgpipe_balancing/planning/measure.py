@@ -38,13 +38,16 @@ _KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backwa
 _WARM_UP, _STEPS = 2, 3
 
 
-def measured(subject: Subject, devices: Sequence[torch.device], rows: Sequence[int], *, seconds: float) -> Costs:
+def measured(
+    subject: Subject, devices: Sequence[torch.device], rows: Sequence[int], slowness: Sequence[float], *, seconds: float
+) -> Costs:
     """Measure a model.
 
     Args:
         subject: the model
         devices: the devices to measure on
         rows: the sizes of micro-batches, in increasing order. The largest are left out if memory runs out
+        slowness: the time that each device takes, relative to the one that times are for
         seconds: roughly how long to measure
     """
     layers = [
@@ -56,7 +59,7 @@ def measured(subject: Subject, devices: Sequence[torch.device], rows: Sequence[i
         for own in subject.owned()
     ]
     on_meta = any(tensor.is_meta for own in subject.owned() for tensor in own)
-    bench = None if on_meta else _Bench(subject, devices, [1 + all_of for all_of, _, _ in layers], seconds / len(rows))
+    bench = None if on_meta else _Bench(subject, devices, slowness, [1 + one[0] for one in layers], seconds / len(rows))
     samples: list[list[Sample]] = []
     cells: list[CellCosts] = []
     for count in rows:
@@ -71,7 +74,7 @@ def measured(subject: Subject, devices: Sequence[torch.device], rows: Sequence[i
             if not cells:
                 raise
             break  # What larger sizes take follows from the smaller ones.
-        samples.append([Sample(*own, *size) for own, size in zip(times, sizes)])
+        samples.append([Sample(*own, *map(float, size)) for own, size in zip(times, sizes)])
         cells.append(cell)
     latency, per_byte = (0.0, 0.0) if on_meta else _transfers(devices)
     return Costs(
@@ -109,13 +112,20 @@ class _Run:
 class _Bench:
     """Runs pipelines of a model over all devices. See `measured` for the arguments."""
 
-    def __init__(self, subject: Subject, devices: Sequence[torch.device], loads: Sequence[float], seconds: float):
+    def __init__(
+        self,
+        subject: Subject,
+        devices: Sequence[torch.device],
+        slowness: Sequence[float],
+        loads: Sequence[float],
+        seconds: float,
+    ) -> None:
         self._subject = subject
-        n = min(len(devices), len(loads))
-        self._devices = devices[:n]
-        self._counts = partition(loads, n)
+        self._devices = devices
+        self._counts = partition(loads, len(devices))
         self._of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
-        self._m = max(4, 2 * n)
+        self._slowness = [slow for slow, count in zip(slowness, self._counts) for _ in range(count)]
+        self._m = max(4, 2 * len(devices))
         self._seconds = seconds / 4
 
     def times(self, rows: int) -> tuple[list[list[float]], CellCosts]:
@@ -133,10 +143,13 @@ class _Bench:
             halves = {kind: [split[kind, k] for k in range(count)] for kind in "IW"}
             behind = self._counts[0]
             cell |= {kind: _beside(halves[kind][behind:], [joined[kind, j] for j in range(1, n)]) for kind in "IW"}
-        times = [[max(0.0, own[k] - cell[kind]) for kind, own in (seconds | halves).items()] for k in range(count)]
-        return [[*own, first] for own, first in zip(times, fine.first)], CellCosts(
-            *cell.values(), step=coarse.step - coarse.window, factor=coarse.window / self._simulated(coarse)
-        )
+        of_kind = seconds | halves
+        times = [
+            [*(max(0.0, of_kind[kind][k] - cell[kind]) / slow for kind in "FBIW"), fine.first[k] / slow]
+            for k, slow in enumerate(self._slowness)
+        ]
+        rest, factor = coarse.step - coarse.window, coarse.window / self._simulated(coarse)
+        return times, CellCosts(cell["F"], cell["B"], cell["I"], cell["W"], rest, factor)
 
     def _simulated(self, run: _Run) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
@@ -167,7 +180,7 @@ class _Bench:
         for _ in range(_WARM_UP):
             run()
             model.zero_grad()
-        seconds = []
+        seconds: list[float] = []
         end = time.perf_counter() + self._seconds
         with record(model, steps=1000) as timeline:
             while len(seconds) < _STEPS or time.perf_counter() < end:

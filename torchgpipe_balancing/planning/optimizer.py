@@ -42,7 +42,10 @@ def states_of(optimizer: Optimizer) -> float:
     weight = nn.Parameter(torch.zeros(256, 256))
     weight.grad = torch.ones_like(weight)
     try:
-        made: Any = type(optimizer)([weight], **optimizer.defaults) if _is_made(optimizer) else optimizer([weight])
+        if isinstance(optimizer, torch.optim.Optimizer):
+            made: Any = type(optimizer)([weight], **optimizer.defaults)  # type: ignore[call-arg]
+        else:
+            made = optimizer([weight])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of settings that matter to training only.
             made.step()
@@ -53,7 +56,3 @@ def states_of(optimizer: Optimizer) -> float:
             f"the bytes that it keeps for each byte of a parameter, but {optimizer!r} failed on a matrix: {error}"
         ) from error
     return sum([one.nbytes for one in states if isinstance(one, Tensor) and one.numel() > 1]) / weight.nbytes
-
-
-def _is_made(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Optimizer)

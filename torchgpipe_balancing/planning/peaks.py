@@ -86,8 +86,8 @@ class _Watch(ExitStack):
         self._owned = {storage_key(tensor) for own in subject.owned() for tensor in own}
         self._places = places
         for k, names in enumerate(subject.layers):
-            for name in names:
-                self._watch(subject.module(name), k, k in recomputed)
+            for module in map(subject.module, names):
+                self._watch(module, k, k in recomputed)
         self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor))
 
     def _watch(self, module: nn.Module, k: int, is_recomputed: bool) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from torchgpipe_balancing.planning import picture, text
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of, rows_of
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
 from torchgpipe_balancing.planning.check import Check, checked
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome
@@ -248,7 +247,9 @@ def _alternative(content: Mapping[str, Any]) -> Alternative:
 def _question(content: Mapping[str, Any]) -> Question:
     known = dict(content["costs"])
     layers = tuple(
-        LayerCosts(**{**one, "modules": tuple(one["modules"]), "samples": tuple(Sample(**own) for own in one["samples"])})
+        LayerCosts(
+            **{**one, "modules": tuple(one["modules"]), "samples": tuple(Sample(**own) for own in one["samples"])}
+        )
         for one in known.pop("layers")
     )
     cells = tuple(CellCosts(**one) for one in known.pop("cells"))

@@ -138,7 +138,7 @@ class Layers:
     kind = "GPipe"
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
-        self._model = _copied(model)
+        self._model: nn.Sequential = _copied(model)
         self._sample, self._target = sample, target
         self._options = {"loss_fn": _mean_of_all, **options}
         self.layers = [[name] for name in layers_of(self._model)]
@@ -176,7 +176,7 @@ class AnyModule:
     kind = "pipelined"
 
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
-        self._model = _copied(model)
+        self._model: nn.Module = _copied(model)
         self._sample, self._target = arguments_of(sample), target
         self.rows = _rows([tensor for _, tensor in each(tuple(self._sample))])
         has_own = "loss_fn" not in options and self._has_loss()

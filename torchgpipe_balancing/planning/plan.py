@@ -1,0 +1,238 @@
+"""Plan a pipeline for a model: measure, search, explain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.typing import Device
+from torchgpipe.schedule import NAMES, ScheduleName
+from torchgpipe.schedule.programs import verify_name
+from torchgpipe_balancing.measure import undisturbed
+from torchgpipe_balancing.planning.alternatives import (
+    Alternative,
+    Question,
+    Tried,
+    alternatives,
+    default_chunks,
+    rows_of,
+)
+from torchgpipe_balancing.planning.measure import measured
+from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
+from torchgpipe_balancing.planning.problem import Device as PlannedDevice
+from torchgpipe_balancing.planning.result import Plan
+from torchgpipe_balancing.planning.subject import subject_of
+from torchgpipe_balancing.planning.text import described, shown_size
+
+__all__ = ["DoesNotFit", "plan"]
+
+_GIB = 2**30
+
+
+class DoesNotFit(ValueError):
+    """Nothing that was tried fits the devices. The message says by how much, and what would fit."""
+
+
+def plan(
+    model: nn.Module,
+    sample: Any,
+    *,
+    batch: int,
+    memory: Sequence[float] | None = None,
+    devices: Iterable[Device] | None = None,
+    optimizer: Optimizer = None,
+    target: Any = None,
+    schedule: ScheduleName | Collection[ScheduleName] = NAMES,  # type: ignore[assignment]
+    chunks: int | Collection[int] | None = None,
+    checkpoint: bool = True,
+    margin: float = 0.1,
+    speeds: Sequence[float] | None = None,
+    bandwidth: float | None = None,
+    seconds: float = 10.0,
+    **options: Any,
+) -> Plan:
+    """Decide how to pipeline a model: balance, number of micro-batches, schedule, and which layers to recompute. ::
+
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)])
+        plan = torchgpipe.plan(
+            model, torch.randn(4, 64), batch=32, memory=[2**20, 2**20], devices=["cpu:0", "cpu:1"],
+            optimizer=torch.optim.AdamW, loss_fn=lambda output, target: output.mean(), seconds=1,
+        )
+        print(plan)
+        model = plan.apply(model)
+        loss = model.step(torch.randn(32, 64))
+
+    A copy of the model is measured: every layer, in a pipeline over the devices, with micro-batches of up to three
+    sizes. Then the search tries all schedules and numbers of micro-batches, each with the best balance and the best
+    choice of layers to recompute, and takes the alternative whose simulated step is the shortest among those that fit
+    the memory. A model on the meta device is not run: its sizes follow from shapes, and the bytes of parameters stand
+    for times.
+
+    Args:
+        model: the model; a :class:`~torch.nn.Sequential` becomes a :class:`~torchgpipe.GPipe`, any other is
+            :func:`~torchgpipe.pipelined`. It is not changed
+        sample: an input of some rows: for a Sequential as in :meth:`GPipe.step <torchgpipe.GPipe.step>`, for others
+            as in :func:`~torchgpipe.pipelined`
+        batch: the rows of a mini-batch
+        memory: the bytes of each device's memory (default: what the accelerators have; no limit on the CPU)
+        devices: the devices (default: as many as ``memory`` has of the accelerators, or else of the CPU's cores)
+        optimizer: what will train the model: a class such as ``torch.optim.AdamW``, a function that takes parameters,
+            an optimizer, or the bytes that it keeps for each byte of a parameter (default: nothing)
+        target: the target of the loss function, for the rows of the sample
+        schedule: the schedules to try, or one (default: all)
+        chunks: the numbers of micro-batches to try, or one (default: powers of two)
+        checkpoint: whether layers may be recomputed
+        margin: the share of the memory that is left free, for fragmentation and for what operations need while they run
+        speeds: how fast each device is, relative to the others (default: all are equally fast)
+        bandwidth: bytes a second between two devices (default: measured)
+        seconds: roughly how long to measure
+        **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`, above all
+            ``loss_fn``; the plan applies them, too
+
+    Returns:
+        the plan
+
+    Raises:
+        TypeError: ``model``, ``batch`` or ``optimizer`` is something else.
+        ValueError: an argument does not fit, or the model cannot be pipelined.
+        DoesNotFit: nothing fits the memory.
+    """
+    if not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch must be a positive whole number, the rows of a mini-batch, but got {batch!r}")
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin must be a share of the memory from 0 to below 1, but got {margin!r}")
+    places = _devices(devices, memory)
+    planned = _with_memory(places, memory, speeds, margin)
+    schedules = _schedules(schedule)
+    counts = _chunks(chunks, batch, len(places))
+    states = 1.0 + states_of(optimizer)
+    most = len(places) * (2 if {"Interleaved1F1B", "V-Half"} & {*schedules} else 1)
+    with undisturbed(places):
+        subject = subject_of(model, sample, target, most, options)
+        if len(subject.layers) < len(places):
+            raise ValueError(
+                f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} "
+                "devices; give fewer devices"
+            )
+        sizes = sorted({rows_of(batch, count) for count in counts})
+        middle = sizes[len(sizes) // 2]
+        slowness = [device.slowness for device in planned]
+        costs = measured(subject, places, sorted({sizes[0], middle, sizes[-1]}), slowness, seconds=seconds)
+    if bandwidth is not None:
+        costs = replace(costs, per_byte=1 / bandwidth)
+    question = Question(costs, planned, batch, states, schedules, counts, checkpoint)
+    tried = alternatives(question)
+    if not tried.fitting:
+        raise DoesNotFit(_misfit(question, tried))
+    return Plan(
+        question,
+        tuple(tried.fitting),
+        tuple((one, tuple(excess)) for one, excess in tried.misfits),
+        _best_seconds(question.with_memory(math.inf)) or math.inf,
+        _best_seconds(question.with_memory(_GIB)) or math.inf,
+        _best_seconds(question.with_devices(len(places) + 1)),
+        sample,
+        target,
+        options,
+    )
+
+
+def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -> list[torch.device]:
+    if devices is None:
+        places = working_devices()
+        if memory is not None:
+            if len(memory) > len(places) and places[0].type == "cpu":
+                places = [torch.device("cpu", k) for k in range(len(memory))]
+            places = places[: len(memory)]
+    else:
+        places = [canonical_device(device) for device in devices]
+    if not places or (memory is not None and len(memory) != len(places)):
+        raise ValueError(
+            f"memory has {len(memory or ())} numbers, one for each device, but there are {len(places)} devices: "
+            f"{[*map(str, places)]}"
+        )
+    if len(set(places)) < len(places):
+        raise ValueError(f"each device must be there once, but got {[*map(str, places)]}")
+    return places
+
+
+def _with_memory(
+    places: Sequence[torch.device], memory: Sequence[float] | None, speeds: Sequence[float] | None, margin: float
+) -> tuple[PlannedDevice, ...]:
+    sizes = memory if memory is not None else [_memory_of(device) for device in places]
+    if speeds is not None and (len(speeds) != len(places) or min(speeds) <= 0):
+        raise ValueError(f"speeds must have a positive number for each of {len(places)} devices, but got {speeds!r}")
+    slowness = [1.0] * len(places) if speeds is None else [max(speeds) / speed for speed in speeds]
+    if min(sizes) <= 0:
+        raise ValueError(f"memory must have positive numbers of bytes, but got {list(sizes)}")
+    return tuple(
+        PlannedDevice(str(device), size * (1 - margin), slow) for device, size, slow in zip(places, sizes, slowness)
+    )
+
+
+def _memory_of(device: torch.device) -> float:
+    return math.inf if device.type == "cpu" else float(torch.accelerator.get_memory_info(device)[1])
+
+
+def _schedules(schedule: str | Collection[str]) -> tuple[ScheduleName, ...]:
+    names = [schedule] if isinstance(schedule, str) else list(schedule)
+    if not names:
+        raise ValueError(f"schedule must name at least one of {', '.join(NAMES)}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"a plan tries schedules by name, of {', '.join(NAMES)}, but got {name!r}")
+        verify_name(cast(Any, name))
+    return cast(tuple[ScheduleName, ...], tuple(names))
+
+
+def _chunks(chunks: int | Collection[int] | None, batch: int, n: int) -> tuple[int, ...]:
+    if chunks is None:
+        return default_chunks(batch, n)
+    counts = [chunks] if isinstance(chunks, int) else sorted(set(chunks))
+    if not counts or min(counts) < 1 or max(counts) > batch:
+        raise ValueError(f"chunks must be numbers from 1 to the {batch} rows of a mini-batch, but got {chunks!r}")
+    return tuple(counts)
+
+
+def _best_seconds(question: Question) -> float | None:
+    fitting = alternatives(question, keep=1).fitting
+    return fitting[0].seconds if fitting else None
+
+
+def _misfit(question: Question, tried: Tried) -> str:
+    """Say by how much nothing fits, and what would."""
+    if not tried.misfits:
+        return f"no schedule of {list(question.schedules)} fits {len(question.devices)} devices and these layers"
+    nearest, excess = tried.misfits[0]
+    lacking = [f"{shown_size(size)} on {device.name}" for size, device in zip(excess, question.devices) if size > 0]
+    lines = [
+        f"nothing fits {question.batch} rows; the nearest is {described(question, nearest)}, which lacks "
+        f"{', '.join(lacking)}",
+        f"it would fit with {shown_size(max(excess))} more on each device",
+    ]
+    n = len(question.devices)
+    for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1):
+        found = _first(question.with_devices(count))
+        if found is not None:
+            lines.append(f"on {count} devices like the last: {described(question, found)}")
+            break
+    rows = question.batch // 2
+    while rows:
+        smaller = replace(question, batch=rows, chunks=())
+        found = _first(smaller)
+        if found is not None:
+            lines.append(f"with mini-batches of {rows} rows: {described(smaller, found)}")
+            break
+        rows //= 2
+    return "\n".join(lines)
+
+
+def _first(question: Question) -> Alternative | None:
+    fitting = alternatives(question, keep=1).fitting
+    return fitting[0] if fitting else None

@@ -1,0 +1,181 @@
+"""A plan in words: what was chosen, what it takes, what binds it, and why the others lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, rows_of
+
+if TYPE_CHECKING:
+    from torchgpipe_balancing.planning.result import Plan
+
+__all__ = ["described", "escaped", "shown_size", "written"]
+
+#: Differences below this share of a step are not worth a word.
+_SAME = 0.001
+
+
+def escaped(text: str) -> str:
+    """Return a text for a page."""
+    return escape(text)
+
+
+def written(plan: Plan) -> str:
+    """Return a plan in words."""
+    return "\n".join(_lines(plan))
+
+
+def described(question: Question, one: Alternative) -> str:
+    """Return an alternative in a line."""
+    rows = rows_of(question.batch, one.chunks)
+    again = len(one.choice.recomputed)
+    return (
+        f"schedule={one.schedule!r}, chunks={one.chunks} ({rows} row{'s' * (rows > 1)}), "
+        f"balance={list(one.choice.balance)}, "
+        + (f"{again} of {len(question.costs.layers)} layers recomputed" if again else "nothing recomputed")
+    )
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    question, best = plan.question, plan.best
+    costs = question.costs
+    yield f"{question.batch} rows on {len(question.devices)} devices: {described(question, best)}"
+    if costs.has_times:
+        gap = best.seconds / best.least - 1 if best.least else 0.0
+        proof = "the best of its kind" if gap < _SAME else f"at most {gap:.1%} above the best of its kind"
+        yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle; {proof}"
+    else:
+        yield "measured on the meta device, without times: the bytes of parameters stand for them"
+    yield f"measured on {costs.where}, with micro-batches of {_listed(costs.rows)} rows; loss: {costs.loss}"
+    yield ""
+    yield from _devices(plan)
+    yield ""
+    yield from _alternatives(plan)
+    yield ""
+    yield from _binding(plan)
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    question, best, outcome = plan.question, plan.best, plan.outcome()
+    names = [layer.name for layer in question.costs.layers]
+    cuts = list(accumulate(best.choice.balance, initial=0))
+    rows = [("device", "layers", "recomputed", "busy", "state", "activations", "needs", "may use")]
+    for k, device in enumerate(question.devices):
+        own = [(a, b) for (a, b), place in zip(pairwise(cuts), best.places) if place == k]
+        again = sum(any(a <= layer < b for a, b in own) for layer in best.choice.recomputed)
+        state = sum(one.state for one, place in zip(outcome.partitions, best.places) if place == k)
+        rows.append(
+            (
+                device.name,
+                ", ".join([f"'{names[a]}'" if b == a + 1 else f"'{names[a]}' to '{names[b - 1]}'" for a, b in own]),
+                str(again),
+                f"{outcome.simulation.busy[k] / outcome.seconds:.0%}" if outcome.seconds else "-",
+                shown_size(state),
+                shown_size(outcome.memory[k] - state),
+                shown_size(outcome.memory[k]),
+                "no limit" if math.isinf(device.memory) else shown_size(device.memory),
+            )
+        )
+    yield from _table(rows, 2)
+
+
+def _alternatives(plan: Plan) -> Iterator[str]:
+    rows = [("", "step", "schedule", "chunks", "balance", "recomputed", "idle", "largest memory", "")]
+    best = plan.best
+    for number, one in enumerate(plan.fitting, 1):
+        rows.append(
+            (
+                str(number),
+                _milliseconds(one.seconds) if plan.question.costs.has_times else "-",
+                one.schedule,
+                str(one.chunks),
+                ",".join(map(str, one.choice.balance)),
+                str(len(one.choice.recomputed)),
+                f"{one.bubble:.0%}",
+                shown_size(max(one.memory)),
+                "chosen" if number == 1 else _why(best, one),
+            )
+        )
+    yield from _table(rows, 0, left=(2, 4, 8))
+    for one, excess in plan.misfits[:3]:
+        yield (
+            f"does not fit: {one.schedule} with {one.chunks} chunks lacks {shown_size(max(excess))} on "
+            f"{plan.question.devices[list(excess).index(max(excess))].name}"
+        )
+
+
+def _why(best: Alternative, other: Alternative) -> str:
+    """Say what makes the largest difference."""
+    slower = other.seconds / best.seconds - 1 if best.seconds else 0.0
+    if slower < _SAME:
+        return "as fast" + (", takes more memory" if max(other.memory) > max(best.memory) else "")
+    n = len(best.memory)
+
+    def idle(one: Alternative) -> float:
+        return one.bubble * (one.working + one.recomputing) / (1 - one.bubble) if one.bubble < 1 else math.inf
+
+    differences = {
+        "more idle time": idle(other) - idle(best),
+        "more recomputation": other.recomputing - best.recomputing,
+        f"micro-batches of {'fewer' if other.chunks > best.chunks else 'more'} rows take longer, all together": (
+            other.working - best.working
+        ),
+    }
+    if other.chunks == best.chunks:
+        differences["halves of backward take longer than the whole"] = differences.popitem()[1]
+    reason = max(differences, key=lambda what: differences[what] / n)
+    return f"{slower:.1%} slower: {reason}"
+
+
+def _binding(plan: Plan) -> Iterator[str]:
+    question, best, outcome = plan.question, plan.best, plan.outcome()
+    gain = 1 - plan.without_limits / best.seconds if best.seconds else 0.0
+    if gain > _SAME:
+        tight = min(range(len(question.devices)), key=lambda k: (question.devices[k].memory - best.memory[k], k))
+        yield (
+            f"what binds: the memory, most of all of {question.devices[tight].name}; without limits a step would take "
+            f"{_milliseconds(plan.without_limits)}, {gain:.1%} less"
+        )
+        more = 1 - plan.with_more_memory / best.seconds
+        yield (
+            f"one GiB more on each device would save {more:.1%} of a step"
+            if more > _SAME
+            else "one GiB more on each device would save nothing"
+        )
+    else:
+        slowest = max(range(len(question.devices)), key=outcome.simulation.busy.__getitem__)
+        yield f"what binds: the time of {question.devices[slowest].name}, which works longest; more memory would save nothing"
+    if plan.with_one_more_device is not None:
+        saved = 1 - plan.with_one_more_device / best.seconds if best.seconds else 0.0
+        yield f"one more device like {question.devices[-1].name} would save {saved:.1%} of a step"
+
+
+def _table(rows: Sequence[Sequence[str]], indent: int, left: Sequence[int] = (0, 1)) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if k in left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths))
+        ]
+        yield (" " * indent + "  ".join(cells)).rstrip()
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    texts = list(map(str, numbers))
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
+
+
+def shown_size(size: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
