@@ -139,11 +139,27 @@ def test_no_import_leads_back() -> None:
         follow(name, [])
 
 
-@pytest.mark.parametrize("path", BALANCING.values(), ids=name_of)
+PLANNING = {name: path for name, path in BALANCING.items() if room_of(name) == "planning"}
+
+
+@pytest.mark.parametrize("path", [BALANCING[name] for name in BALANCING if name not in PLANNING], ids=name_of)
 def test_balancing_imports_only_devices_and_skips(path: Path) -> None:
     """These two rooms do not import balancing, so there is no cycle, whichever package is imported first."""
+    assert not [
+        imported
+        for imported in imports(path, top_level_only=True)
+        if imported.startswith("torchgpipe_balancing.planning")
+    ]
     ours = [imported for imported in imports(path) if imported.partition(".")[0] == "torchgpipe"]
     assert not [imported for imported in ours if not imported.startswith(("torchgpipe.devices.", "torchgpipe.skip."))]
+
+
+@pytest.mark.parametrize("path", PLANNING.values(), ids=name_of)
+def test_planning_imports_no_front_but_the_timeline(path: Path) -> None:
+    """It records pipelines to measure them. Nothing of the engine imports it."""
+    for imported in imports(path):
+        package, _, inner = imported.partition(".")
+        assert package != "torchgpipe" or (room_of(inner) in ROOMS and room_of(inner) not in ("distributed", "compat"))
 
 
 def test_contributors_are_shown_the_rooms() -> None:

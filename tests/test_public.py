@@ -19,7 +19,7 @@ REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob(
 
 #: The names that users may rely on, module by module.
 PUBLIC: dict[str, list[str]] = {
-    "torchgpipe": ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "record"],
+    "torchgpipe": ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "plan", "record"],
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
     "torchgpipe.balance": ["balance_by_size", "balance_by_time"],
     "torchgpipe.batchnorm": ["DeferredBatchNorm", "mini_batch"],
@@ -31,13 +31,17 @@ PUBLIC: dict[str, list[str]] = {
     "torchgpipe.timeline.prediction": ["Prediction"],
     "torchgpipe.timeline.report": ["Advice", "DeviceUse", "Report"],
     "torchgpipe_balancing": [
+        "Check",
+        "DoesNotFit",
         "LayerProfile",
+        "Plan",
         "Profile",
         "Report",
         "balance_by_parameters",
         "balance_by_size",
         "balance_by_time",
         "partition",
+        "plan",
         "profile",
     ],
 }

@@ -9,8 +9,9 @@ from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
 if TYPE_CHECKING:
     from torchgpipe.timeline.recorder import record
+    from torchgpipe_balancing.planning.plan import plan
 
-__all__ = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "record"]
+__all__ = ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "plan", "record"]
 
 __version__ = "1.0.0.dev0"
 
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from torchgpipe.timeline.recorder import record
 
         return record
+    if name == "plan":
+        from torchgpipe_balancing.planning.plan import plan
+
+        return plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,15 @@ time within the memory of the devices, ask for the profile::
     print(profile)
     balance = profile.balance(2, by="time")
 
-This package stands beside `torchgpipe` and imports only its rooms `devices` and `skip`.
+:func:`plan` decides on all of it at once: balance, number of micro-batches, schedule, and layers to recompute.
+
+This package stands beside `torchgpipe` and imports only its rooms `devices` and `skip`. Its room `planning`, which is
+imported by those who ask for it, uses all of `torchgpipe`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -30,19 +33,36 @@ from torchgpipe_balancing.profiles import LayerProfile, Profile
 from torchgpipe_balancing.sizes import footprints
 from torchgpipe_balancing.walk import layers_of
 
+if TYPE_CHECKING:
+    from torchgpipe_balancing.planning.check import Check
+    from torchgpipe_balancing.planning.plan import DoesNotFit, plan
+    from torchgpipe_balancing.planning.result import Plan
+
 __all__ = [
+    "Check",
+    "DoesNotFit",
     "LayerProfile",
+    "Plan",
     "Profile",
     "Report",
     "balance_by_parameters",
     "balance_by_size",
     "balance_by_time",
     "partition",
+    "plan",
     "profile",
 ]
 
 #: The former name of :class:`Profile`. The class `Report` of a timeline is another one.
 Report = Profile
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Check", "DoesNotFit", "Plan", "plan"):  # They import the engine.
+        from torchgpipe_balancing.planning import plan as home
+
+        return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def balance_by_time(

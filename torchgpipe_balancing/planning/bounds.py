@@ -10,8 +10,8 @@ balances is a shortest path over the cuts, from the left (`before`) and from the
 - A partition whose bound is too large is forbidden; then the shortest paths become longer, and forbid more. If nothing
   is left, no balance is as quick as that.
 
-A mean of paths bounds as well as a path. Where devices have several partitions, the mean over the devices is the one that
-counts: a balance can lighten one device only by loading another.
+A mean of paths bounds as well as a path. Where devices have several partitions, the mean over the devices is the one
+that counts: a balance can lighten one device only by loading another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from torchgpipe_balancing.planning.makespan import PRICES, TRANSFER, Array, Makespan
 
-__all__ = ["Bounds", "Flags", "first_paths"]
+__all__ = ["Bounds", "Flags", "even_cuts", "first_paths"]
 
 Flags = npt.NDArray[np.bool_]
 
@@ -65,13 +65,16 @@ class Bounds:
         paths: the paths
         after: for each path, the least sum of partition j and all behind it if it starts there, [paths, n + 1, start]
         through: for each partition, the least seconds of a balance that has it, [n, start, end]
-        minimax: for each start of a partition, the least that the largest `through` from there on can be, [n + 1, start]
+        minimax: for each start of a partition, the least that the largest `through` from there on can be,
+            [n + 1, start]
     """
 
     def __init__(self, prices: Array, allowed: Flags, paths: Array) -> None:
         self.prices, self.paths = prices, paths
         self._n, self._size = len(allowed), allowed.shape[1] - 1
         self.through = np.where(allowed, 0.0, math.inf)
+        self.after: Array
+        self.minimax: Array
         self._update(paths)
 
     @property
@@ -109,20 +112,7 @@ class Bounds:
 
     def balance(self) -> list[int]:
         """Return the cuts of a balance whose largest bound is the least, and whose other bounds are small, too."""
-        n, size = self._n, self._size
-        # To the eighth power a large bound counts much more than several small ones.
-        least = self.least or 1.0
-        rest = np.full((n + 1, size + 1), math.inf)
-        rest[n, size] = 0.0
-        for j in reversed(range(n)):
-            inside = self.through[j] <= self.least * (1 + 1e-12)
-            rest[j] = np.where(inside, (self.through[j] / least) ** 8 + rest[j + 1], math.inf).min(1)
-        cuts = [0]
-        for j in range(n):
-            row = self.through[j, cuts[-1]]
-            inside = row <= self.least * (1 + 1e-12)
-            cuts.append(int(np.where(inside, (row / least) ** 8 + rest[j + 1], math.inf).argmin()))
-        return cuts
+        return even_cuts(np.where(self.through <= self.least * (1 + 1e-12), self.through, math.inf))
 
     def _update(self, paths: Array) -> None:
         """Compute `after` for these paths, and raise `through` by them."""
@@ -154,6 +144,26 @@ class Bounds:
             np.maximum(own, both.max(0), out=own)
             self.minimax[j, starts[j]] = np.maximum(own, self.minimax[j + 1, None, ends[j]]).min(1)
         self.after = after
+
+
+def even_cuts(weights: Array) -> list[int]:
+    """Return the cuts of a balance whose weights are even.
+
+    Args:
+        weights: of each partition, infinite where there may be none, [n, start, end]; some balance is possible
+    """
+    n, size = len(weights), weights.shape[1] - 1
+    # To the eighth power a large weight counts much more than several small ones.
+    largest = weights[np.isfinite(weights)].max() or 1.0
+    powers = (weights / largest) ** 8
+    rest = np.full((n + 1, size + 1), math.inf)
+    rest[n, size] = 0.0
+    for j in reversed(range(n)):
+        rest[j] = (powers[j] + rest[j + 1]).min(1)
+    cuts = [0]
+    for j in range(n):
+        cuts.append(int((powers[j, cuts[-1]] + rest[j + 1]).argmin()))
+    return cuts
 
 
 def _span(flags: Flags) -> slice:

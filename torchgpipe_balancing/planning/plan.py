@@ -23,6 +23,7 @@ from torchgpipe_balancing.planning.alternatives import (
     default_chunks,
     rows_of,
 )
+from torchgpipe_balancing.planning.check import Check
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
@@ -30,7 +31,7 @@ from torchgpipe_balancing.planning.result import Plan
 from torchgpipe_balancing.planning.subject import subject_of
 from torchgpipe_balancing.planning.text import described, shown_size
 
-__all__ = ["DoesNotFit", "plan"]
+__all__ = ["Check", "DoesNotFit", "Plan", "plan"]
 
 _GIB = 2**30
 

@@ -9,8 +9,8 @@ layers and fewer seconds. Three facts keep their number small:
   no later layer makes it better.
 - A set is dropped if another one saves no less, with no more layers and no more seconds.
 
-Partitions that share a device share its memory, too. There layers are given back one by one, the most costly first, from
-the set that saves the most.
+Partitions that share a device share its memory, too. There layers are given back one by one, the most costly first,
+from the set that saves the most.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def answers(tables: Tables, j: int, start: int, end: int) -> tuple[list[Answer],
         if not len(sets):
             break
     if not found:  # Sets were dropped that lead to the only one that fits.
-        layers, _ = shared(tables, problem.places[j], [(start, end)])
-        return [Answer(layers, math.fsum(tables.extra[k] for k in layers))], False
+        some, _ = shared(tables, problem.places[j], [(start, end)])
+        return [Answer(some, math.fsum(tables.extra[k] for k in some))], False
     return [
         Answer(frozenset(k for group, number in zip(groups, row) for k in group[:number]), seconds)
         for _, seconds, row in found
@@ -123,10 +123,9 @@ def _undominated(sets: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _moments(tables: Tables, device: int, spans: Sequence[tuple[int, int]]) -> tuple[Array, Array, list[int], Array]:
     """Return the bytes over the limit at each moment if nothing is recomputed, and what each layer saves then."""
     problem, holding = tables.problem, tables.holdings[device]
-    costs = [problem.partition_cost(j, *span) for j, span in zip(holding.partitions, spans)]
-    over = holding.counts[..., 0] @ np.array([one.kept for one in costs])
-    over += holding.counts[..., 1] @ np.array([one.waiting for one in costs])
-    over += sum([one.state for one in costs]) - problem.devices[device].memory
+    kept, waiting, state = np.array([tables.held[:, start, end] for start, end in spans]).T
+    over = holding.counts[..., 0] @ kept + holding.counts[..., 1] @ waiting
+    over += state.sum() - problem.devices[device].memory
     own = [
         (k, column) for column, span in enumerate(spans) for k in range(*span) if tables.recomputes and tables.may[k]
     ]

@@ -5,8 +5,8 @@
     3. Forbid partitions that no quicker balance has. By halving, find the largest time below which nothing is left.
     4. If the bound is still below the seconds: grow balances from the left, that of the least bound first.
 
-The answer is exact if step 4 comes to its end. Otherwise the least bound that is still open says how much better another
-choice could be at most. All numbers are right to `ROUNDING`, and bytes are whole numbers.
+The answer is exact if step 4 comes to its end. Otherwise the least bound that is still open says how much better
+another choice could be at most. All numbers are right to `ROUNDING`, and bytes are whole numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from torchgpipe_balancing.planning.bounds import Bounds, first_paths
-from torchgpipe_balancing.planning.makespan import PRICES, Array, Makespan
+from torchgpipe_balancing.planning.bounds import Bounds, even_cuts, first_paths
+from torchgpipe_balancing.planning.makespan import KINDS, PRICES, TRANSFER, Array, Makespan
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
 from torchgpipe_balancing.planning.recompute import Answer, answers, least_excess, shared
 from torchgpipe_balancing.planning.tables import Tables
@@ -107,13 +107,17 @@ class _Search:
         self._n, self._size = len(problem.places), len(problem.layers)
         if self._size < self._n:
             raise ValueError(
-                f"{self._size} layers cannot be split into {self._n} partitions: one would be empty; take fewer partitions"
+                f"{self._size} layers cannot be split into {self._n} partitions: one would be empty; "
+                "take fewer partitions"
             )
         self._tables = Tables(problem)
         self._prices = self._tables.prices
         self._graph = Makespan(problem.program, self._n)
         self._lone = all(holding.is_lone for holding in self._tables.holdings)
+        kinds = {action.kind for own in problem.program for action in own}
+        self._kinds = [index for index, kind in enumerate(KINDS) if kind in kinds]
         even = self._prices_of([tuple(self._size * j // self._n for j in range(self._n + 1))])[0]
+        even[:] = even.mean(axis=0)  # One costly layer would be on all paths.
         slowness = [device.slowness for device in problem.devices]
         paths = first_paths(self._graph, even, problem.places, slowness)
         self.bounds = Bounds(self._prices, self._tables.fits, paths)
@@ -150,10 +154,15 @@ class _Search:
         """Find a balance that fits. Return True if it is proven that there is none, or that it is the best."""
         if self.bounds.least == math.inf:
             return True
-        for _ in range(6):
-            cuts = tuple(self.bounds.balance())
-            if not self._lone and not self._fits(cuts):
-                cuts = self._nearest(cuts)
+        starts = [self._prices[:, :TRANSFER][:, self._kinds].sum(1)]
+        if not self._lone:
+            starts.append(self._tables.bytes)
+        for weights in starts:
+            cuts = self._nearest(tuple(even_cuts(np.where(self._tables.fits, weights, math.inf))))
+            self._descend(cuts)
+            self._sharpen([cuts])
+        for _ in range(6 if self._lone else 1):
+            cuts = self._nearest(tuple(self.bounds.balance()))
             known = cuts in self._tried
             self._descend(cuts)
             if not self._best[-1]:
@@ -338,12 +347,27 @@ class _Search:
         return self._may(cuts) and self._excess(cuts) <= 0
 
     def _excess(self, cuts: Cuts) -> float:
-        """Return the least largest excess of a balance, in bytes."""
-        spans = list(pairwise(cuts))
-        return max(
-            least_excess(self._tables, device, [spans[j] for j in holding.partitions])[0]
-            for device, holding in enumerate(self._tables.holdings)
-        )
+        """Return the least largest excess of a balance, in bytes; negative if some are left."""
+        return float(self._excesses([cuts])[0])
+
+    def _excesses(self, found: Sequence[Cuts]) -> Array:
+        """Return the least largest excess of each balance."""
+        tables = self._tables
+        if tables.recomputes:
+            return np.array([max(self._recomputed_excess(list(pairwise(cuts)))) for cuts in found])
+        cuts = np.array(found)
+        kept, waiting, state = tables.held[:, cuts[:, :-1], cuts[:, 1:]]
+        over = [
+            holding.most(kept[:, holding.partitions], waiting[:, holding.partitions])
+            + state[:, holding.partitions].sum(1)
+            - device.memory
+            for holding, device in zip(tables.holdings, self._problem.devices)
+        ]
+        return np.asarray(np.max(over, axis=0))
+
+    def _recomputed_excess(self, spans: list[tuple[int, int]]) -> Iterator[float]:
+        for device, holding in enumerate(self._tables.holdings):
+            yield least_excess(self._tables, device, [spans[j] for j in holding.partitions])[0]
 
     def _needs(self, cuts: Cuts, recomputed: frozenset[int]) -> list[float]:
         """Return the most bytes of each device."""
@@ -357,15 +381,18 @@ class _Search:
 
     def _nearest(self, cuts: Cuts) -> Cuts:
         """Move cuts as long as that lowers the largest excess, or until all fits."""
+        if self._lone and self._may(cuts):
+            return cuts
         least = self._excess(cuts)
         for _ in range(100):
             if least <= 0:
                 break
-            others = [(self._excess(one), one) for one in _moved(cuts, self._n)]
-            one = min(others, default=(math.inf, cuts))
-            if one[0] >= least:
+            others = list(_moved(cuts, self._n))
+            excesses = self._excesses(others) if others else np.array([math.inf])
+            best = int(excesses.argmin())
+            if excesses[best] >= least:
                 break
-            least, cuts = one
+            least, cuts = float(excesses[best]), others[best]
         return cuts
 
     def _misfit(self, proven: bool) -> Misfit:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, pipelined
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.inputs import arguments_of
-from torchgpipe.frames.pipelined import pipelined_apart
+from torchgpipe.frames.pipelined import pipelined, pipelined_apart
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, mapped
+from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe_balancing.walk import layers_of

@@ -27,11 +27,12 @@ class Tables:
     Attributes:
         recomputes: whether layers may be recomputed
         holdings: for each device, what its partitions hold
-        prices: lower bounds of the prices, [n, PRICES, start, end]; they are those of a partition that recomputes nothing
-            where that fits
+        prices: lower bounds of the prices, [n, PRICES, start, end]; those of a partition that recomputes nothing, where
+            that fits
         exact: where the prices are those of a partition that recomputes nothing
         excess: the bytes by which the partition exceeds its device even if it has the device for itself; exact where it
             has; infinite where a partition would be empty or would leave too few layers to others
+        bytes: what a partition takes if it recomputes nothing
         saved: for each layer, the bytes that recomputing it saves for each micro-batch
         extra: for each layer, the seconds that recomputing it adds to B
         may: for each layer, whether recomputing it is possible and saves anything
@@ -52,7 +53,7 @@ class Tables:
         def between(values: list[float]) -> Array:
             """Return the sum of the values from any start to any end, [start, end]."""
             sums = np.concatenate([[0.0], np.cumsum(values)])
-            return np.maximum(sums[None, :] - sums[:, None], 0.0)
+            return np.asarray(np.maximum(sums[None, :] - sums[:, None], 0.0))
 
         work = [
             between([getattr(layer, name) for layer in layers]) for name in ("forward", "backward", "inputs", "weights")
@@ -60,9 +61,12 @@ class Tables:
         kept = between([layer.kept for layer in layers])
         kept[:-1] += np.array([layer.again for layer in layers])[:, None]
         waiting, state = between([layer.waiting for layer in layers]), between([layer.state for layer in layers])
+        #: Bytes that each micro-batch keeps, bytes that wait besides, and bytes of state, by start and end.
+        self.held = np.array([kept, waiting, state])
         self.prices = np.zeros((n, PRICES, size + 1, size + 1))
         self.excess = np.full((n, size + 1, size + 1), math.inf)
         needs = np.zeros_like(self.excess)
+        self.bytes = np.zeros_like(self.excess)
         start, end = np.arange(size + 1)[:, None], np.arange(size + 1)[None, :]
         self.counts = np.ones(n)
         for j, place in enumerate(problem.places):
@@ -79,7 +83,8 @@ class Tables:
             own = np.unique(holding.counts[:, holding.partitions.index(j)], axis=0)
             self.counts[j] = own[:, 0].max()
             held = np.max([count * kept + late * waiting for count, late in own], axis=0)
-            needs[j] = held + state - problem.devices[place].memory
+            self.bytes[j] = held + state
+            needs[j] = self.bytes[j] - problem.devices[place].memory
             possible = (end > start) & (start >= j) & (end <= size - (n - 1 - j)) & ((start == 0) == (j == 0))
             possible &= (end == size) == (j == n - 1)
             self.excess[j] = np.where(possible, np.maximum(needs[j], 0.0), math.inf)
@@ -132,7 +137,7 @@ class Tables:
                 want = (need + room) / count
 
                 def first(sums: Array, reach: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-                    return np.minimum((sums < reach[:, None]).sum(1), sums.shape[1] - 1)
+                    return np.asarray(np.minimum((sums < reach[:, None]).sum(1), sums.shape[1] - 1))
 
                 at = first(ratio_saved, want)
                 past = ratio_saved[rows, at] - want  # the last layer of the list is taken in part
