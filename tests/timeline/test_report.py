@@ -12,6 +12,8 @@ from torch import nn
 import torchgpipe
 from tests.timeline.synthetic import ideal, rows, span
 from torchgpipe import GPipe
+from torchgpipe.engine.record import Kind
+from torchgpipe.schedule import COSTS, NAMES, Program, ScheduleName, program, simulate
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span, covered
 
@@ -94,9 +96,11 @@ def test_what_no_recomputation_gains() -> None:
 
 
 def test_partitions_that_share_a_device_share_its_time() -> None:
-    # Partitions 0 and 2 share a device with a load of 3; partition 1 has the other device, with a load of 1.
+    # Partitions 0 and 2 share a device with a load of 5; partition 1 has the other device, with a load of 1.
+    #     cuda:0   F(0,0) F(1,0) F(0,2)                      F(1,2)
+    #     cuda:1          F(0,1) F(1,1)
     devices = ["cuda:0", "cuda:1", "cuda:0"]
-    seconds = [1.0, 1.0, 2.0]
+    seconds = [1.0, 1.0, 4.0]
     spans = [
         span("forward", i, j, 10 * i + j, 10 * i + j + seconds[j], device=devices[j])
         for i in range(2)
@@ -105,8 +109,61 @@ def test_partitions_that_share_a_device_share_its_time() -> None:
     made = report(spans, 3, 2, devices)
     assert [str(use.device) for use in made.devices] == ["cuda:0", "cuda:1"]
     assert made.ideal_bubble == pytest.approx(1 / 3)
-    assert made.predicted == 4 + 3
-    assert made.better_balance.gain == pytest.approx(1 - (4 + 2) / 7)
+    assert made.predicted == 2 + 2 * 4
+    # With an equal load, partition 1 takes 3, and the others 1.5 each.
+    assert made.better_balance.gain == pytest.approx(1 - (1.5 + 2 * 3 + 1.5) / 10)
+
+
+KINDS: dict[str, Kind] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of the input",
+    "W": "backward of the weights",
+}
+
+
+def ran(one: Program, m: int, devices: Sequence[str]) -> Report:
+    """Return the report of a step that took what it takes on paper."""
+    made = simulate(one)
+    spans = [
+        span(KINDS[action.kind], action.i, action.j, start, start + made.cost(action), device=devices[action.j])
+        for own in made.starts
+        for action, start in own
+    ]
+    return Report(spans, rows(len(devices), devices), {0: m}, {}, {0: one})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_predicted_under_the_schedule_that_it_ran(name: ScheduleName) -> None:
+    turns = {"Interleaved1F1B": [0, 1, 0, 1], "V-Half": [0, 1, 1, 0]}.get(name, [0, 1])
+    one = program(name, 4, turns)
+    made = ran(one, 4, [f"cuda:{place}" for place in turns])
+    assert made.predicted == pytest.approx(simulate(one).seconds)
+    halves = {kind: cost / 2 for kind, cost in COSTS.items()}
+    twice = simulate(program(name, 8, turns), halves).seconds
+    assert made.more_chunks.gain == pytest.approx(1 - twice / simulate(one).seconds)
+    assert made.better_balance.gain == pytest.approx(0)
+
+
+def test_more_micro_batches_for_a_program_of_ones_own() -> None:
+    """Nobody knows that program for more of them, so the gain is that of GPipe."""
+    own = [[*actions[:4][::-1], *actions[4:]] for actions in program("GPipe", 4, [0, 1])]
+    made = ran(own, 4, ["cuda:0", "cuda:1"])
+    assert made.predicted == pytest.approx(simulate(own).seconds)
+    assert made.more_chunks.gain == pytest.approx(1 - 9 * 1.5 / (5 * 3))
+
+
+def test_without_backward_forward_waits_for_nothing() -> None:
+    """Under 1F1B, device 0 would start micro-batch 2 after the backward of micro-batch 0."""
+    spans = [span("forward", i, j, 10 * i + j, 10 * i + j + 1 + 4 * j) for i in range(3) for j in range(2)]
+    made = Report(spans, rows(2), {0: 3}, {}, {0: program("1F1B", 3, [0, 1])})
+    assert made.predicted == 1 + 3 * 5
+
+
+def test_a_first_partition_may_have_the_second_half_of_backward_only() -> None:
+    """As in frames, where nobody waits for the gradient of the input."""
+    spans = [span("forward", 0, 0, 0, 1), span("backward of the weights", 0, 0, 1, 3)]
+    assert Report(spans, rows(1), {0: 1}, {}, {0: program("ZeroBubble", 1, [0])}).predicted == 3
 
 
 def test_on_one_device_only_less_work_helps() -> None:

@@ -27,7 +27,7 @@ from torchgpipe.schedule.v_half import v_half
 __all__ = ["NAMES", "Schedule", "ScheduleName", "places_of", "program", "program_of", "verify_name"]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
-NAMES: tuple[str, ...] = get_args(ScheduleName)
+NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 #: A name, a program, or a function that returns a program for a number of micro-batches and the places of partitions.
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]

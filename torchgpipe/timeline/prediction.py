@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from torchgpipe.schedule import NAMES, Action, Program, places_of, program, simulate
+from torchgpipe.schedule import NAMES, Action, Program, ScheduleName, places_of, program, simulate
 from torchgpipe.timeline.span import Row, Span
 
-__all__ = ["Prediction", "predict", "table"]
+__all__ = ["Costs", "Prediction", "mean_costs", "predict", "schedule_of", "table"]
+
+#: The mean seconds of each kind of action in each partition.
+Costs: TypeAlias = Mapping[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,14 @@ def predict(
         return []
     (m,) = counts
     places = places_of([row.device for row in rows])
-    costs = _mean_costs(cells, m * len(steps))
+    costs = mean_costs(cells, m * len(steps))
     recorded = None if ran is None else [list(map(Action._make, own)) for own in ran]
     programs: dict[str | None, Program] = {}
     for name in NAMES:
-        try:
-            made = program(name, m, places)  # type: ignore[arg-type]
-        except ValueError:
-            continue  # The schedule wants another placement.
+        made = _made(name, m, places)
         if name == "Interleaved1F1B" and len(rows) == len(set(places)) and made != recorded:
             continue  # A device with one partition has nothing to interleave.
-        if made not in programs.values():
+        if made is not None and made not in programs.values():
             programs[name] = made
     if recorded is not None and recorded not in programs.values():
         programs = {None: recorded, **programs}
@@ -87,7 +88,20 @@ def predict(
     return predictions
 
 
-def _mean_costs(cells: Sequence[Span], count: int) -> dict[tuple[str, int], float]:
+def schedule_of(ran: Program, m: int, places: Sequence[int]) -> ScheduleName | None:
+    """Return the name of the schedule that a program is of, or None for a program of the user's own."""
+    actions = [list(map(Action._make, own)) for own in ran]
+    return next((name for name in NAMES if _made(name, m, places) == actions), None)
+
+
+def _made(name: ScheduleName, m: int, places: Sequence[int]) -> Program | None:
+    try:
+        return program(name, m, places)
+    except ValueError:
+        return None  # The schedule wants another placement.
+
+
+def mean_costs(cells: Sequence[Span], count: int) -> Costs:
     """Return the mean seconds of each kind of action in each partition, over ``count`` micro-batches."""
     has_halves = _has_halves(cells)
     again = {(span.step, span.micro_batch, span.partition) for span in cells if span.kind == "recomputation"}

@@ -2,30 +2,24 @@
 
 Everything is arithmetic on spans. In the formulas, m is the number of micro-batches, n is the number of distinct
 devices, and c(j) is the average time in seconds that partition j computes for a micro-batch, forward and backward
-together. The predicted time of a step is the makespan of a pipeline:
+together.
 
-.. code-block:: text
-
-    makespan = sum of c(j) over all partitions + (m - 1) * the largest load of a device
-
-where the load of a device is the sum of c(j) over its partitions. The first micro-batch passes all partitions; after
-that, a micro-batch comes out each time the busiest device has finished one. For n equal devices the idle share of the
-makespan is (n - 1) / (m + n - 1), the bubble of the GPipe paper (https://arxiv.org/abs/1811.06965, section 2.3).
-
-This is the makespan of a mini-batch that runs forward and then backward, and of a step under 'GPipe' and '1F1B'. The
-predictions for schedules are simulated instead.
+Predicted times are simulated, with the mean times of the recorded cells, and without copies. A step is simulated under
+the program that it ran, or under that of 'GPipe' if autograd ordered its backward. For n equal devices the idle share
+of the latter is (n - 1) / (m + n - 1), the bubble of the GPipe paper (https://arxiv.org/abs/1811.06965, section 2.3).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
-from torchgpipe.schedule import Program
-from torchgpipe.timeline.prediction import Prediction, predict, table
+from torchgpipe.schedule import Program, places_of, program, simulate
+from torchgpipe.timeline.prediction import Costs, Prediction, mean_costs, predict, schedule_of, table
 from torchgpipe.timeline.span import Row, Span, covered
 
 __all__ = ["Advice", "DeviceUse", "Report"]
@@ -58,7 +52,7 @@ class Advice:
 
     Attributes:
         what: the change, in words
-        gain: the share of a step's time that the change is expected to save: 1 - makespan with it / makespan without
+        gain: the share of a step's time that the change is expected to save: 1 - time with it / time without, simulated
     """
 
     what: str
@@ -80,7 +74,7 @@ class Report:
             which steps overlap counts once; time between steps does not count.
         devices (list[DeviceUse]): the use of each device in this time
         bubble (float): the share of the devices' time in which they do not compute, 1 - sum of busy shares / n
-        ideal_bubble (float): the bubble if all cells took the same time and nothing else took any,
+        ideal_bubble (float): the bubble under 'GPipe' if all devices took the same time and nothing else took any,
             (n - 1) / (m + n - 1), averaged over the steps
         take_turns (bool): whether several of the devices are the CPU, and autograd ordered the backward of a step.
             They share its cores and run one after the other at backward, so ``bubble`` is not that of a pipeline.
@@ -119,7 +113,16 @@ class Report:
         self.bubble = 1 - sum(use.busy for use in self.devices) / n
         self.ideal_bubble = _average([(n - 1) / (m + n - 1) for m in self._chunks])
         ran = [programs.get(step) for step in steps]
+        self._places = places_of([row.device for row in rows])
+        #: For each step, the schedule; None for a program of the user's own.
+        self._schedules = [
+            "GPipe" if one is None else schedule_of(one, m, self._places) for one, m in zip(ran, self._chunks)
+        ]
+        self._programs = [
+            program("GPipe", m, self._places) if one is None else one for one, m in zip(ran, self._chunks)
+        ]
         self.take_turns = None in ran and sum(device.type == "cpu" for device in distinct) > 1
+        self._means = mean_costs(cells, sum(self._chunks))
         self.costs = self._costs(cells)
         self.slowest = max(range(len(rows)), key=self.costs.__getitem__)
         self.slowest_by = _share(self.costs[self.slowest], _average(self.costs)) - 1
@@ -148,53 +151,60 @@ class Report:
             totals[span.partition] += span.seconds
         return [total / sum(self._chunks) for total in totals]
 
-    def _makespan(self, costs: Sequence[float], m: float) -> float:
-        return sum(costs) + (m - 1) * max(self._loads(costs))
-
-    def _loads(self, costs: Sequence[float]) -> list[float]:
-        loads = dict.fromkeys((row.device for row in self._rows), 0.0)
-        for row, cost in zip(self._rows, costs):
-            loads[row.device] += cost
-        return list(loads.values())
+    def _seconds(self, programs: Sequence[Program], costs: Costs) -> float:
+        """Return the average time of programs, in seconds."""
+        # Where no backward ran, forward has not waited for it.
+        kinds = "FBIW" if any(kind != "F" for kind, _ in costs) else "F"
+        counts = Counter(
+            [tuple([tuple([action for action in own if action[0] in kinds]) for own in one]) for one in programs]
+        )
+        times = [
+            count * simulate(one, lambda action: costs.get((action.kind, action.j), 0.0)).seconds
+            for one, count in counts.items()
+        ]
+        return sum(times) / len(programs)
 
     @property
     def predicted(self) -> float:
-        """The average makespan of a step, in seconds. A real step also takes time for copies, the host, and the loss
-        between forward and backward."""
-        return self._makespan(self.costs, _average(self._chunks))
+        """The average simulated time of a step, in seconds. A real step also takes time for copies, the host, and the
+        loss between forward and backward."""
+        return self._seconds(self._programs, self._means)
 
     @property
     def more_chunks(self) -> Advice:
-        """Twice as many micro-batches of half the size: 1 - makespan(c / 2, 2 m) / makespan(c, m).
+        """Twice as many micro-batches of half the size, under the same schedule, or 'GPipe' for a program of your own.
 
         This is the best case: a micro-batch of half the size often takes more than half the time.
         """
         m = _average(self._chunks)
-        halves = [cost / 2 for cost in self.costs]
+        pairs = list(zip(self._schedules, self._programs, self._chunks))
+        ran = [program("GPipe", m, self._places) if name is None else one for name, one, m in pairs]
+        twice = [program(name or "GPipe", 2 * m, self._places) for name, _, m in pairs]
+        halves = {key: cost / 2 for key, cost in self._means.items()}
         what = f"more micro-batches: chunks={round(2 * m)} in place of {round(m)}"
-        return self._advice(what, self._makespan(halves, 2 * m))
+        return _advice(what, self._seconds(twice, halves), self._seconds(ran, self._means))
 
     @property
     def better_balance(self) -> Advice:
-        """An equal load for all devices: 1 - (sum of c + (m - 1) * sum of c / n) / makespan(c, m).
+        """An equal load for all devices, divided evenly among the partitions of each.
 
         This is the best case: layers cannot be split.
         """
-        total = sum(self.costs)
-        equal = total + (_average(self._chunks) - 1) * total / len(self.devices)
-        return self._advice(f"another balance, with less in partition {self.slowest}", equal)
+        totals = dict.fromkeys([kind for kind, _ in self._means], 0.0)
+        for (kind, _), cost in self._means.items():
+            totals[kind] += cost
+        parts = [len(self.devices) * self._places.count(place) for place in self._places]
+        equal = {(kind, j): total / part for kind, total in totals.items() for j, part in enumerate(parts)}
+        what = f"another balance, with less in partition {self.slowest}"
+        return _advice(what, self._seconds(self._programs, equal), self.predicted)
 
     @property
     def no_recomputation(self) -> Advice:
-        """No recomputation, which takes more memory: 1 - makespan(c without recomputation, m) / makespan(c, m)."""
-        again = self._costs(span for span in self._spans if span.kind == "recomputation")
-        without = [cost - extra for cost, extra in zip(self.costs, again)]
-        return self._advice(
-            "checkpoint='never', if the memory suffices", self._makespan(without, _average(self._chunks))
+        """No recomputation, which takes more memory."""
+        once = mean_costs([span for span in self._cells if span.kind != "recomputation"], sum(self._chunks))
+        return _advice(
+            "checkpoint='never', if the memory suffices", self._seconds(self._programs, once), self.predicted
         )
-
-    def _advice(self, what: str, seconds: float) -> Advice:
-        return Advice(what, 1 - _share(seconds, self.predicted) if self.predicted else 0.0)
 
     @property
     def advice(self) -> list[Advice]:
@@ -243,6 +253,10 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
         yield "to try           nothing that is known to gain a hundredth of a step's time"
     for advice in report.advice:
         yield f"{_percent(advice.gain):>16}   {advice.what}"
+
+
+def _advice(what: str, seconds: float, before: float) -> Advice:
+    return Advice(what, 1 - _share(seconds, before) if before else 0.0)
 
 
 def _columns(cells: Sequence[str]) -> str:
