@@ -33,7 +33,7 @@ class Alternative:
         recomputing: seconds in which devices recompute
     """
 
-    schedule: str
+    schedule: ScheduleName
     chunks: int
     places: tuple[int, ...]
     choice: Choice
@@ -64,7 +64,7 @@ class Question:
     devices: tuple[Device, ...]
     batch: int
     states: float
-    schedules: tuple[ScheduleName, ...] = NAMES  # type: ignore[assignment]
+    schedules: tuple[ScheduleName, ...] = NAMES
     chunks: tuple[int, ...] = ()
     recomputes: bool = True
 

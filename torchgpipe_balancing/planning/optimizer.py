@@ -43,7 +43,7 @@ def states_of(optimizer: Optimizer) -> float:
     weight.grad = torch.ones_like(weight)
     try:
         if isinstance(optimizer, torch.optim.Optimizer):
-            made: Any = type(optimizer)([weight], **optimizer.defaults)  # type: ignore[call-arg]
+            made: Any = type(optimizer)([weight], **optimizer.defaults)
         else:
             made = optimizer([weight])
         with warnings.catch_warnings():

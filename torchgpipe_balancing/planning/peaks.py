@@ -96,7 +96,7 @@ class _Watch(ExitStack):
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._running.layer = k
-            for _, tensor in each((args, kwargs)):
+            for _path, tensor in each((args, kwargs)):
                 if k == 0:
                     self._owned.add(storage_key(tensor))  # The mini-batch is the caller's.
                 elif is_recomputed:

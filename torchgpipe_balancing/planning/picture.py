@@ -14,7 +14,7 @@ from torchgpipe_balancing.planning.text import shown_size
 
 __all__ = ["draw"]
 
-_MARGIN, _BAR, _GRAPH, _GAP = 90, 24, 44, 14
+_MARGIN, _BAR, _GRAPH, _GAP = 90.0, 24.0, 44.0, 14.0
 
 
 def draw(question: Question, one: Alternative, outcome: Outcome, width: int = 900) -> str:
@@ -76,7 +76,7 @@ def _memory(question: Question, one: Alternative, outcome: Outcome, k: int, y: f
     )
     return (
         f'<text x="0" y="{y + _GRAPH / 2 + 4}">{shown_size(one.memory[k])}</text>'
-        f'<polygon points="{drawn}" fill="#d9d9d9"><title>memory of {escape(question.devices[k].name)}</title></polygon>'
+        f'<polygon points="{drawn}" fill="#d9d9d9"><title>held</title></polygon>'
         f'<rect x="{_MARGIN}" y="{height(state):.1f}" width="{end - _MARGIN:.1f}" height="{state / top * _GRAPH:.1f}" '
         f'fill="#bdbdbd"><title>parameters, gradients, optimizer: {shown_size(state)}</title></rect>{line}'
     )

@@ -49,7 +49,7 @@ def plan(
     devices: Iterable[Device] | None = None,
     optimizer: Optimizer = None,
     target: Any = None,
-    schedule: ScheduleName | Collection[ScheduleName] = NAMES,  # type: ignore[assignment]
+    schedule: ScheduleName | Collection[ScheduleName] = NAMES,
     chunks: int | Collection[int] | None = None,
     checkpoint: bool = True,
     margin: float = 0.1,
@@ -130,14 +130,16 @@ def plan(
     question = Question(costs, planned, batch, states, schedules, counts, checkpoint)
     tried = alternatives(question)
     if not tried.fitting:
-        raise DoesNotFit(_misfit(question, tried))
+        raise DoesNotFit(_misfit(question, tried, margin))
+    # What would be with other devices is asked of the schedules that are the best with these.
+    likely = replace(question, schedules=tuple(dict.fromkeys([one.schedule for one in tried.fitting[:3]])))
     return Plan(
         question,
         tuple(tried.fitting),
         tuple((one, tuple(excess)) for one, excess in tried.misfits),
-        _best_seconds(question.with_memory(math.inf)) or math.inf,
-        _best_seconds(question.with_memory(_GIB)) or math.inf,
-        _best_seconds(question.with_devices(len(places) + 1)),
+        _best_seconds(likely.with_memory(math.inf), tried),
+        _best_seconds(likely.with_memory(_GIB), tried),
+        _best_seconds(likely.with_devices(len(places) + 1), tried),
         sample,
         target,
         options,
@@ -201,12 +203,13 @@ def _chunks(chunks: int | Collection[int] | None, batch: int, n: int) -> tuple[i
     return tuple(counts)
 
 
-def _best_seconds(question: Question) -> float | None:
+def _best_seconds(question: Question, tried: Tried) -> float:
+    """Return the seconds of the best alternative, which are at most those of the best that was tried."""
     fitting = alternatives(question, keep=1).fitting
-    return fitting[0].seconds if fitting else None
+    return min([tried.fitting[0].seconds, *[one.seconds for one in fitting]])
 
 
-def _misfit(question: Question, tried: Tried) -> str:
+def _misfit(question: Question, tried: Tried, margin: float) -> str:
     """Say by how much nothing fits, and what would."""
     if not tried.misfits:
         return f"no schedule of {list(question.schedules)} fits {len(question.devices)} devices and these layers"
@@ -215,7 +218,7 @@ def _misfit(question: Question, tried: Tried) -> str:
     lines = [
         f"nothing fits {question.batch} rows; the nearest is {described(question, nearest)}, which lacks "
         f"{', '.join(lacking)}",
-        f"it would fit with {shown_size(max(excess))} more on each device",
+        f"it would fit with {shown_size(max(excess) / (1 - margin))} more memory on each device",
     ]
     n = len(question.devices)
     for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1):
@@ -235,5 +238,4 @@ def _misfit(question: Question, tried: Tried) -> str:
 
 
 def _first(question: Question) -> Alternative | None:
-    fitting = alternatives(question, keep=1).fitting
-    return fitting[0] if fitting else None
+    return next(iter(alternatives(question, keep=1).fitting), None)

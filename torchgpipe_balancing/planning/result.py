@@ -35,7 +35,7 @@ class Plan:
         misfits: alternatives that do not fit, each with the bytes that devices lack
         without_limits: the seconds of the best step if memory had no limits
         with_more_memory: the seconds of the best step with one GiB more on each device
-        with_one_more_device: the seconds of the best step with one more device like the last; None if it does not help
+        with_one_more_device: the seconds of the best step with one more device like the last
     """
 
     question: Question
@@ -43,7 +43,7 @@ class Plan:
     misfits: tuple[tuple[Alternative, tuple[float, ...]], ...]
     without_limits: float
     with_more_memory: float
-    with_one_more_device: float | None
+    with_one_more_device: float
     _sample: Any = field(default=None, repr=False, compare=False)
     _target: Any = field(default=None, repr=False, compare=False)
     _options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -86,7 +86,7 @@ class Plan:
     def outcome(self, alternative: Alternative | None = None) -> Outcome:
         """Return what an alternative costs, partition by partition, with its simulated step (default: the best)."""
         one = alternative or self.best
-        problem = problem_of(self.question, one.schedule, one.chunks)  # type: ignore[arg-type]
+        problem = problem_of(self.question, one.schedule, one.chunks)
         assert problem is not None
         return problem.outcome(one.choice)
 
@@ -167,7 +167,7 @@ class Plan:
 
     def _way(self) -> Way:
         best = self.best
-        return Way(best.choice.balance, self.devices, best.chunks, best.schedule, best.choice.recomputed)  # type: ignore[arg-type]
+        return Way(best.choice.balance, self.devices, best.chunks, best.schedule, best.choice.recomputed)
 
     def _place_of_each_layer(self) -> list[int]:
         return [place for place, count in zip(self.best.places, self.balance) for _ in range(count)]

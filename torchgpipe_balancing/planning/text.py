@@ -113,7 +113,6 @@ def _why(best: Alternative, other: Alternative) -> str:
     slower = other.seconds / best.seconds - 1 if best.seconds else 0.0
     if slower < _SAME:
         return "as fast" + (", takes more memory" if max(other.memory) > max(best.memory) else "")
-    n = len(best.memory)
 
     def idle(one: Alternative) -> float:
         return one.bubble * (one.working + one.recomputing) / (1 - one.bubble) if one.bubble < 1 else math.inf
@@ -127,7 +126,7 @@ def _why(best: Alternative, other: Alternative) -> str:
     }
     if other.chunks == best.chunks:
         differences["halves of backward take longer than the whole"] = differences.popitem()[1]
-    reason = max(differences, key=lambda what: differences[what] / n)
+    reason = max(differences, key=differences.__getitem__)
     return f"{slower:.1%} slower: {reason}"
 
 
@@ -138,19 +137,16 @@ def _binding(plan: Plan) -> Iterator[str]:
         tight = min(range(len(question.devices)), key=lambda k: (question.devices[k].memory - best.memory[k], k))
         yield (
             f"what binds: the memory, most of all of {question.devices[tight].name}; without limits a step would take "
-            f"{_milliseconds(plan.without_limits)}, {gain:.1%} less"
+            f"{gain:.1%} less"
         )
         more = 1 - plan.with_more_memory / best.seconds
-        yield (
-            f"one GiB more on each device would save {more:.1%} of a step"
-            if more > _SAME
-            else "one GiB more on each device would save nothing"
-        )
+        yield f"one GiB more on each device would save {more:.1%} of a step"
     else:
         slowest = max(range(len(question.devices)), key=outcome.simulation.busy.__getitem__)
-        yield f"what binds: the time of {question.devices[slowest].name}, which works longest; more memory would save nothing"
-    if plan.with_one_more_device is not None:
-        saved = 1 - plan.with_one_more_device / best.seconds if best.seconds else 0.0
+        name = question.devices[slowest].name
+        yield f"what binds: the time of {name}, which works longest; more memory would save nothing"
+    if question.costs.has_times:
+        saved = 1 - plan.with_one_more_device / best.seconds
         yield f"one more device like {question.devices[-1].name} would save {saved:.1%} of a step"
 
 
