@@ -114,6 +114,11 @@ class Bounds:
         """Return the cuts of a balance whose largest bound is the least, and whose other bounds are small, too."""
         return even_cuts(np.where(self.through <= self.least * (1 + 1e-12), self.through, math.inf))
 
+    def answer(self, path: Array) -> tuple[float, list[int]]:
+        """Return the least sum of a path over all balances that are allowed, and the cuts of one that has it."""
+        weights = np.stack([np.tensordot(own, prices, 1) for own, prices in zip(path, self.prices)])
+        return _least(np.where(np.isfinite(self.through), weights, math.inf))
+
     def _update(self, paths: Array) -> None:
         """Compute `after` for these paths, and raise `through` by them."""
         n, size, count = self._n, self._size, len(paths)
@@ -152,18 +157,22 @@ def even_cuts(weights: Array) -> list[int]:
     Args:
         weights: of each partition, infinite where there may be none, [n, start, end]; some balance is possible
     """
-    n, size = len(weights), weights.shape[1] - 1
     # To the eighth power a large weight counts much more than several small ones.
     largest = weights[np.isfinite(weights)].max() or 1.0
-    powers = (weights / largest) ** 8
+    return _least((weights / largest) ** 8)[1]
+
+
+def _least(weights: Array) -> tuple[float, list[int]]:
+    """Return the least sum of weights of a balance, and its cuts."""
+    n, size = len(weights), weights.shape[1] - 1
     rest = np.full((n + 1, size + 1), math.inf)
     rest[n, size] = 0.0
     for j in reversed(range(n)):
-        rest[j] = (powers[j] + rest[j + 1]).min(1)
+        rest[j] = (weights[j] + rest[j + 1]).min(1)
     cuts = [0]
     for j in range(n):
-        cuts.append(int((powers[j, cuts[-1]] + rest[j + 1]).argmin()))
-    return cuts
+        cuts.append(int((weights[j, cuts[-1]] + rest[j + 1]).argmin()))
+    return float(rest[0, 0]), cuts
 
 
 def _span(flags: Flags) -> slice:

@@ -212,6 +212,9 @@ class _Search:
         if not self._best[-1]:
             return self.bounds.least
         self.bounds.tighten(self._target, rounds=4)
+        if not self._lone:
+            self._mix()
+            self.bounds.tighten(self._target, rounds=4)
         low, high = min(self.bounds.least, self._target), self._target
         for _ in range(8):
             if high - low <= 1e-4 * high:
@@ -227,6 +230,25 @@ class _Search:
                 if cuts not in self._tried and (self._lone or self._fits(cuts)):
                     self._try([cuts])
         return low
+
+    def _mix(self, rounds: int = 80) -> None:
+        """Take a mean of paths into account that no balance evades.
+
+        This is a game: one side has a balance, the other a path. Each time the balance is the best answer to the mean
+        of the paths so far, and its longest path goes into the mean (G. Brown's fictitious play, 1951).
+        """
+        bounds = self.bounds
+        if not math.isfinite(bounds.least):
+            return
+        mean = bounds.paths[int(bounds.after[:, 0, 0].argmax())]
+        least, best = 0.0, mean
+        for turn in range(rounds):
+            value, cuts = bounds.answer(mean)
+            if value > least:
+                least, best = value, mean
+            path = self._graph.critical(self._prices_of([tuple(cuts)]))[0]
+            mean = mean + (path - mean) / (turn + 10)
+        bounds.add(best[None])
 
     # ---- Step 4: grow balances from the left.
 
@@ -348,13 +370,13 @@ class _Search:
 
     def _excess(self, cuts: Cuts) -> float:
         """Return the least largest excess of a balance, in bytes; negative if some are left."""
-        return float(self._excesses([cuts])[0])
+        return float(self._over([cuts]).max())
 
-    def _excesses(self, found: Sequence[Cuts]) -> Array:
-        """Return the least largest excess of each balance."""
+    def _over(self, found: Sequence[Cuts]) -> Array:
+        """Return the least excess of each device, for each balance, [balances, devices]."""
         tables = self._tables
         if tables.recomputes:
-            return np.array([max(self._recomputed_excess(list(pairwise(cuts)))) for cuts in found])
+            return np.array([list(self._least_excesses(list(pairwise(cuts)))) for cuts in found])
         cuts = np.array(found)
         kept, waiting, state = tables.held[:, cuts[:, :-1], cuts[:, 1:]]
         over = [
@@ -363,9 +385,9 @@ class _Search:
             - device.memory
             for holding, device in zip(tables.holdings, self._problem.devices)
         ]
-        return np.asarray(np.max(over, axis=0))
+        return np.stack(over, axis=1)
 
-    def _recomputed_excess(self, spans: list[tuple[int, int]]) -> Iterator[float]:
+    def _least_excesses(self, spans: list[tuple[int, int]]) -> Iterator[float]:
         for device, holding in enumerate(self._tables.holdings):
             yield least_excess(self._tables, device, [spans[j] for j in holding.partitions])[0]
 
@@ -383,16 +405,22 @@ class _Search:
         """Move cuts as long as that lowers the largest excess, or until all fits."""
         if self._lone and self._may(cuts):
             return cuts
-        least = self._excess(cuts)
-        for _ in range(100):
-            if least <= 0:
-                break
+
+        def distance(found: Sequence[Cuts]) -> Array:
+            # The small term lets a balance come nearer that has several devices with about the same excess.
+            over = self._over(found)
+            return np.asarray(over.max(1) + 0.05 * np.maximum(over, 0.0).sum(1))
+
+        least = float(distance([cuts])[0])
+        for _ in range(200):
             others = list(_moved(cuts, self._n))
-            excesses = self._excesses(others) if others else np.array([math.inf])
-            best = int(excesses.argmin())
-            if excesses[best] >= least:
+            if least <= 0 or not others:
                 break
-            least, cuts = float(excesses[best]), others[best]
+            distances = distance(others)
+            best = int(distances.argmin())
+            if distances[best] >= least:
+                break
+            least, cuts = float(distances[best]), others[best]
         return cuts
 
     def _misfit(self, proven: bool) -> Misfit:

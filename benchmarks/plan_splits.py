@@ -1,0 +1,275 @@
+"""Plans on random layers: whether the search finds the best choice, what that is worth, and how long it takes.
+
+1. Small problems of all schedules, some with too little memory: all choices are compared with the answer of the search.
+2. Layers with random times, no limit of memory: the simulated step of 1F1B with balances that are found in other ways,
+   over that of ours: an even number of layers; by parameters; by time, with the block partition of torchgpipe 0.0.7,
+   which runs unchanged in a process of its own; by time, by halving the largest load as DeepSpeed's
+   `partition_balanced` does, written anew here from its idea: whatever fits into a load goes into a partition, from the
+   left to the right. Balances with an empty partition are counted, but not simulated.
+3. 100 layers on 8 devices: seconds of the search, and the proven gap, for each schedule and number of micro-batches.
+
+    python -m benchmarks.plan_splits           # some minutes; a part of `benchmarks.plan`
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import subprocess
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, combinations, pairwise
+from time import perf_counter
+from typing import Any
+
+from benchmarks.balance import KINDS, random_costs
+from benchmarks.peers import running
+from benchmarks.placement import even
+from benchmarks.program import Command, Progress
+from benchmarks.records import spread, table
+from torchgpipe.schedule import NAMES, ScheduleName, program
+from torchgpipe_balancing import partition
+from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Problem
+from torchgpipe_balancing.planning.search import Misfit, Solution, lower_bound, solve
+
+__all__ = ["splits", "splits_table"]
+
+#: Sums are rounded in another order.
+NEAR = 1e-9
+
+#: The places of the partitions, for so many devices.
+PLACES: dict[ScheduleName, Any] = {
+    "GPipe": lambda d: [*range(d)],
+    "1F1B": lambda d: [*range(d)],
+    "Interleaved1F1B": lambda d: [*range(d), *range(d)],
+    "ZeroBubble": lambda d: [*range(d)],
+    "V-Half": lambda d: [*range(d), *reversed(range(d))],
+}
+
+
+def random_problem(name: ScheduleName, made: random.Random, size: int, devices: int, m: int, share: float) -> Problem:
+    """Return random layers for a schedule, on devices with a share of the memory that all activations of 1F1B take."""
+    places = PLACES[name](devices)
+    costs = random_costs(made.choice(KINDS), made, size)
+    layers = tuple(
+        Layer(
+            str(k),
+            cost * 1e-6,
+            cost * made.uniform(1.5, 2.5) * 1e-6,
+            cost * made.uniform(0.7, 1.3) * 1e-6,
+            cost * made.uniform(0.7, 1.3) * 1e-6,
+            kept=(kept := made.choice([10, 20, 50, made.randint(1, 100)])),
+            input=min(kept, made.choice([0, 10])),
+            waiting=made.choice([0, 5]),
+            crossing=10,
+            state=made.choice([0, 20]),
+        )
+        for k, cost in enumerate(costs)
+    )
+    memory = share * (min(m, devices) * sum(one.kept for one in layers) + sum(one.state for one in layers)) / devices
+    cell = dict.fromkeys("FBIW", 10e-6)
+    return Problem(
+        layers,
+        tuple(Device(str(k), memory) for k in range(devices)),
+        tuple(places),
+        program(name, m, places),
+        cell,
+        latency=5e-6,
+        per_byte=1e-7,
+    )
+
+
+def choices(problem: Problem) -> Iterator[Choice]:
+    size = len(problem.layers)
+    may = range(0 if problem.splits_backward else size - 1)
+    sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
+    for cuts in combinations(range(1, size), len(problem.places) - 1):
+        balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))
+        yield from (Choice(balance, frozenset(recomputed)) for recomputed in sets)
+
+
+def checked(count: int) -> list[dict[str, Any]]:
+    """Answer question 1, with so many problems of each schedule."""
+    rows = []
+    progress = Progress(len(NAMES))
+    for name in NAMES:
+        progress(f"small problems: {name}")
+        made = random.Random(name)
+        row: dict[str, Any] = {"schedule": name, "problems": 0, "misfits": 0, "optimal": 0, "proven": 0, "wrong": 0}
+        row["worst"] = 1.0
+        for _ in range(count):
+            devices = made.choice([1, 2] if len(PLACES[name](2)) > 2 else [2, 3])
+            size = made.randint(max(4, 2 * devices), 6)
+            problem = random_problem(name, made, size, devices, made.randint(1, 5), made.uniform(0.4, 1.5))
+            outcomes = (problem.outcome(choice) for choice in choices(problem))
+            best = min([outcome.seconds for outcome in outcomes if problem.fits(outcome)], default=math.inf)
+            found = solve(problem)
+            row["problems"] += 1
+            if isinstance(found, Misfit):
+                row["misfits"] += 1
+                row["wrong"] += best < math.inf
+                continue
+            ratio = found.outcome.seconds / best
+            row["optimal"] += ratio <= 1 + NEAR
+            row["proven"] += found.gap == 0
+            row["worst"] = max(row["worst"], ratio)
+            row["wrong"] += found.bound > best * (1 + NEAR) or (found.gap == 0 and ratio > 1 + NEAR) or ratio < 1 - NEAR
+            row["wrong"] += not problem.fits(found.outcome)
+        rows.append(row)
+    return rows
+
+
+def halved(costs: Sequence[int], partitions: int) -> list[int]:
+    """Return a balance by halving the largest load: each trial fills partitions from the left, by the sums of costs."""
+    sums = list(accumulate(costs, initial=0))
+
+    def filled(load: float) -> list[int]:
+        cuts = [0]
+        for j in range(partitions - 1):
+            most = bisect_right(sums, sums[cuts[-1]] + load) - 1
+            # Every partition has a layer here, unlike there.
+            cuts.append(min(max(most, cuts[-1] + 1), len(costs) - (partitions - 1 - j)))
+        return [*cuts, len(costs)]
+
+    def largest(cuts: list[int]) -> int:
+        return max(sums[end] - sums[start] for start, end in pairwise(cuts))
+
+    low, high = sums[-1] // partitions, sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if largest(filled(middle)) <= middle else (middle + 1, high)
+    return [end - start for start, end in pairwise(filled(high))]
+
+
+def by_original(tables: list[tuple[list[int], int]], limit: float) -> list[list[int] | None]:
+    """Return the balances of torchgpipe 0.0.7; None for all if it is not there, or for one if it takes too long."""
+    found: list[list[int] | None] = [None] * len(tables)
+    try:
+        with running(["original"], "splits.py") as peers:
+            for partitions in sorted({partitions for _, partitions in tables}):
+                own = [k for k, one in enumerate(tables) if one[1] == partitions]
+                vectors = [tables[k][0] for k in own]
+                request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit, "turns": 1}
+                for k, balance in zip(own, peers["original"].ask(request)["balances"], strict=True):
+                    found[k] = balance
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        print(f"torchgpipe 0.0.7 is left out: {error}")
+    return found
+
+
+def compared(count: int, limit: float) -> dict[str, Any]:
+    """Answer question 2."""
+    made = random.Random(0)
+    tables, problems, parameters = [], [], []
+    for index in range(count):
+        size, partitions, m = made.randint(12, 64), made.randint(2, 8), made.choice([4, 8, 16, 32])
+        costs = random_costs(KINDS[index % len(KINDS)], made, size)
+        layers = tuple(Layer(str(k), cost / 3e6, cost / 1.5e6, 0, 0, kept=0) for k, cost in enumerate(costs))
+        places = tuple(range(partitions))
+        devices = tuple(Device(str(k)) for k in places)
+        tables.append((costs, partitions))
+        problems.append(Problem(layers, devices, places, program("1F1B", m, places)))
+        # Of parameters one knows only that costly layers tend to have more.
+        parameters.append([round(cost * made.lognormvariate(0, 1)) for cost in costs])
+    ways: dict[str, list[list[int] | None]] = {
+        "an even number of layers": [even(len(costs), partitions) for costs, partitions in tables],
+        "by parameters": [partition(own, one[1]) for own, one in zip(parameters, tables)],
+        "by time, torchgpipe 0.0.7": by_original(tables, limit),
+        "by time, halving": [halved(*one) for one in tables],
+        "by time, balance_by_time": [partition(*one) for one in tables],
+    }
+    ours = []
+    progress = Progress(len(problems) // 100 + 1)
+    for index, problem in enumerate(problems):
+        if index % 100 == 0:
+            progress("balances of 1F1B")
+        found = solve(problem)
+        assert isinstance(found, Solution)
+        ours.append(found)
+    rows = []
+    for way, balances in ways.items():
+        ratios = [
+            problem.outcome(Choice(tuple(balance))).seconds / one.outcome.seconds
+            for problem, balance, one in zip(problems, balances, ours, strict=True)
+            if balance is not None and 0 not in balance
+        ]
+        empty = sum(balance is not None and 0 in balance for balance in balances)
+        row = {"way": way, "tables": len(ratios), "empty": empty, "ratio": spread(ratios) if ratios else None}
+        rows.append(row | {"slower": sum(ratio > 1 + NEAR for ratio in ratios)})
+    return {"rows": rows, "proven": sum(one.gap == 0 for one in ours), "worst_gap": max(one.gap for one in ours)}
+
+
+def timed(size: int, devices: int) -> list[dict[str, Any]]:
+    """Answer question 3."""
+    rows = []
+    progress = Progress(len(NAMES))
+    for name in NAMES:
+        progress(f"{size} layers on {devices} devices: {name}")
+        for m in (4, 8, 16, 32, 64):
+            share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)
+            problem = random_problem(name, random.Random(m), size, devices, m, share)
+            start = perf_counter()
+            bound = lower_bound(problem)
+            middle = perf_counter()
+            found = solve(problem)
+            row: dict[str, Any] = {"schedule": name, "m": m, "bound_seconds": middle - start}
+            row |= {"seconds": perf_counter() - middle, "gap": None, "bound_gap": None, "recomputed": None}
+            if isinstance(found, Solution):
+                row |= {"gap": found.gap, "bound_gap": found.outcome.seconds / bound - 1}
+                row |= {"recomputed": len(found.choice.recomputed)}
+            rows.append(row)
+    return rows
+
+
+def splits(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the answers to the three questions.
+
+    Args:
+        args: `tables`, the number of random tables; `limit`, the seconds that the original may take for one of them
+    """
+    return {
+        "checked": checked(args.tables // len(NAMES)),
+        "compared": compared(args.tables, args.limit),
+        "timed": timed(100, 8),
+    }
+
+
+def splits_table(result: dict[str, Any]) -> str:
+    """Return the tables of a result of `splits`."""
+    keys = ["schedule", "problems", "misfits", "optimal", "proven", "wrong"]
+    first = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in result["checked"]]
+    second = []
+    for row in result["compared"]["rows"]:
+        ratio = row["ratio"]
+        shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
+        second.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
+    third = []
+    for name in dict.fromkeys(row["schedule"] for row in result["timed"]):
+        own = [row for row in result["timed"] if row["schedule"] == name]
+        gaps = [row["gap"] for row in own if row["gap"] is not None]
+        shown = ["-", "-"] if not gaps else [f"{statistics.median(gaps):.2%}", f"{max(gaps):.2%}"]
+        third.append([name, len(own) - len(gaps), f"{1e3 * statistics.median(row['seconds'] for row in own):.0f}"])
+        third[-1] += [f"{1e3 * statistics.median(row['bound_seconds'] for row in own):.0f}", *shown]
+    return "\n\n".join(
+        [
+            table(first, [*keys, "worst ratio"]),
+            table(
+                second, ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
+            ),
+            table(third, ["schedule", "misfits", "search, ms", "bound, ms", "median gap", "worst gap"]),
+        ]
+    )
+
+
+def main() -> None:
+    command = Command("plan_splits", __doc__, show=lambda result: {"plans on random layers": splits_table(result)})
+    command.add("--tables", type=int, default=1000)
+    command.add("--limit", type=float, default=2.0, help="seconds that the original may take for one table")
+    args = command.parse()
+    command.finish(**splits(args))
+
+
+if __name__ == "__main__":
+    main()

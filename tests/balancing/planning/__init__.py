@@ -1,0 +1,1 @@
+"""Tests of `torchgpipe_balancing.planning`."""
