@@ -48,7 +48,7 @@ def measured(
     on_meta = any(tensor.is_meta for own in owned for tensor in own)
     if on_meta:
         sizes = [counted(subject, partial(subject.plain, count)) for count in rows]
-        times = [[_without_times(own) for own in owned]] * len(rows)
+        times = [[_without_times(own, count, rows[-1], len(devices)) for own in owned] for count in rows]
         cells = [CellCosts()] * len(rows)
         latency = per_byte = 0.0
     else:
@@ -85,9 +85,13 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def _without_times(owned: Sequence[Tensor]) -> list[float]:
-    """Return what stands for the times of a layer on the meta device: a nanosecond for each byte of its parameters."""
-    seconds = _bytes(owned) * 1e-9
+def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> list[float]:
+    """Return what stands for the times of a layer on the meta device: the bytes of its parameters times rows.
+
+    A few rows more are added to each micro-batch, or the smallest would always be the best. With so many, and with the
+    largest that are tried by default, about four micro-batches a device are.
+    """
+    seconds = _bytes(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
     return [seconds, 2 * seconds, seconds, seconds, 0.0]
 
 

@@ -1,7 +1,7 @@
 """Record steps of a model in several pipelines, round by round, and take the middle of the times.
 
-The speed of a machine changes within seconds. So all pipelines take turns: what slows one of them down for a while slows
-down the others as well.
+The speed of a machine changes within seconds. So all pipelines take turns: what slows one of them down for a while
+slows down the others as well.
 """
 
 from __future__ import annotations

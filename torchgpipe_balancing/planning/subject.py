@@ -217,10 +217,12 @@ class AnyModule:
 
     def owned(self) -> list[list[Tensor]]:
         """See `Subject`."""
-        owned: list[list[Tensor]] = [[] for _ in self.layers]
-        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
-            owned[self._settings.column_of(name)].append(tensor)
-        return owned
+        owned: list[dict[int, Tensor]] = [{} for _ in self.layers]
+        # A parameter that two partitions share has a gradient in both.
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        for name, tensor in [*parameters, *self._model.named_buffers(remove_duplicate=False)]:
+            owned[self._settings.column_of(name)][id(tensor)] = tensor
+        return [list(own.values()) for own in owned]
 
     def _has_loss(self) -> bool:
         return _own_loss(self._output(1)) is not None

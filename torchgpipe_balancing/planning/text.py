@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["described", "escaped", "shown_size", "written"]
 
+#: The schedules that run backward in two halves.
+SPLITTING = ("ZeroBubble", "V-Half")
+
 #: Differences below this share of a step are not worth a word.
 _SAME = 0.001
 
@@ -34,7 +37,7 @@ def described(question: Question, one: Alternative) -> str:
     rows = rows_of(question.batch, one.chunks)
     again = len(one.choice.recomputed)
     return (
-        f"schedule={one.schedule!r}, chunks={one.chunks} ({rows} row{'s' * (rows > 1)}), "
+        f"schedule={one.schedule!r}, chunks={one.chunks} ({_count(rows, 'row')}), "
         f"balance={list(one.choice.balance)}, "
         + (f"{again} of {len(question.costs.layers)} layers recomputed" if again else "nothing recomputed")
     )
@@ -43,7 +46,7 @@ def described(question: Question, one: Alternative) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     question, best = plan.question, plan.best
     costs = question.costs
-    yield f"{question.batch} rows on {len(question.devices)} devices: {described(question, best)}"
+    yield f"{question.batch} rows on {_count(len(question.devices), 'device')}: {described(question, best)}"
     if costs.has_times:
         gap = best.seconds / best.least - 1 if best.least else 0.0
         proof = "the best of its kind" if gap < _SAME else f"at most {gap:.1%} above the best of its kind"
@@ -120,14 +123,19 @@ def _why(best: Alternative, other: Alternative) -> str:
     differences = {
         "more idle time": idle(other) - idle(best),
         "more recomputation": other.recomputing - best.recomputing,
-        f"micro-batches of {'fewer' if other.chunks > best.chunks else 'more'} rows take longer, all together": (
-            other.working - best.working
-        ),
+        _work(best, other): other.working - best.working,
     }
-    if other.chunks == best.chunks:
-        differences["halves of backward take longer than the whole"] = differences.popitem()[1]
     reason = max(differences, key=differences.__getitem__)
     return f"{slower:.1%} slower: {reason}"
+
+
+def _work(best: Alternative, other: Alternative) -> str:
+    """Say why devices compute longer for the same rows."""
+    if other.chunks != best.chunks:
+        return f"{'smaller' if other.chunks > best.chunks else 'larger'} micro-batches compute longer"
+    if len(other.places) > len(best.places):
+        return "smaller cells compute longer"
+    return "backward in two halves computes longer" if other.schedule in SPLITTING else "cells compute longer"
 
 
 def _binding(plan: Plan) -> Iterator[str]:
@@ -157,6 +165,10 @@ def _table(rows: Sequence[Sequence[str]], indent: int, left: Sequence[int] = (0,
             cell.ljust(width) if k in left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths))
         ]
         yield (" " * indent + "  ".join(cells)).rstrip()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _listed(numbers: Sequence[int]) -> str:
