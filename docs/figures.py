@@ -225,6 +225,28 @@ def schedule_costs() -> None:
     picture.save("schedule-costs")
 
 
+def plan() -> None:
+    """Draw a plan for 24 equal blocks, an embedding and a head, on four devices with too little memory."""
+    from torchgpipe_balancing.planning.alternatives import Question, alternatives, problem_of
+    from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
+    from torchgpipe_balancing.planning.picture import draw
+    from torchgpipe_balancing.planning.problem import Device
+
+    def layer(name: str, seconds: float, kept: float, parameters: int) -> LayerCosts:
+        took = Sample(seconds, 2 * seconds, seconds, seconds, 0.0, kept, 0.0, 2**24, 0.0, 2**24)
+        return LayerCosts((name,), parameters, parameters, 0, (took,))
+
+    layers = [layer("embed", 1e-4, 0.0, 2**27), *[layer(f"h.{k}", 5e-3, 2**29, 2**27) for k in range(24)]]
+    layers.append(layer("head", 8e-3, 2**29, 2**27))
+    costs = Costs("pipelined", tuple(layers), (1,), (CellCosts(),), 0.0, 0.0, "", "")
+    devices = tuple(Device(f"cuda:{k}", 12 * 2**30) for k in range(4))
+    question = Question(costs, devices, batch=8, states=3.0, schedules=("1F1B",), chunks=(8,))
+    best = alternatives(question).fitting[0]
+    problem = problem_of(question, best.schedule, best.chunks)
+    assert problem is not None
+    (IMAGES / "plan.svg").write_text(draw(question, best, problem.outcome(best.choice)))
+
+
 def one_by_one(m: int, n: int) -> list[Work]:
     """Return the work of `simulate` without micro-batches: one device at a time works on the whole mini-batch."""
     works, now = [], 0.0
@@ -425,6 +447,7 @@ def main() -> None:
     schedule("schedule-interleaved", "Interleaved1F1B")
     schedule("schedule-v-half", "V-Half")
     schedule_costs()
+    plan()
     bubble()
     order()
     sums()

@@ -213,8 +213,8 @@ def shares_memory(tensor: Tensor) -> bool:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share as long as they have the same memory.
 
-    A plan counts each memory once, on the meta device as well, where all tensors have the address 0. Since 2.0. On other
-    devices ``untyped_storage().data_ptr()`` does the same.
+    A plan counts each memory once, on the meta device as well, where all tensors have the address 0. Since 2.0. On
+    other devices ``untyped_storage().data_ptr()`` does the same.
     """
     return int(tensor.untyped_storage()._cdata)
 

@@ -8,10 +8,13 @@ from html import escape
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.simulation import Simulation
 
-__all__ = ["COLOURS", "draw_svg", "draw_text"]
+__all__ = ["COLOURS", "INK", "TEXT", "draw_svg", "draw_text"]
 
-#: Colours that stay apart in grey and for colour-blind readers.
-COLOURS = {"F": "#9ecae1", "B": "#fdae6b", "I": "#fdae6b", "W": "#c7e9c0"}
+#: The colours of timelines, which stay apart in grey and for colour-blind readers, and of the letters on them.
+COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#00604a", "W": "#9bdcc4"}
+INK = {"F": "#000", "B": "#fff", "I": "#fff", "W": "#000"}
+#: The colour of other letters: that of the page, if the picture is a part of its HTML.
+TEXT = "var(--color-foreground-primary, currentColor)"
 
 
 def draw_text(simulation: Simulation, columns: int = 100) -> str:
@@ -51,7 +54,7 @@ def draw_svg(simulation: Simulation, width: int = 900) -> str:
     parts = []
     for device in range(len(simulation.starts)):
         y = device * (height + gap)
-        parts.append(f'<text x="0" y="{y + 16}">device {device}</text>')
+        parts.append(f'<text x="0" y="{y + 16}" style="fill:{TEXT}">device {device}</text>')
         for action, start, end in _boxes(simulation, device):
             x, wide = margin + start * scale, (end - start) * scale
             parts.append(
@@ -59,7 +62,8 @@ def draw_svg(simulation: Simulation, width: int = 900) -> str:
                 f'fill="{COLOURS[action.kind]}"><title>{escape(str(action))}</title></rect>'
             )
             if wide > 14:
-                parts.append(f'<text x="{x + wide / 2:.1f}" y="{y + 16}" text-anchor="middle">{action.i}</text>')
+                place = f'x="{x + wide / 2:.1f}" y="{y + 16}" text-anchor="middle"'
+                parts.append(f'<text {place} fill="{INK[action.kind]}">{action.i}</text>')
     total = len(simulation.starts) * (height + gap)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" font-family="sans-serif" '

@@ -40,8 +40,10 @@ def counted(subject: Subject, run: Callable[[], Any]) -> list[Bytes]:
         run: runs forward of one micro-batch, and perhaps its backward
     """
     with _Counter(subject) as counter:
-        run()
-    return counter.result()
+        loss = run()  # Whose graph is alive as long as it is.
+        found = counter.result()
+        del loss
+    return found
 
 
 class _Saved:

@@ -49,7 +49,7 @@ def plan(
     devices: Iterable[Device] | None = None,
     optimizer: Optimizer = None,
     target: Any = None,
-    schedule: ScheduleName | Collection[ScheduleName] = NAMES,
+    schedule: ScheduleName | Collection[ScheduleName] | None = None,
     chunks: int | Collection[int] | None = None,
     checkpoint: bool = True,
     margin: float = 0.1,
@@ -86,7 +86,8 @@ def plan(
         optimizer: what will train the model: a class such as ``torch.optim.AdamW``, a function that takes parameters,
             an optimizer, or the bytes that it keeps for each byte of a parameter (default: nothing)
         target: the target of the loss function, for the rows of the sample
-        schedule: the schedules to try, or one (default: all)
+        schedule: the schedules to try, or one (default: all; ``'1F1B'`` on the meta device, where no times tell
+            whether others are faster)
         chunks: the numbers of micro-batches to try, or one (default: powers of two)
         checkpoint: whether layers may be recomputed
         margin: the share of the memory that is left free, for fragmentation and for what operations need while they run
@@ -110,7 +111,8 @@ def plan(
         raise ValueError(f"margin must be a share of the memory from 0 to below 1, but got {margin!r}")
     places = _devices(devices, memory)
     planned = _with_memory(places, memory, speeds, margin)
-    schedules = _schedules(schedule)
+    on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
+    schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else NAMES)
     counts = _chunks(chunks, batch, len(places))
     states = 1.0 + states_of(optimizer)
     most = len(places) * (2 if {"Interleaved1F1B", "V-Half"} & {*schedules} else 1)
