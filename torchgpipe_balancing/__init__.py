@@ -14,7 +14,7 @@ time within the memory of the devices, ask for the profile::
     print(profile)
     balance = profile.balance(2, by="time")
 
-:func:`plan` decides on all of it at once: balance, number of micro-batches, schedule, and layers to recompute.
+:func:`torchgpipe.plan` decides on all of it at once: balance, number of micro-batches, schedule, and layers to recompute.
 
 This package stands beside `torchgpipe` and imports only its rooms `devices` and `skip`. Its room `planning`, which is
 imported by those who ask for it, uses all of `torchgpipe`.
@@ -35,7 +35,7 @@ from torchgpipe_balancing.walk import layers_of
 
 if TYPE_CHECKING:
     from torchgpipe_balancing.planning.check import Check
-    from torchgpipe_balancing.planning.plan import DoesNotFit, plan
+    from torchgpipe_balancing.planning.plan import DoesNotFit
     from torchgpipe_balancing.planning.result import Plan
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "partition",
-    "plan",
     "profile",
 ]
 
@@ -58,7 +57,7 @@ Report = Profile
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Check", "DoesNotFit", "Plan", "plan"):  # They import the engine.
+    if name in ("Check", "DoesNotFit", "Plan"):  # They import the engine.
         from torchgpipe_balancing.planning import plan as home
 
         return getattr(home, name)

@@ -13,8 +13,8 @@ __all__ = ["COLOURS", "INK", "TEXT", "draw_svg", "draw_text"]
 #: The colours of timelines, which stay apart in grey and for colour-blind readers, and of the letters on them.
 COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#00604a", "W": "#9bdcc4"}
 INK = {"F": "#000", "B": "#fff", "I": "#fff", "W": "#000"}
-#: The colour of other letters: that of the page, if the picture is a part of its HTML.
-TEXT = "var(--color-foreground-primary, currentColor)"
+#: The colour of other letters: that of the page if the picture is a part of its HTML, or a grey.
+TEXT = "var(--color-foreground-primary, #808080)"
 
 
 def draw_text(simulation: Simulation, columns: int = 100) -> str:

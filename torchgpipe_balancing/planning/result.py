@@ -36,6 +36,9 @@ class Plan:
         without_limits: the seconds of the best step if memory had no limits
         with_more_memory: the seconds of the best step with one GiB more on each device
         with_one_more_device: the seconds of the best step with one more device like the last
+        sample: the sample; None in a plan that was loaded
+        target: the target for the sample, if there was one
+        options: further arguments of the pipeline
     """
 
     question: Question
@@ -44,9 +47,9 @@ class Plan:
     without_limits: float
     with_more_memory: float
     with_one_more_device: float
-    _sample: Any = field(default=None, repr=False, compare=False)
-    _target: Any = field(default=None, repr=False, compare=False)
-    _options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    sample: Any = field(default=None, repr=False, compare=False)
+    target: Any = field(default=None, repr=False, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def best(self) -> Alternative:
@@ -84,7 +87,11 @@ class Plan:
         return self.best.seconds
 
     def outcome(self, alternative: Alternative | None = None) -> Outcome:
-        """Return what an alternative costs, partition by partition, with its simulated step (default: the best)."""
+        """Return what an alternative costs, partition by partition, with its simulated step.
+
+        Args:
+            alternative: one of ``fitting`` or ``misfits`` (default: the best)
+        """
         one = alternative or self.best
         problem = problem_of(self.question, one.schedule, one.chunks)
         assert problem is not None
@@ -93,6 +100,7 @@ class Plan:
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
 
+            plan = torchgpipe.plan(model, sample, batch=16, devices=["cuda:0", "cuda:1"], seconds=0.1)
             model = plan.apply(model, loss_fn=loss_fn)
             loss = model.step(input, target)
 
@@ -118,14 +126,15 @@ class Plan:
                 f"{f'this model has no {missing[0]!r}' if missing else f'this model has {count}'}; plan again for it"
             )
         if sample is None:
-            sample = self._sample
+            sample = self.sample
         if sample is None and not isinstance(model, nn.Sequential):
             raise ValueError("a loaded plan has no sample; give it again: plan.apply(model, sample)")
-        return apply(model, layers, self._way(), sample, {**self._options, **options})
+        return apply(model, layers, self._way(), sample, {**self.options, **options})
 
     def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
         """Run a copy of the model as planned, and set measured beside predicted. ::
 
+            plan = torchgpipe.plan(model, sample, batch=16, devices=["cuda:0", "cuda:1"], seconds=0.1)
             print(plan.check(model))
 
         On the CPU, memory is that of activations, counted by hooks. On an accelerator it is all memory that PyTorch has
@@ -139,10 +148,10 @@ class Plan:
         Returns:
             the seconds and the bytes, printed as a table
         """
-        sample = self._sample if sample is None else sample
+        sample = self.sample if sample is None else sample
         if sample is None:
             raise ValueError("a loaded plan has no sample; give it again: plan.check(model, sample)")
-        subject = subject_of(model, sample, self._target, len(self.best.places), self._options)
+        subject = subject_of(model, sample, self.target, len(self.best.places), self.options)
         if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
             raise ValueError("the model has other layers than those that were planned for; plan again for it")
         outcome, n = self.outcome(), len(self.question.devices)
