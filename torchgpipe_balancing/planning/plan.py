@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
-from torchgpipe_balancing.planning.subject import subject_of
+from torchgpipe_balancing.planning.subject import Subject, subject_of
 from torchgpipe_balancing.planning.text import described, shown_size
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]
@@ -116,17 +116,15 @@ def plan(
     counts = _chunks(chunks, batch, len(places))
     states = 1.0 + states_of(optimizer)
     most = len(places) * (2 if {"Interleaved1F1B", "V-Half"} & {*schedules} else 1)
+    sizes = sorted({rows_of(batch, count) for count in counts})
+    sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    slowness = [device.slowness for device in planned]
     with undisturbed(places):
-        subject = subject_of(model, sample, target, most, options)
-        if len(subject.layers) < len(places):
-            raise ValueError(
-                f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} "
-                "devices; give fewer devices"
-            )
-        sizes = sorted({rows_of(batch, count) for count in counts})
-        middle = sizes[len(sizes) // 2]
-        slowness = [device.slowness for device in planned]
-        costs = measured(subject, places, sorted({sizes[0], middle, sizes[-1]}), slowness, seconds=seconds)
+        costs = measured(
+            _subject(model, sample, target, most, options, places), places, sizes, slowness, seconds=seconds
+        )
+    if any(device.type != "cpu" for device in places):
+        torch.accelerator.empty_cache()  # The memory of the copy that was measured is for the model now.
     if bandwidth is not None:
         costs = replace(costs, per_byte=1 / bandwidth)
     question = Question(costs, planned, batch, states, schedules, counts, checkpoint)
@@ -146,6 +144,23 @@ def plan(
         target,
         options,
     )
+
+
+def _subject(
+    model: nn.Module,
+    sample: Any,
+    target: Any,
+    partitions: int,
+    options: Mapping[str, Any],
+    places: Sequence[torch.device],
+) -> Subject:
+    subject = subject_of(model, sample, target, partitions, options)
+    if len(subject.layers) < len(places):
+        raise ValueError(
+            f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} devices; "
+            "give fewer devices"
+        )
+    return subject
 
 
 def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -> list[torch.device]:
