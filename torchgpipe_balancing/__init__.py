@@ -14,7 +14,8 @@ time within the memory of the devices, ask for the profile::
     print(profile)
     balance = profile.balance(2, by="time")
 
-:func:`torchgpipe.plan` decides on all of it at once: balance, number of micro-batches, schedule, and layers to recompute.
+:func:`torchgpipe.plan` decides on all of it at once: the balance, the number of micro-batches, the schedule, and the
+layers to recompute.
 
 This package stands beside `torchgpipe` and imports only its rooms `devices` and `skip`. Its room `planning`, which is
 imported by those who ask for it, uses all of `torchgpipe`.

@@ -24,7 +24,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 
-__all__ = ["pipelined", "pipelined_apart", "runs_of"]
+__all__ = ["pipelined", "pipelined_apart", "pipelined_with", "runs_of", "settings_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -171,6 +171,17 @@ def _pipelined(
         reduce=reduce,
     )
     program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
+    return pipelined_with(module, settings)
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """Return the settings of a pipelined module."""
+    settings: Settings = vars(module)[_SETTINGS]
+    return settings
+
+
+def pipelined_with(module: M, settings: Settings) -> M:
+    """Pipeline a module, which is not pipelined now, with settings that were arranged for it."""
     move(module, settings)
     vars(module)[_SETTINGS] = settings
     _tell_trainers(module, settings)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.inputs import arguments_of
-from torchgpipe.frames.pipelined import pipelined, pipelined_apart
+from torchgpipe.frames.pipelined import pipelined, pipelined_apart, pipelined_with, settings_of
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.gpipe import GPipe
@@ -186,6 +186,7 @@ class AnyModule:
         parts = range(len(self._settings.devices))
         self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
         self._pipeline: Any = None
+        self._arranged: dict[str, Settings] = {}
 
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
         """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
@@ -242,7 +243,13 @@ class AnyModule:
         """See `Subject`."""
         if self._pipeline is not None:
             self._pipeline.unpipelined()
-        model = self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), self._options)
+        key = repr(way)
+        if key in self._arranged:  # To arrange a model takes several runs of the sample.
+            model: Any = pipelined_with(self._model, self._arranged[key])
+        else:
+            model = apply(self._model, self.layers, way, tuple(self._sample), self._options)
+            self._arranged[key] = settings_of(model)
+        self._pipeline = model
 
         def step(rows: int) -> Any:
             args, kwargs = self._arguments(rows)
