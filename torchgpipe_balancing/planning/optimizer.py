@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -34,16 +36,22 @@ def states_of(optimizer: Optimizer) -> float:
 
     Raises:
         TypeError: the optimizer is something else, or cannot be made from parameters alone.
+        ValueError: the number of bytes is negative, or not finite.
     """
     if optimizer is None:
         return 0.0
     if isinstance(optimizer, (int, float)):
+        if not 0 <= optimizer < math.inf:
+            raise ValueError(f"an optimizer keeps 0 bytes or more for each byte of a parameter, but got {optimizer}")
         return float(optimizer)
     weight = nn.Parameter(torch.zeros(256, 256))
     weight.grad = torch.ones_like(weight)
     try:
         if isinstance(optimizer, torch.optim.Optimizer):
-            made: Any = type(optimizer)([weight], **optimizer.defaults)
+            # Some keep a default that is no argument, as AdamW keeps 'decoupled_weight_decay'.
+            known = inspect.signature(type(optimizer)).parameters
+            settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+            made: Any = type(optimizer)([weight], **settings)
         else:
             made = optimizer([weight])
         with warnings.catch_warnings():
