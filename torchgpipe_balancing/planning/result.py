@@ -208,7 +208,10 @@ class Plan:
         Raises:
             ValueError: the file has no plan, or one of another version.
         """
-        content = json.loads(Path(path).read_text())
+        try:
+            content = json.loads(Path(path).read_text())
+        except ValueError:
+            content = None
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
         return cls(

@@ -1,0 +1,96 @@
+"""What lies between the sizes that were measured is on a line; a plan in a file is the plan that was saved."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.balancing.planning.models import WIDTH, Residual, mlp, quick
+from torchgpipe_balancing import Plan
+from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
+
+
+def sample(number: float, **others: float) -> Sample:
+    values = dict.fromkeys(Sample.__dataclass_fields__, number) | others
+    return Sample(**values)
+
+
+def costs(rows: tuple[int, ...], *samples: Sample) -> Costs:
+    layer = LayerCosts(("a",), parameters=100, trained=60, buffers=7, samples=samples)
+    cells = tuple(CellCosts(*[float(count)] * 6) for count in rows)
+    return Costs("GPipe", (layer,), rows, cells, 0.0, 0.0, "cpu", "loss_fn")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(2, 10.0), (3, 15.0), (4, 20.0), (6, 50.0), (8, 80.0), (10, 110.0), (1, 5.0), (0.5, 2.5)],
+)
+def test_sizes_between_and_beyond_those_measured_are_on_the_nearest_line(rows: float, expected: float) -> None:
+    known = costs((2, 4, 8), *[sample(number, first=0.0) for number in (10.0, 20.0, 80.0)])
+    (layer,) = known.layers_at(rows, m=1, states=0.0)
+    assert layer.forward == layer.kept == layer.crossing == pytest.approx(expected)
+    assert known.cells_at(rows).forward == known.cells_at(rows).factor == pytest.approx(rows)
+
+
+def test_a_line_that_falls_ends_at_0() -> None:
+    (layer,) = costs((2, 4), sample(10.0), sample(2.0)).layers_at(6, m=1, states=0.0)
+    assert layer.forward == layer.kept == 0.0
+
+
+def test_one_size_stands_for_all() -> None:
+    known = costs((4,), sample(10.0))
+    assert known.layers_at(1, m=1, states=0.0) == known.layers_at(9, m=1, states=0.0)
+
+
+def test_micro_batches_share_what_the_first_backward_takes_longer() -> None:
+    (layer,) = costs((4,), sample(10.0, first=6.0)).layers_at(4, m=3, states=0.0)
+    assert (layer.backward, layer.weights, layer.inputs) == (12.0, 12.0, 10.0)
+
+
+def test_only_what_is_trained_has_gradients_and_states() -> None:
+    (layer,) = costs((4,), sample(0.0)).layers_at(4, m=1, states=3.0)
+    assert layer.state == 100 + 3 * 60 + 7
+
+
+@pytest.mark.parametrize("memory", [None, [5000.0, 5000.0]], ids=["no limit", "limits"])
+def test_a_loaded_plan_is_the_saved_one(tmp_path: Path, memory: list[float] | None) -> None:
+    model = mlp()
+    saved = quick(model, memory=memory, chunks=(2, 4), schedule=("GPipe", "1F1B"), optimizer=1.0)
+    saved.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+
+    assert loaded == saved
+    assert str(loaded) == str(saved)
+    assert loaded.plot() == saved.plot()
+    if memory is not None:
+        assert saved.misfits  # They come back as well.
+        assert math.isfinite(loaded.question.devices[0].memory)
+    pipeline = loaded.apply(model)
+    assert pipeline.balance == saved.balance
+
+
+def test_a_loaded_plan_of_a_module_needs_the_sample_again(tmp_path: Path) -> None:
+    model, rows = Residual(), torch.randn(4, WIDTH)
+    saved = quick(model, rows)
+    saved.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+
+    with pytest.raises(ValueError, match=r"a loaded plan has no sample; give it again: plan.apply\(model, sample\)"):
+        loaded.apply(model)
+    with pytest.raises(ValueError, match=r"a loaded plan has no sample; give it again: plan.check\(model, sample\)"):
+        loaded.check(model)
+    check = loaded.check(model, rows, steps=1)
+    assert check.predicted_bytes == check.measured_bytes
+    applied = loaded.apply(model, rows)
+    assert [len(one.parts) for one in applied.layout.partitions] == saved.balance
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"version": 0}', "<svg/>", ""])
+def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"plan.json has no plan of version 1; make the plan again"):
+        Plan.load(path)
