@@ -101,7 +101,7 @@ def plan(
         the plan
 
     Raises:
-        TypeError: ``model``, ``batch`` or ``optimizer`` is something else.
+        TypeError: ``model`` or ``optimizer`` is something else, or an option is unknown.
         ValueError: an argument does not fit, or the model cannot be pipelined.
         DoesNotFit: nothing fits the memory.
     """
@@ -109,6 +109,13 @@ def plan(
         raise ValueError(f"batch must be a positive whole number, the rows of a mini-batch, but got {batch!r}")
     if not 0 <= margin < 1:
         raise ValueError(f"margin must be a share of the memory from 0 to below 1, but got {margin!r}")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"bandwidth must be a positive number of bytes a second, but got {bandwidth!r}")
+    if not seconds >= 0:
+        raise ValueError(f"seconds must be 0 or more, but got {seconds!r}")
+    decided = {"balance", "partitions"} & {*options}
+    if decided:
+        raise TypeError(f"a plan decides on {' and '.join(sorted(decided))}, which cannot be given")
     places = _devices(devices, memory)
     planned = _with_memory(places, memory, speeds, margin)
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
@@ -186,10 +193,10 @@ def _with_memory(
     places: Sequence[torch.device], memory: Sequence[float] | None, speeds: Sequence[float] | None, margin: float
 ) -> tuple[PlannedDevice, ...]:
     sizes = memory if memory is not None else [_memory_of(device) for device in places]
-    if speeds is not None and (len(speeds) != len(places) or min(speeds) <= 0):
+    if speeds is not None and (len(speeds) != len(places) or not all(speed > 0 for speed in speeds)):
         raise ValueError(f"speeds must have a positive number for each of {len(places)} devices, but got {speeds!r}")
     slowness = [1.0] * len(places) if speeds is None else [max(speeds) / speed for speed in speeds]
-    if min(sizes) <= 0:
+    if not all(size > 0 for size in sizes):
         raise ValueError(f"memory must have positive numbers of bytes, but got {list(sizes)}")
     return tuple(
         PlannedDevice(str(device), size * (1 - margin), slow) for device, size, slow in zip(places, sizes, slowness)
@@ -214,8 +221,8 @@ def _schedules(schedule: str | Collection[str]) -> tuple[ScheduleName, ...]:
 def _chunks(chunks: int | Collection[int] | None, batch: int, n: int) -> tuple[int, ...]:
     if chunks is None:
         return default_chunks(batch, n)
-    counts = [chunks] if isinstance(chunks, int) else sorted(set(chunks))
-    if not counts or min(counts) < 1 or max(counts) > batch:
+    counts = sorted(set(chunks)) if isinstance(chunks, Collection) else [chunks]
+    if not counts or not all(isinstance(count, int) and 1 <= count <= batch for count in counts):
         raise ValueError(f"chunks must be numbers from 1 to the {batch} rows of a mini-batch, but got {chunks!r}")
     return tuple(counts)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchgpipe
 from torchgpipe_balancing import Plan
 
-__all__ = ["DEVICES", "Attention", "Residual", "mean", "mlp", "quick"]
+__all__ = ["DEVICES", "Attention", "Residual", "mean", "mlp", "quick", "wide"]
 
 DEVICES = ["cpu:0", "cpu:1"]
 
@@ -20,6 +20,13 @@ WIDTH = 8
 def mlp(layers: int = 6, width: int = WIDTH) -> nn.Sequential:
     """Return layers that each keep their input and their output: a linear layer and a ReLU."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)])
+
+
+def wide(layers: int = 6, width: int = WIDTH) -> nn.Sequential:
+    """Return layers that keep nine times their input, and so much less where they are recomputed."""
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)]
+    )
 
 
 class Residual(nn.Module):

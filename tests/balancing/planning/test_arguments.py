@@ -1,0 +1,119 @@
+"""Each argument of a plan is respected, and each wrong one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.balancing.planning.models import WIDTH, Residual, mlp, quick, wide
+from torchgpipe_balancing import DoesNotFit
+from torchgpipe_balancing.planning.alternatives import default_chunks
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch": 0}, "batch must be a positive whole number, the rows of a mini-batch, but got 0"),
+        ({"batch": 2.5}, "batch must be a positive whole number"),
+        ({"margin": 1.0}, "margin must be a share of the memory from 0 to below 1, but got 1.0"),
+        ({"margin": -0.1}, "margin must be a share"),
+        ({"memory": [1e9]}, "memory has 1 numbers, one for each device, but there are 2 devices"),
+        ({"memory": [1e9, 0]}, "memory must have positive numbers of bytes"),
+        ({"memory": [1e9, float("nan")]}, "memory must have positive numbers of bytes"),
+        ({"memory": []}, "memory has 0 numbers"),
+        ({"devices": []}, "there are 0 devices"),
+        ({"devices": ["cpu:0", "cpu:0"]}, "each device must be there once, but got"),
+        ({"devices": [f"cpu:{k}" for k in range(7)]}, "6 layers that can be kept apart, fewer than the 7 devices"),
+        ({"speeds": [1.0]}, "speeds must have a positive number for each of 2 devices"),
+        ({"speeds": [1.0, 0.0]}, "speeds must have a positive number for each of 2 devices"),
+        ({"bandwidth": 0.0}, "bandwidth must be a positive number of bytes a second, but got 0.0"),
+        ({"bandwidth": -1.0}, "bandwidth must be a positive number"),
+        ({"seconds": -1.0}, "seconds must be 0 or more, but got -1.0"),
+        ({"schedule": []}, "schedule must name at least one of"),
+        ({"schedule": "gpipe"}, "gpipe"),
+        ({"schedule": [lambda m, n: []]}, "a plan tries schedules by name"),
+        ({"chunks": 0}, "chunks must be numbers from 1 to the 16 rows of a mini-batch, but got 0"),
+        ({"chunks": [2, 17]}, "chunks must be numbers from 1 to the 16 rows"),
+        ({"chunks": []}, "chunks must be numbers from 1"),
+        ({"chunks": 2.5}, "chunks must be numbers from 1"),
+        ({"sample": torch.tensor(1.0)}, "the sample has no rows: no tensor in it has a dimension 0 to split"),
+        ({"sample": torch.empty(0, WIDTH)}, "the sample has no rows"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_argument_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quick(mlp(), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (len, {}, "model must be an nn.Module, but is builtin_function_or_method"),
+        (mlp(), {"optimizer": "AdamW"}, "optimizer must be a class such as"),
+        (mlp(), {"ballance": [3, 3]}, "ballance"),
+        (Residual(), {"ballance": [3, 3]}, "ballance"),
+    ],
+)
+def test_a_wrong_type_or_name_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        quick(model, **options)
+
+
+@pytest.mark.parametrize("model", [mlp(), Residual()], ids=["Sequential", "module"])
+@pytest.mark.parametrize("name", ["balance", "partitions"])
+def test_what_the_plan_decides_is_no_further_argument(model: nn.Module, name: str) -> None:
+    with pytest.raises(TypeError, match=f"a plan decides on {name}, which cannot be given"):
+        quick(model, **{name: [3, 3]})
+
+
+def test_schedules_and_chunks_are_those_that_were_asked_for() -> None:
+    plan = quick(mlp(), schedule=["GPipe", "V-Half"], chunks=[8, 2, 2])
+    assert {(one.schedule, one.chunks) for one in plan.fitting} == {
+        ("GPipe", 2),
+        ("GPipe", 8),
+        ("V-Half", 2),
+        ("V-Half", 8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "counts"),
+    [(64, 2, (2, 4, 8, 16, 32)), (64, 3, (4, 8, 16, 32, 64)), (5, 2, (2, 4)), (16, 1, (1, 2, 4, 8, 16)), (2, 4, (2,))],
+)
+def test_default_numbers_of_micro_batches(batch: int, n: int, counts: tuple[int, ...]) -> None:
+    assert default_chunks(batch, n) == counts
+
+
+def test_nothing_is_recomputed_without_checkpoints() -> None:
+    model = wide().to("meta")  # Without times, which would decide on another balance from run to run.
+    needs = quick(model, checkpoint=False, memory=[1e9, 1e9]).best.memory
+    tight = {"memory": [0.9 * max(needs)] * 2, "margin": 0.0}
+    assert quick(model, **tight).recomputed
+    with pytest.raises(DoesNotFit, match="nothing recomputed"):
+        quick(model, checkpoint=False, **tight)
+
+
+def test_a_margin_of_the_memory_stays_free() -> None:
+    plan = quick(mlp(), memory=[10_000, 20_000], margin=0.25)
+    assert [device.memory for device in plan.question.devices] == [7500, 15_000]
+
+
+def test_a_slow_device_gets_less() -> None:
+    model = mlp(8).to("meta")
+    assert quick(model, speeds=[1, 3]).balance == quick(model, speeds=[0.5, 1.5]).balance == [2, 6]
+    first, second = quick(model, speeds=[3, 1]).balance
+    assert first > second
+
+
+def test_a_transfer_takes_what_the_bandwidth_says() -> None:
+    quickly, slowly = (quick(mlp(), bandwidth=number).question.costs for number in (1e12, 10.0))
+    assert (quickly.per_byte, slowly.per_byte) == (1e-12, 0.1)
+
+
+def test_memory_alone_says_how_many_devices() -> None:
+    plan = quick(mlp(), devices=None, memory=[1e6] * 3)
+    assert [device.name for device in plan.question.devices] == ["cpu:0", "cpu:1", "cpu:2"]
