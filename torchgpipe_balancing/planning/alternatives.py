@@ -31,6 +31,7 @@ class Alternative:
         bubble: the share of the devices' time in which they are idle
         working: seconds in which devices compute, all together, without recomputation
         recomputing: seconds in which devices recompute
+        measured: the measured time of a step; 0 if it was not run
     """
 
     schedule: ScheduleName
@@ -44,6 +45,7 @@ class Alternative:
     bubble: float
     working: float
     recomputing: float
+    measured: float = 0.0
 
 
 @dataclass(frozen=True)

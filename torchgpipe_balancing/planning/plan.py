@@ -30,6 +30,7 @@ from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
 from torchgpipe_balancing.planning.subject import Subject, subject_of
 from torchgpipe_balancing.planning.text import described, shown_size
+from torchgpipe_balancing.planning.trials import tried_out
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]
 
@@ -56,6 +57,7 @@ def plan(
     speeds: Sequence[float] | None = None,
     bandwidth: float | None = None,
     seconds: float = 10.0,
+    trials: int = 4,
     **options: Any,
 ) -> Plan:
     """Decide how to pipeline a model: balance, number of micro-batches, schedule, and which layers to recompute. ::
@@ -71,9 +73,9 @@ def plan(
 
     A copy of the model is measured: every layer, in a pipeline over the devices, with micro-batches of up to three
     sizes. Then the search tries all schedules and numbers of micro-batches, each with the best balance and the best
-    choice of layers to recompute, and takes the alternative whose simulated step is the shortest among those that fit
-    the memory. A model on the meta device is not run: its sizes follow from shapes, and the bytes of parameters stand
-    for times.
+    choice of layers to recompute. It takes the alternative whose simulated step is the shortest among those that fit
+    the memory; or, of several that are nearly as short, the one that is the quickest when they run. A model on the meta
+    device is not run: its sizes follow from shapes, and the bytes of parameters stand for times.
 
     Args:
         model: the model; a :class:`~torch.nn.Sequential` becomes a :class:`~torchgpipe.GPipe`, any other is
@@ -94,6 +96,7 @@ def plan(
         speeds: how fast each device is, relative to the others (default: all are equally fast)
         bandwidth: bytes a second between two devices (default: measured)
         seconds: roughly how long to measure
+        trials: how many of the best alternatives to run for a few steps, so that the quickest is chosen; 0 for none
         **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`, above all
             ``loss_fn``; the plan applies them, too
 
@@ -127,22 +130,25 @@ def plan(
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     slowness = [device.slowness for device in planned]
     with undisturbed(places):
-        costs = measured(
-            _subject(model, sample, target, most, options, places), places, sizes, slowness, seconds=seconds
-        )
+        subject = _subject(model, sample, target, most, options, places)
+        costs = measured(subject, places, sizes, slowness, seconds=seconds)
+        if bandwidth is not None:
+            costs = replace(costs, per_byte=1 / bandwidth)
+        question = Question(costs, planned, batch, states, schedules, counts, checkpoint)
+        tried = alternatives(question)
+        if not tried.fitting:
+            raise DoesNotFit(_misfit(question, tried, margin))
+        fitting = tried_out(subject, question, tried.fitting, trials if costs.has_times else 0)
+        if not fitting:
+            raise DoesNotFit("memory ran out for all alternatives that were predicted to fit; give a larger margin")
+    del subject
     if any(device.type != "cpu" for device in places):
         torch.accelerator.empty_cache()  # The memory of the copy that was measured is for the model now.
-    if bandwidth is not None:
-        costs = replace(costs, per_byte=1 / bandwidth)
-    question = Question(costs, planned, batch, states, schedules, counts, checkpoint)
-    tried = alternatives(question)
-    if not tried.fitting:
-        raise DoesNotFit(_misfit(question, tried, margin))
     # What would be with other devices is asked of the schedules that are the best with these.
     likely = replace(question, schedules=tuple(dict.fromkeys([one.schedule for one in tried.fitting[:3]])))
     return Plan(
         question,
-        tuple(tried.fitting),
+        tuple(fitting),
         tuple((one, tuple(excess)) for one, excess in tried.misfits),
         _best_seconds(likely.with_memory(math.inf), tried),
         _best_seconds(likely.with_memory(_GIB), tried),

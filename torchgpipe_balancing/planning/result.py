@@ -19,6 +19,7 @@ from torchgpipe_balancing.planning.check import Check, checked
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome
 from torchgpipe_balancing.planning.subject import Way, apply, subject_of
+from torchgpipe_balancing.planning.trials import way_of
 
 __all__ = ["Plan"]
 
@@ -31,7 +32,7 @@ class Plan:
 
     Attributes:
         question: what was planned for: the costs, the devices, the mini-batch
-        fitting: the ten best alternatives that fit, the chosen one first
+        fitting: the ten best alternatives that fit, the chosen one first; those that were run come before others
         misfits: alternatives that do not fit, each with the bytes that devices lack
         without_limits: the seconds of the best step if memory had no limits
         with_more_memory: the seconds of the best step with one GiB more on each device
@@ -175,8 +176,7 @@ class Plan:
         )
 
     def _way(self) -> Way:
-        best = self.best
-        return Way(best.choice.balance, self.devices, best.chunks, best.schedule, best.choice.recomputed)
+        return way_of(self.question, self.best)
 
     def _place_of_each_layer(self) -> list[int]:
         return [place for place, count in zip(self.best.places, self.balance) for _ in range(count)]

@@ -50,7 +50,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     if costs.has_times:
         gap = best.seconds / best.least - 1 if best.least else 0.0
         proof = "the best of its kind" if gap < _SAME else f"at most {gap:.1%} above the best of its kind"
-        yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle; {proof}"
+        ran = f", and took {_milliseconds(best.measured)}" if best.measured else ""
+        yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle{ran}; {proof}"
     else:
         yield "measured on the meta device, without times: the bytes of parameters stand for them"
     yield f"measured on {costs.where}, with micro-batches of {_listed(costs.rows)} rows; loss: {costs.loss}"
@@ -87,13 +88,17 @@ def _devices(plan: Plan) -> Iterator[str]:
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
-    rows = [("", "step", "schedule", "chunks", "balance", "recomputed", "idle", "largest memory", "")]
+    ran = any(one.measured for one in plan.fitting)
+    rows = [
+        ("", "step", *["measured"] * ran, "schedule", "chunks", "balance", "recomputed", "idle", "largest memory", "")
+    ]
     best = plan.best
     for number, one in enumerate(plan.fitting, 1):
         rows.append(
             (
                 str(number),
                 _milliseconds(one.seconds) if plan.question.costs.has_times else "-",
+                *([_milliseconds(one.measured) if one.measured else "-"] * ran),
                 one.schedule,
                 str(one.chunks),
                 ",".join(map(str, one.choice.balance)),
@@ -103,7 +108,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
                 "chosen" if number == 1 else _why(best, one),
             )
         )
-    yield from _table(rows, 0, left=(2, 4, 8))
+    yield from _table(rows, 0, left=(2 + ran, 4 + ran, 8 + ran))
     for one, excess in plan.misfits[:3]:
         yield (
             f"does not fit: {one.schedule} with {one.chunks} chunks lacks {shown_size(max(excess))} on "
@@ -112,10 +117,14 @@ def _alternatives(plan: Plan) -> Iterator[str]:
 
 
 def _why(best: Alternative, other: Alternative) -> str:
-    """Say what makes the largest difference."""
-    slower = other.seconds / best.seconds - 1 if best.seconds else 0.0
+    """Say what makes the largest difference, as measured or else as predicted."""
+    ran = bool(best.measured and other.measured)
+    seconds = (best.measured, other.measured) if ran else (best.seconds, other.seconds)
+    slower = seconds[1] / seconds[0] - 1 if seconds[0] else 0.0
     if slower < _SAME:
-        return "as fast" + (", takes more memory" if max(other.memory) > max(best.memory) else "")
+        return "as fast" if ran else "predicted to be no slower, not run"
+    if other.seconds <= best.seconds:
+        return f"{slower:.1%} slower when it ran"
 
     def idle(one: Alternative) -> float:
         return one.bubble * (one.working + one.recomputing) / (1 - one.bubble) if one.bubble < 1 else math.inf
@@ -140,22 +149,26 @@ def _work(best: Alternative, other: Alternative) -> str:
 
 def _binding(plan: Plan) -> Iterator[str]:
     question, best, outcome = plan.question, plan.best, plan.outcome()
-    gain = 1 - plan.without_limits / best.seconds if best.seconds else 0.0
-    if gain > _SAME:
+    shortest = min(one.seconds for one in plan.fitting)
+
+    def saved(seconds: float) -> str:
+        return f"{max(0.0, 1 - seconds / shortest):.1%}"
+
+    if plan.without_limits < shortest * (1 - _SAME):
         tight = min(range(len(question.devices)), key=lambda k: (question.devices[k].memory - best.memory[k], k))
         yield (
             f"what binds: the memory, most of all of {question.devices[tight].name}; without limits a step would take "
-            f"{gain:.1%} less"
+            f"{saved(plan.without_limits)} less"
         )
-        more = 1 - plan.with_more_memory / best.seconds
-        yield f"one GiB more on each device would save {more:.1%} of a step"
+        yield f"one GiB more on each device would save {saved(plan.with_more_memory)} of a step"
     else:
         slowest = max(range(len(question.devices)), key=outcome.simulation.busy.__getitem__)
         name = question.devices[slowest].name
         yield f"what binds: the time of {name}, which works longest; more memory would save nothing"
     if question.costs.has_times:
-        saved = 1 - plan.with_one_more_device / best.seconds
-        yield f"one more device like {question.devices[-1].name} would save {saved:.1%} of a step"
+        yield (
+            f"one more device like {question.devices[-1].name} would save {saved(plan.with_one_more_device)} of a step"
+        )
 
 
 def _table(rows: Sequence[Sequence[str]], indent: int, left: Sequence[int] = (0, 1)) -> Iterator[str]:

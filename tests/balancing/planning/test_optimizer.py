@@ -49,7 +49,7 @@ def test_an_optimizer_that_was_given_is_not_changed() -> None:
     "wrong", ["AdamW", nn.Linear, object(), lambda parameters: None, lambda parameters, lr: AdamW(parameters, lr)]
 )
 def test_something_else_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="optimizer must be a class such as torch.optim.AdamW, a function") as caught:
+    with pytest.raises(TypeError, match=r"optimizer must be a class such as torch\.optim\.AdamW, a function") as caught:
         states_of(wrong)
     assert repr(wrong) in str(caught.value)
     assert caught.value.__cause__ is not None
