@@ -114,11 +114,6 @@ class Bounds:
         """Return the cuts of a balance whose largest bound is the least, and whose other bounds are small, too."""
         return even_cuts(np.where(self.through <= self.least * (1 + 1e-12), self.through, math.inf))
 
-    def answer(self, path: Array) -> tuple[float, list[int]]:
-        """Return the least sum of a path over all balances that are allowed, and the cuts of one that has it."""
-        weights = np.stack([np.tensordot(own, prices, 1) for own, prices in zip(path, self.prices)])
-        return _least(np.where(np.isfinite(self.through), weights, math.inf))
-
     def _update(self, paths: Array) -> None:
         """Compute `after` for these paths, and raise `through` by them."""
         n, size, count = self._n, self._size, len(paths)
@@ -159,11 +154,11 @@ def even_cuts(weights: Array) -> list[int]:
     """
     # To the eighth power a large weight counts much more than several small ones.
     largest = weights[np.isfinite(weights)].max() or 1.0
-    return _least((weights / largest) ** 8)[1]
+    return _lightest((weights / largest) ** 8)
 
 
-def _least(weights: Array) -> tuple[float, list[int]]:
-    """Return the least sum of weights of a balance, and its cuts."""
+def _lightest(weights: Array) -> list[int]:
+    """Return the cuts of the balance with the least sum of weights."""
     n, size = len(weights), weights.shape[1] - 1
     rest = np.full((n + 1, size + 1), math.inf)
     rest[n, size] = 0.0
@@ -172,7 +167,7 @@ def _least(weights: Array) -> tuple[float, list[int]]:
     cuts = [0]
     for j in range(n):
         cuts.append(int((weights[j, cuts[-1]] + rest[j + 1]).argmin()))
-    return float(rest[0, 0]), cuts
+    return cuts
 
 
 def _span(flags: Flags) -> slice:

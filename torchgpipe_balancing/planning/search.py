@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from torchgpipe_balancing.planning.bounds import Bounds, even_cuts, first_paths
+from torchgpipe_balancing.planning.fitting import Cuts, Fitting, moved
 from torchgpipe_balancing.planning.makespan import KINDS, PRICES, TRANSFER, Array, Makespan
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
 from torchgpipe_balancing.planning.recompute import Answer, answers, least_excess, shared
@@ -33,7 +34,6 @@ ROUNDING = 1e-12
 #: So many sets of recomputed layers are tried for a balance; more than a few are rare.
 TRIED = 256
 
-Cuts: TypeAlias = tuple[int, ...]
 Costed: TypeAlias = tuple[list[tuple[float, frozenset[int]]], bool]
 
 
@@ -113,7 +113,7 @@ class _Search:
         self._tables = Tables(problem)
         self._prices = self._tables.prices
         self._graph = Makespan(problem.program, self._n)
-        self._lone = all(holding.is_lone for holding in self._tables.holdings)
+        self._fitting = Fitting(self._tables)
         kinds = {action.kind for own in problem.program for action in own}
         self._kinds = [index for index, kind in enumerate(KINDS) if kind in kinds]
         even = self._prices_of([tuple(self._size * j // self._n for j in range(self._n + 1))])[0]
@@ -155,14 +155,14 @@ class _Search:
         if self.bounds.least == math.inf:
             return True
         starts = [self._prices[:, :TRANSFER][:, self._kinds].sum(1)]
-        if not self._lone:
+        if not self._fitting.is_lone:
             starts.append(self._tables.bytes)
         for weights in starts:
-            cuts = self._nearest(tuple(even_cuts(np.where(self._tables.fits, weights, math.inf))))
+            cuts = self._fitting.nearest(tuple(even_cuts(np.where(self._tables.fits, weights, math.inf))))
             self._descend(cuts)
             self._sharpen([cuts])
-        for _ in range(6 if self._lone else 1):
-            cuts = self._nearest(tuple(self.bounds.balance()))
+        for _ in range(6 if self._fitting.is_lone else 1):
+            cuts = self._fitting.nearest(tuple(self.bounds.balance()))
             known = cuts in self._tried
             self._descend(cuts)
             if not self._best[-1]:
@@ -179,7 +179,7 @@ class _Search:
         self._try([cuts])
         at, least = cuts, self._value(cuts)
         for _ in range(60):
-            others = [one for one in _moved(at, self._n) if self._may(one)]
+            others = [one for one in moved(at) if self._fitting.may(one)]
             if not others:
                 return
             values = self._graph.seconds(self._prices_of(others))
@@ -212,9 +212,6 @@ class _Search:
         if not self._best[-1]:
             return self.bounds.least
         self.bounds.tighten(self._target, rounds=4)
-        if not self._lone:
-            self._mix()
-            self.bounds.tighten(self._target, rounds=4)
         low, high = min(self.bounds.least, self._target), self._target
         for _ in range(8):
             if high - low <= 1e-4 * high:
@@ -227,28 +224,9 @@ class _Search:
             else:
                 high = middle
                 cuts = tuple(trial.balance())
-                if cuts not in self._tried and (self._lone or self._fits(cuts)):
+                if cuts not in self._tried and (self._fitting.is_lone or self._fitting.fits(cuts)):
                     self._try([cuts])
         return low
-
-    def _mix(self, rounds: int = 80) -> None:
-        """Take a mean of paths into account that no balance evades.
-
-        This is a game: one side has a balance, the other a path. Each time the balance is the best answer to the mean
-        of the paths so far, and its longest path goes into the mean (G. Brown's fictitious play, 1951).
-        """
-        bounds = self.bounds
-        if not math.isfinite(bounds.least):
-            return
-        mean = bounds.paths[int(bounds.after[:, 0, 0].argmax())]
-        least, best = 0.0, mean
-        for turn in range(rounds):
-            value, cuts = bounds.answer(mean)
-            if value > least:
-                least, best = value, mean
-            path = self._graph.critical(self._prices_of([tuple(cuts)]))[0]
-            mean = mean + (path - mean) / (turn + 10)
-        bounds.add(best[None])
 
     # ---- Step 4: grow balances from the left.
 
@@ -298,7 +276,7 @@ class _Search:
             costed, proven = self._costed(cuts)
             for seconds, recomputed in costed:
                 if seconds <= self._best[0] * (1 + ROUNDING):
-                    memory = max(self._needs(cuts, recomputed))
+                    memory = max(self._fitting.needs(cuts, recomputed))
                     one = (seconds, len(recomputed), memory, cuts)
                     if seconds < self._best[0] * (1 - ROUNDING) or one[1:] < self._best[1:]:
                         self._best, self._recomputed = one, recomputed
@@ -312,7 +290,7 @@ class _Search:
         return self._known[cuts]
 
     def _cost(self, spans: list[tuple[int, int]]) -> Costed:
-        if not self._lone:
+        if not self._fitting.is_lone:
             return self._costed_shared(spans)
         own = [self._answers_of(j, *span) for j, span in enumerate(spans)]
         proven = all(one[1] for one in own) and math.prod(len(one[0]) for one in own) <= TRIED
@@ -359,88 +337,9 @@ class _Search:
         rows, kinds = np.arange(self._n)[None, :, None], np.arange(PRICES)[None, None, :]
         return np.asarray(self._prices[rows, kinds, cuts[:, :-1, None], cuts[:, 1:, None]])
 
-    # ---- Memory.
-
-    def _may(self, cuts: Cuts) -> bool:
-        """Return whether each partition fits, if it has its device for itself."""
-        return all(self._tables.excess[j, start, end] <= 0 for j, (start, end) in enumerate(pairwise(cuts)))
-
-    def _fits(self, cuts: Cuts) -> bool:
-        return self._may(cuts) and self._excess(cuts) <= 0
-
-    def _excess(self, cuts: Cuts) -> float:
-        """Return the least largest excess of a balance, in bytes; negative if some are left."""
-        return float(self._over([cuts]).max())
-
-    def _over(self, found: Sequence[Cuts]) -> Array:
-        """Return the least excess of each device, for each balance, [balances, devices]."""
-        tables = self._tables
-        if tables.recomputes:
-            return np.array([list(self._least_excesses(list(pairwise(cuts)))) for cuts in found])
-        cuts = np.array(found)
-        kept, waiting, state = tables.held[:, cuts[:, :-1], cuts[:, 1:]]
-        over = [
-            holding.most(kept[:, holding.partitions], waiting[:, holding.partitions])
-            + state[:, holding.partitions].sum(1)
-            - device.memory
-            for holding, device in zip(tables.holdings, self._problem.devices)
-        ]
-        return np.stack(over, axis=1)
-
-    def _least_excesses(self, spans: list[tuple[int, int]]) -> Iterator[float]:
-        for device, holding in enumerate(self._tables.holdings):
-            yield least_excess(self._tables, device, [spans[j] for j in holding.partitions])[0]
-
-    def _needs(self, cuts: Cuts, recomputed: frozenset[int]) -> list[float]:
-        """Return the most bytes of each device."""
-        spans = list(pairwise(cuts))
-        needs = []
-        for holding in self._tables.holdings:
-            costs = [self._problem.partition_cost(j, *spans[j], recomputed) for j in holding.partitions]
-            most = holding.most(np.array([one.kept for one in costs]), np.array([one.waiting for one in costs]))
-            needs.append(float(most) + sum([one.state for one in costs]) + max([one.room for one in costs]))
-        return needs
-
-    def _nearest(self, cuts: Cuts) -> Cuts:
-        """Move cuts as long as that lowers the largest excess, or until all fits."""
-        if self._lone and self._may(cuts):
-            return cuts
-
-        def distance(found: Sequence[Cuts]) -> Array:
-            # The small term lets a balance come nearer that has several devices with about the same excess.
-            over = self._over(found)
-            return np.asarray(over.max(1) + 0.05 * np.maximum(over, 0.0).sum(1))
-
-        least = float(distance([cuts])[0])
-        for _ in range(200):
-            others = list(_moved(cuts, self._n))
-            if least <= 0 or not others:
-                break
-            distances = distance(others)
-            best = int(distances.argmin())
-            if distances[best] >= least:
-                break
-            least, cuts = float(distances[best]), others[best]
-        return cuts
-
     def _misfit(self, proven: bool) -> Misfit:
         """Return the choice that is nearest to fitting."""
-        # The least largest excess, as if every partition had its device for itself.
-        n, size = self._n, self._size
-        excess = self._tables.excess
-        rest = np.full((n + 1, size + 1), math.inf)
-        rest[n, size] = 0.0
-        for j in reversed(range(n)):
-            rest[j] = np.maximum(excess[j], rest[j + 1]).min(1)
-        cuts: Cuts = (0,)
-        for j in range(n):
-            cuts = (*cuts, int(np.maximum(excess[j, cuts[-1]], rest[j + 1]).argmin()))
-        if not self._lone:
-            cuts = min([self._nearest(cuts), *sorted(self._tried)], key=self._excess)
-        spans = list(pairwise(cuts))
-        recomputed = frozenset[int]()
-        for device, holding in enumerate(self._tables.holdings):
-            recomputed |= least_excess(self._tables, device, [spans[j] for j in holding.partitions])[1]
+        cuts, recomputed = self._fitting.least_misfit(sorted(self._tried))
         choice = self._choice(cuts, recomputed)
         outcome = self._problem.outcome(choice)
         over = [max(0.0, need - device.memory) for need, device in zip(outcome.memory, self._problem.devices)]
@@ -449,13 +348,3 @@ class _Search:
     @staticmethod
     def _choice(cuts: Cuts, recomputed: frozenset[int]) -> Choice:
         return Choice(tuple(end - start for start, end in pairwise(cuts)), recomputed)
-
-
-def _moved(cuts: Cuts, n: int) -> Iterator[Cuts]:
-    """Yield balances with a run of neighbouring cuts moved by a layer, and single cuts by two; none is empty."""
-    longest = n if n <= 12 else 2
-    for first in range(1, n):
-        for last in range(first, min(n, first + longest)):
-            for step in (-1, 1, -2, 2)[: 4 if first == last else 2]:
-                if cuts[first] + step > cuts[first - 1] and cuts[last] + step < cuts[last + 1]:
-                    yield (*cuts[:first], *(cut + step for cut in cuts[first : last + 1]), *cuts[last + 1 :])
