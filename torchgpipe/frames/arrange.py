@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
 from torchgpipe.frames.mini_batch import Arguments
-from torchgpipe.frames.sample import study
+from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.spine import Part, Trace, spine_of
 
@@ -32,18 +32,20 @@ def arrange(
     no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
     apart: bool = False,
+    found: Study | None = None,
     **settings: Any,
 ) -> Settings:
     """Return the settings of a module, given a device for each partition, or for each one at most if not ``fixed``.
 
-    Every partition is a column of its own if they are to be ``apart``; otherwise neighbours on one device are one.
+    Every partition is a column of its own if they are to be ``apart``; otherwise neighbours on one device are one. The
+    sample runs unless it is known what it has ``found``: a module whose parameters lie on several devices cannot run.
 
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
     splitter = Splitter(module.forward, sample, no_chunk)
     began = balance if isinstance(balance, Mapping) else {}
-    found = study(module, sample, splitter, rounds=_ROUNDS if balance == "time" else 1)
+    found = found or study(module, sample, splitter, rounds=_ROUNDS if balance == "time" else 1)
     traces = found.traces
     if found.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.

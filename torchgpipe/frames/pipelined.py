@@ -19,12 +19,13 @@ from torchgpipe.frames.inputs import arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import Pipeline
+from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 
-__all__ = ["pipelined", "pipelined_apart", "pipelined_with", "runs_of", "settings_of"]
+__all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -112,7 +113,7 @@ def pipelined(
     )
 
 
-def pipelined_apart(module: M, sample: Any, **options: Any) -> M:
+def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **options: Any) -> M:
     """Pipeline a module with every partition as a column of its own, to measure each of them by itself.
 
     Neighbours on one device are run one by one, which takes longer and changes no result.
@@ -120,12 +121,13 @@ def pipelined_apart(module: M, sample: Any, **options: Any) -> M:
     Args:
         module: as for `pipelined`
         sample: as for `pipelined`
+        found: what the sample has shown, so that it does not run again
         **options: as for `pipelined`
 
     Returns:
         ``module``
     """
-    return _pipelined(module, sample, apart=True, **options)
+    return _pipelined(module, sample, apart=True, found=found, **options)
 
 
 def runs_of(module: nn.Module) -> Pipeline | None:
@@ -148,8 +150,9 @@ def _pipelined(
     no_chunk: Collection[str] = (),
     checkpoint: bool | Collection[str] = (),
     apart: bool = False,
+    found: Study | None = None,
 ) -> M:
-    _verify(module)
+    verify_module(module)
     count = verify_chunks(chunks)
     if reduce not in (None, "mean", "sum"):
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
@@ -163,7 +166,9 @@ def _pipelined(
         balance=balance,
         no_chunk=no_chunk,
         checkpoint=checkpoint,
-        apart=apart,
+        # The V turns round in a device: its two partitions there are neighbours, and run at different times.
+        apart=apart or schedule == "V-Half",
+        found=found,
         chunks=count,
         schedule=schedule,
         loss_fn=loss_fn,
@@ -171,17 +176,6 @@ def _pipelined(
         reduce=reduce,
     )
     program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
-    return pipelined_with(module, settings)
-
-
-def settings_of(module: nn.Module) -> Settings:
-    """Return the settings of a pipelined module."""
-    settings: Settings = vars(module)[_SETTINGS]
-    return settings
-
-
-def pipelined_with(module: M, settings: Settings) -> M:
-    """Pipeline a module, which is not pipelined now, with settings that were arranged for it."""
     move(module, settings)
     vars(module)[_SETTINGS] = settings
     _tell_trainers(module, settings)
@@ -214,7 +208,12 @@ def _devices(
     return places * ((n or len(places)) // len(places)), asked
 
 
-def _verify(module: Any) -> None:
+def verify_module(module: Any) -> None:
+    """Refuse what cannot be pipelined.
+
+    Raises:
+        TypeError: the module is none, or is compiled, wrapped or pipelined already.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):

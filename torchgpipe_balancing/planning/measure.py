@@ -176,7 +176,7 @@ class _Bench:
 
     def _way(self, schedule: ScheduleName, m: int, *, apart: bool) -> Way:
         if apart:
-            return Way([1] * len(self._of_layers), self._of_layers, m, schedule, apart=True)
+            return Way([1] * len(self._of_layers), self._of_layers, m, schedule)
         return Way(self._counts, self._devices, m, schedule)
 
 

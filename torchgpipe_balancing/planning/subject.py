@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import arguments_of
-from torchgpipe.frames.pipelined import pipelined, pipelined_apart, pipelined_with, settings_of
+from torchgpipe.frames.inputs import Splitter, arguments_of
+from torchgpipe.frames.mini_batch import Arguments
+from torchgpipe.frames.pipelined import pipelined_apart, verify_module
+from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.gpipe import GPipe
@@ -37,7 +39,6 @@ class Way(NamedTuple):
         chunks: the number of micro-batches
         schedule: the schedule of a step
         recomputed: the positions of the layers that are recomputed
-        apart: whether partitions stay apart that are neighbours on one device
     """
 
     balance: Sequence[int]
@@ -45,7 +46,6 @@ class Way(NamedTuple):
     chunks: int
     schedule: Schedule = "1F1B"
     recomputed: Collection[int] = ()
-    apart: bool = False
 
 
 class Subject(Protocol):
@@ -94,10 +94,18 @@ def subject_of(model: nn.Module, sample: Any, target: Any, partitions: int, opti
         raise TypeError(f"model must be an nn.Module, but is {type(model).__name__}")
     if isinstance(model, nn.Sequential):
         return Layers(model, sample, target, options)
+    verify_module(model)
     return AnyModule(model, sample, target, partitions, options)
 
 
-def apply(model: nn.Module, layers: Sequence[Sequence[str]], way: Way, sample: Any, options: Mapping[str, Any]) -> Any:
+def apply(
+    model: nn.Module,
+    layers: Sequence[Sequence[str]],
+    way: Way,
+    sample: Any,
+    options: Mapping[str, Any],
+    found: Study | None = None,
+) -> Any:
     """Pipeline a model in this way.
 
     Args:
@@ -106,6 +114,7 @@ def apply(model: nn.Module, layers: Sequence[Sequence[str]], way: Way, sample: A
         way: how to pipeline it
         sample: the sample of a model that is no Sequential
         options: further arguments of GPipe or `pipelined`
+        found: what the sample has shown of a model that is no Sequential (default: it runs)
     """
     recomputed = [name for k in sorted(way.recomputed) for name in layers[k]]
     if isinstance(model, nn.Sequential):
@@ -119,10 +128,10 @@ def apply(model: nn.Module, layers: Sequence[Sequence[str]], way: Way, sample: A
             **options,
         )
     cuts = list(accumulate(way.balance))[:-1]
-    pipelines = pipelined_apart if way.apart else pipelined
-    return pipelines(
+    return pipelined_apart(
         model,
         sample,
+        found=found,
         chunks=way.chunks,
         devices=way.devices,
         balance={layers[cut][0]: j for j, cut in enumerate(cuts, 1)},
@@ -178,15 +187,17 @@ class AnyModule:
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
         self._model: nn.Module = _copied(model)
         self._sample, self._target = arguments_of(sample), target
-        self.rows = _rows([tensor for _, tensor in each(tuple(self._sample))])
-        has_own = "loss_fn" not in options and self._has_loss()
+        self._splitter = Splitter(self._model.forward, self._sample, options.get("no_chunk", ()))
+        self.rows = _verified(self._splitter.rows)
+        # The sample runs once, before the partitions are on different devices.
+        self._found = study(self._model, self._sample, self._splitter, rounds=1)
+        has_own = "loss_fn" not in options and _own_loss(self._found.traces[0].output) is not None
         self._options: dict[str, Any] = {**({} if has_own else {"loss_fn": _mean_of_all}), **options}
         self.loss = _source("loss_fn" in options, has_own)
         self._settings = self._each_part_apart(partitions, options)
         parts = range(len(self._settings.devices))
         self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
         self._pipeline: Any = None
-        self._arranged: dict[str, Settings] = {}
 
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
         """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
@@ -201,6 +212,7 @@ class AnyModule:
                 no_chunk=options.get("no_chunk", ()),
                 checkpoint=(),
                 apart=True,
+                found=self._found,
                 chunks=1,
                 schedule="1F1B",
                 loss_fn=None,
@@ -225,9 +237,6 @@ class AnyModule:
             owned[self._settings.column_of(name)][id(tensor)] = tensor
         return [list(own.values()) for own in owned]
 
-    def _has_loss(self) -> bool:
-        return _own_loss(self._output(1)) is not None
-
     def _output(self, rows: int) -> Any:
         """Return the output of the copy, without a pipeline."""
         device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
@@ -243,13 +252,7 @@ class AnyModule:
         """See `Subject`."""
         if self._pipeline is not None:
             self._pipeline.unpipelined()
-        key = repr(way)
-        if key in self._arranged:  # To arrange a model takes several runs of the sample.
-            model: Any = pipelined_with(self._model, self._arranged[key])
-        else:
-            model = apply(self._model, self.layers, way, tuple(self._sample), self._options)
-            self._arranged[key] = settings_of(model)
-        self._pipeline = model
+        model = self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), self._options, self._found)
 
         def step(rows: int) -> Any:
             args, kwargs = self._arguments(rows)
@@ -258,7 +261,13 @@ class AnyModule:
         return model, step
 
     def _arguments(self, rows: int) -> Any:
-        return _resized(tuple(self._sample), self.rows, rows)
+        whole = self._options.get("no_chunk", ())
+        values = [
+            value if name in whole else _resized(value, self.rows, rows)
+            for name, value in self._splitter.names(self._sample).items()
+        ]
+        args, kwargs = self._sample
+        return Arguments(tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :])))
 
 
 def _source(is_given: bool, has_own: bool) -> str:
@@ -276,7 +285,10 @@ def _mean_of_all(output: Any, _target: Any) -> Tensor:
 
 
 def _rows(tensors: Iterable[Any]) -> int:
-    rows = next((len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 0)
+    return _verified(next((len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 0))
+
+
+def _verified(rows: int) -> int:
     if not rows:
         raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
     return rows
@@ -287,7 +299,13 @@ def _resized(value: Any, before: int, rows: int) -> Any:
     index = torch.arange(rows) % before
 
     def resized(tensor: Tensor) -> Tensor:
-        return tensor[index.to(tensor.device)] if tensor.dim() and len(tensor) == before else tensor
+        if not tensor.dim() or len(tensor) != before:
+            return tensor
+        # Detached, or the steps that are measured would add gradients to what the caller's sample was made of.
+        return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
+
+    if type(value) is list and len(value) == before:  # An element for each row, such as the targets of a detector.
+        return [value[k % before] for k in range(rows)]
 
     return mapped(value, resized, caches=True)
 

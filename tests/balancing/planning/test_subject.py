@@ -1,0 +1,109 @@
+"""A plan runs a copy of the model, with any number of rows, and leaves the caller's model and sample alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe
+from torchgpipe.frames import arrange
+from torchgpipe_balancing.planning.subject import Way, subject_of
+
+CPUS = [torch.device("cpu", k) for k in range(2)]
+
+
+class Model(nn.Module):
+    """Takes a table first, which has as many rows as the sample or one, and a list of targets."""
+
+    def __init__(self, table_rows: int = 4) -> None:
+        super().__init__()
+        self.table_rows = table_rows
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+
+    def forward(self, table: Tensor, x: Tensor, y: Tensor, targets: list[Tensor]) -> Tensor:
+        assert len(table) == self.table_rows and len(x) == len(y) == len(targets)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x * y * torch.stack(targets) + table.sum()
+
+
+def sample(table_rows: int = 4) -> tuple[Any, ...]:
+    return torch.ones(table_rows, 1), torch.randn(4, 3), torch.randn(4, 3), list(torch.randn(4, 1))
+
+
+def ways(devices: list[torch.device]) -> list[Way]:
+    return [Way([1, 3], devices, 2), Way([3, 1], devices, 2), Way([1] * 4, [*devices, *devices[::-1]], 2, "V-Half")]
+
+
+@pytest.mark.parametrize(("table_rows", "options"), [(4, {"no_chunk": ["table"]}), (1, {})])
+def test_other_numbers_of_rows_change_what_is_split_and_nothing_else(table_rows: int, options: dict[str, Any]) -> None:
+    subject = subject_of(Model(table_rows), sample(table_rows), None, 2, options)
+
+    assert subject.rows == 4
+    for rows in (1, 3, 10):
+        subject.plain(rows)
+        for way in ways(CPUS):
+            _, step = subject.pipeline(way)
+            step(rows * 2)
+
+
+def test_the_sample_runs_before_the_copy_is_spread_over_devices_and_not_again(monkeypatch: Any) -> None:
+    subject = subject_of(Model(), sample(), None, 2, {"no_chunk": ["table"]})
+    monkeypatch.setattr(arrange, "study", lambda *_, **__: pytest.fail("on several devices the model cannot run"))
+
+    for way in ways(CPUS):
+        subject.pipeline(way)
+
+
+@pytest.mark.parametrize("is_sequential", [True, False])
+def test_nothing_reaches_the_graph_of_the_sample(is_sequential: bool) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    leaf = torch.randn(4, 3, requires_grad=True)
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]) if is_sequential else Residual()
+    subject = subject_of(model, leaf * 2, None, 2, {})
+    for _ in range(2):
+        _, step = subject.pipeline(Way([2, 2], CPUS, 2))
+        step(4)
+
+    assert leaf.grad is None
+
+
+def test_a_v_half_pipeline_of_any_module_gives_its_gradients() -> None:
+    torch.manual_seed(0)
+    model, args = Model(), sample()
+    model(*args).mean().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    a, b = CPUS
+    model = torchgpipe.pipelined(
+        model,
+        args,
+        chunks=2,
+        devices=[a, b, b, a],
+        schedule="V-Half",
+        no_chunk=["table"],
+        loss_fn=lambda output, _: output.mean(),
+    )
+    model.step(*args)
+
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torchgpipe.GPipe(model, [2, 2], devices=CPUS, chunks=2)])
+def test_a_wrapped_model_is_refused_with_the_next_move(wrap: Any) -> None:
+    model = wrap(nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]))
+    with pytest.raises(TypeError, match=r"pipeline the plain model|call unpipelined\(\) or unwrap\(\) first"):
+        subject_of(model, torch.randn(4, 3), None, 2, {})
