@@ -1,0 +1,135 @@
+"""What layers keep for backward is counted exactly, each memory once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.balancing.planning.models import WIDTH, Attention, Residual, mlp, wide
+from tests.layers import Apply
+from torchgpipe_balancing.planning.counting import Bytes, counted
+from torchgpipe_balancing.planning.subject import Way, subject_of
+
+ROWS = 3
+#: Bytes of a micro-batch between two layers.
+X = ROWS * WIDTH * 4
+
+
+def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Bytes]:
+    """Return what is counted in a pipeline with a partition a layer, as plans count it; on meta, without one."""
+    subject = subject_of(model, sample, None, 2, options)
+    if next(model.parameters()).is_meta:
+        return counted(subject, partial(subject.plain, rows))
+    n = len(subject.layers)
+    _, step = subject.pipeline(Way([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1, apart=True))
+    return counted(subject, partial(step, rows))
+
+
+def test_a_linear_layer_and_a_relu() -> None:
+    """ReLU keeps its output, which is the input that the next linear layer keeps."""
+    assert bytes_of(mlp(3), torch.randn(2, WIDTH)) == [
+        Bytes(kept=X, again=0, input=X, waiting=X, crossing=X),
+        Bytes(kept=X, again=X, input=2 * X, waiting=X, crossing=X),
+        # The loss keeps nothing of the output.
+        Bytes(kept=X, again=X, input=X, waiting=X, crossing=0),
+    ]
+
+
+def test_convolutions() -> None:
+    """A convolution keeps its input; a batch norm its input and two numbers a channel; a pool its input and indices."""
+    layers = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Sequential(nn.Flatten(), nn.Linear(4 * 16, 5)),
+    ]
+    image = ROWS * 4 * 64 * 4
+    pooled = image // 4
+    found = bytes_of(nn.Sequential(*layers), torch.randn(2, 3, 8, 8))
+    assert [one.kept for one in found] == [
+        0,  # The mini-batch is the caller's.
+        image + 2 * 4 * 4,
+        image,
+        2 * pooled,  # Indices take 8 bytes an element; ReLU keeps the input of the pool.
+        pooled,
+    ]
+    assert [one.again for one in found] == [0, 0, 0, image, 0]
+    assert [one.crossing for one in found] == [image, image, image, pooled, 0]
+    assert [one.waiting for one in found] == [image, image, 0, 0, ROWS * 5 * 4]
+
+
+def test_a_block_of_a_transformer_keeps_what_a_pipeline_keeps_in_all() -> None:
+    """The sum equals what autograd saves in a plain run; the mask, which all blocks use, counts once there, too."""
+    model, words, mask = Attention(), torch.randint(11, (2, 5)), torch.zeros(5, 5)
+    found = bytes_of(model, (words, mask), no_chunk=("mask",))
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor
+
+    # The plain run, by another count, that knows no layer.
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(words[torch.arange(ROWS) % 2], mask)
+        output["logits"].float().mean()
+    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    whole = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in owned)
+    words_bytes = ROWS * 5 * 8  # The embedding keeps the mini-batch, which is the caller's.
+    assert sum(one.kept for one in found) == whole - words_bytes
+    assert found[1].kept == found[2].kept > 0
+
+
+@pytest.mark.parametrize("make", [mlp, wide, Residual])
+def test_the_meta_device_counts_the_same(make: Any) -> None:
+    sample = torch.randn(2, WIDTH)
+    assert bytes_of(make().to("meta"), sample) == bytes_of(make(), sample)
+
+
+def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
+    """Each partition has a copy of its own of a skip that several layers keep."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = scale = self.blocks[0](x)
+            for block in list(self.blocks)[1:]:
+                x = block(x * scale)  # Both factors are kept, and the product.
+            return x
+
+    found = bytes_of(Scaled(), torch.randn(2, WIDTH))
+    # x * scale runs at the end of the part before; in the first, x and scale are one memory.
+    assert [one.kept for one in found] == [X, 2 * X, 2 * X, X]
+    assert [one.again for one in found] == [0, X, X, 0]
+
+
+def test_a_layer_in_place_makes_nothing_new() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    found = bytes_of(nn.Sequential(*layers), torch.randn(2, WIDTH))
+    assert [(one.kept, one.again) for one in found] == [(0, 0), (X, 0), (0, X)]
+
+
+def test_parameters_and_buffers_that_are_kept_for_backward_are_no_activations() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
+            self.register_buffer("constant", torch.ones(ROWS, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight * self.constant
+
+    found = bytes_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale()), torch.randn(2, WIDTH))
+    assert [one.kept for one in found] == [0, X]  # x alone
+
+
+def test_a_view_counts_with_all_of_its_memory() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Apply(lambda x: x[:, :1]), Apply(lambda x: x * x))
+    assert [one.kept for one in bytes_of(model, torch.randn(2, WIDTH))] == [0, 0, X]
