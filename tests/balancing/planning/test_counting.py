@@ -81,7 +81,8 @@ def test_a_block_of_a_transformer_keeps_what_a_pipeline_keeps_in_all() -> None:
     whole = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in owned)
     words_bytes = ROWS * 5 * 8  # The embedding keeps the mini-batch, which is the caller's.
     assert sum(one.kept for one in found) == whole - words_bytes
-    assert found[1].kept == found[2].kept > 0
+    assert found[1].kept - mask.nbytes == found[2].kept > mask.nbytes
+    assert (found[1].again, found[2].again) == (0, mask.nbytes)
 
 
 @pytest.mark.parametrize("make", [mlp, wide, Residual])
