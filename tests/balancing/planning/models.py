@@ -72,5 +72,13 @@ def mean(output: Tensor, target: Any) -> Tensor:
 
 def quick(model: nn.Module, sample: Any = None, **options: Any) -> Plan:
     """Return a plan that takes little time: for two devices, and one schedule and number of micro-batches."""
-    options = {"batch": 16, "devices": DEVICES, "schedule": "1F1B", "chunks": 4, "seconds": 0.01, **options}
+    options = {
+        "batch": 16,
+        "devices": DEVICES,
+        "schedule": "1F1B",
+        "chunks": 4,
+        "seconds": 0.01,
+        "trials": 0,
+        **options,
+    }
     return torchgpipe.plan(model, torch.randn(4, WIDTH) if sample is None else sample, **options)
