@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.balancing.planning.models import WIDTH, Attention, Residual, mlp, quick, wide
-from torchgpipe.schedule import NAMES
+from tests.balancing.planning.models import WIDTH, Attention, Residual, quick, wide
+from torchgpipe.schedule import NAMES, ScheduleName
+from torchgpipe_balancing import DoesNotFit, Plan
+from torchgpipe_balancing.planning.alternatives import problem_of
+
+#: The schedules that recompute: they run backward in one piece.
+RECOMPUTING: list[ScheduleName] = ["GPipe", "1F1B", "Interleaved1F1B"]
 
 
 class Case(NamedTuple):
@@ -37,9 +42,7 @@ def layer(kind: str) -> nn.Module:
     }[kind]()
 
 
-KINDS = st.sampled_from(
-    ["linear", "wide", "relu in place", "gelu", "norm", "dropout", "attention", "silent"]
-)
+KINDS = st.sampled_from(["linear", "wide", "relu in place", "gelu", "norm", "dropout", "attention", "silent"])
 
 
 @st.composite
@@ -53,26 +56,37 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(layer, kinds)), torch.randn(2, 3, WIDTH), {})
 
 
-@settings(max_examples=12)
+def held_for_backward(plan: Plan) -> list[float]:
+    """Return for each device what autograd keeps, by prediction: without gradients that wait for a second half."""
+    problem = problem_of(plan.question, plan.best.schedule, plan.chunks)
+    assert problem is not None
+    layers = tuple(replace(one, waiting=0.0) for one in problem.layers)
+    return replace(problem, layers=layers).outcome(plan.best.choice).simulation.peaks
+
+
+@settings(max_examples=10)
 @given(case=cases(), schedule=st.sampled_from(NAMES), chunks=st.sampled_from([2, 4]))
-def test_without_recomputation_exactly_what_is_predicted_is_held(case: Case, schedule: Any, chunks: int) -> None:
+def test_what_is_predicted_is_held(case: Case, schedule: ScheduleName, chunks: int) -> None:
     plan = quick(case.model, case.sample, batch=8, schedule=schedule, chunks=chunks, checkpoint=False, **case.options)
     check = plan.check(case.model, steps=1)
-    for predicted, measured in zip(check.predicted_bytes, check.measured_bytes, strict=True):
-        assert predicted == pytest.approx(measured, rel=0.05)
+    predicted = held_for_backward(plan)
+    # What blocks share, such as a mask, is counted for each micro-batch, and may be there once.
+    assert predicted == pytest.approx(check.measured_bytes, rel=0.05 if "no_chunk" in case.options else 0.0)
+    assert all(with_waiting >= own for with_waiting, own in zip(check.predicted_bytes, predicted, strict=True))
 
 
-@settings(max_examples=8)
-@given(case=cases(), schedule=st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]), share=st.sampled_from([0.5, 0.8]))
-def test_with_limits_no_device_holds_more_than_is_predicted(case: Case, schedule: Any, share: float) -> None:
+@settings(max_examples=10)
+@given(case=cases(), schedule=st.sampled_from(RECOMPUTING), share=st.sampled_from([0.4, 0.6, 0.8]))
+def test_with_limits_no_device_holds_more_than_is_predicted(case: Case, schedule: ScheduleName, share: float) -> None:
     options = {"batch": 8, "schedule": schedule, **case.options}
     free = quick(case.model, case.sample, checkpoint=False, **options)
-    state = [need - held for need, held in zip(free.best.memory, free.best.activations)]
-    limits = [own + share * held + 1 for own, held in zip(state, free.best.activations)]
+    limits = [need - (1 - share) * held for need, held in zip(free.best.memory, free.best.activations, strict=True)]
     try:
         plan = quick(case.model, case.sample, memory=limits, margin=0.0, **options)
     except DoesNotFit:
         return
     assert all(need <= limit for need, limit in zip(plan.best.memory, limits, strict=True))
     check = plan.check(case.model, steps=1)
-    assert all(a >= b for a, b in zip(check.predicted_bytes, check.measured_bytes, strict=True))
+    assert all(
+        measured <= predicted for predicted, measured in zip(check.predicted_bytes, check.measured_bytes, strict=True)
+    )
