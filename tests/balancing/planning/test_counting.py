@@ -25,7 +25,7 @@ def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) ->
     if next(model.parameters()).is_meta:
         return counted(subject, partial(subject.plain, rows))
     n = len(subject.layers)
-    _, step = subject.pipeline(Way([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1, apart=True))
+    _, step = subject.pipeline(Way([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1))
     return counted(subject, partial(step, rows))
 
 
