@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,16 @@ from torchgpipe_balancing.planning.costs import CellCosts, Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
 from torchgpipe_balancing.planning.search import Misfit, lower_bound, solve
 
-__all__ = ["Alternative", "Question", "Tried", "alternatives", "default_chunks", "problem_of", "rows_of"]
+__all__ = [
+    "Alternative",
+    "Question",
+    "Tried",
+    "alternatives",
+    "default_chunks",
+    "most_partitions",
+    "problem_of",
+    "rows_of",
+]
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,11 @@ def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Probl
         per_byte=costs.per_byte,
         recomputes=question.recomputes,
     )
+
+
+def most_partitions(schedules: Iterable[str], n: int) -> int:
+    """Return the largest number of partitions that a schedule has on ``n`` devices."""
+    return max([len(_places(schedule, n)) for schedule in schedules])
 
 
 def _places(schedule: str, n: int) -> list[int]:

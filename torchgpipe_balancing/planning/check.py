@@ -12,6 +12,7 @@ import torch
 
 from torchgpipe.devices.device import device_module
 from torchgpipe_balancing.planning.peaks import activation_peaks
+from torchgpipe_balancing.planning.recorded import synchronize
 from torchgpipe_balancing.planning.subject import Subject, Way
 
 __all__ = ["Check", "checked"]
@@ -83,17 +84,17 @@ def checked(
     """
     model, step = subject.pipeline(way)
     run = partial(step, batch)
-    accelerators = sorted({device for device in way.devices if device.type != "cpu"}, key=str)
+    accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
     step(batch)
     model.zero_grad()
+    synchronize(accelerators)
     for device in accelerators:
         torch.accelerator.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(steps):
         begin = time.perf_counter()
         run()
-        for device in accelerators:
-            torch.accelerator.synchronize(device)
+        synchronize(accelerators)
         seconds.append(time.perf_counter() - begin)
         model.zero_grad()
     if accelerators:

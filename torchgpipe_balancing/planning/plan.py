@@ -21,6 +21,7 @@ from torchgpipe_balancing.planning.alternatives import (
     Tried,
     alternatives,
     default_chunks,
+    most_partitions,
     rows_of,
 )
 from torchgpipe_balancing.planning.check import Check
@@ -28,7 +29,7 @@ from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
-from torchgpipe_balancing.planning.subject import Subject, subject_of
+from torchgpipe_balancing.planning.subject import Subject, released, subject_of
 from torchgpipe_balancing.planning.text import described, shown_size
 from torchgpipe_balancing.planning.trials import tried_out
 
@@ -125,7 +126,7 @@ def plan(
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else NAMES)
     counts = _chunks(chunks, batch, len(places))
     states = 1.0 + states_of(optimizer)
-    most = len(places) * (2 if {"Interleaved1F1B", "V-Half"} & {*schedules} else 1)
+    most = most_partitions(schedules, len(places))
     sizes = sorted({rows_of(batch, count) for count in counts})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     slowness = [device.slowness for device in planned]
@@ -142,8 +143,7 @@ def plan(
         if not fitting:
             raise DoesNotFit("memory ran out for all alternatives that were predicted to fit; give a larger margin")
     del subject
-    if any(device.type != "cpu" for device in places):
-        torch.accelerator.empty_cache()  # The memory of the copy that was measured is for the model now.
+    released(places)  # The memory of the copy that was measured is for the model now.
     # What would be with other devices is asked of the schedules that are the best with these.
     likely = replace(question, schedules=tuple(dict.fromkeys([one.schedule for one in tried.fitting[:3]])))
     return Plan(

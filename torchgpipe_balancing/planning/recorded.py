@@ -115,6 +115,7 @@ def record_steps(
 
 
 def _timed(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+    synchronize(devices)  # Work of the step before would count.
     begin = time.perf_counter()
     run()
     synchronize(devices)

@@ -15,11 +15,11 @@ from torch import nn
 
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
 from torchgpipe_balancing.planning.check import Check, checked
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome
-from torchgpipe_balancing.planning.subject import Way, apply, subject_of
+from torchgpipe_balancing.planning.subject import Subject, Way, apply, released, subject_of
 from torchgpipe_balancing.planning.trials import way_of
 
 __all__ = ["Plan"]
@@ -153,29 +153,36 @@ class Plan:
         sample = self.sample if sample is None else sample
         if sample is None:
             raise ValueError("a loaded plan has no sample; give it again: plan.check(model, sample)")
+        most = most_partitions(self.question.schedules, len(self.question.devices))
         with undisturbed(self.devices):
-            subject = subject_of(model, sample, self.target, len(self.best.places), self.options)
-            if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
-                raise ValueError("the model has other layers than those that were planned for; plan again for it")
-            outcome, n = self.outcome(), len(self.question.devices)
-            states = [0.0] * n
-            for layer, place in zip(self.question.costs.layers, self._place_of_each_layer()):
-                states[place] += layer.trained * (self.question.states - 1)
-            room = [
-                max(one.room for one, place in zip(outcome.partitions, self.best.places) if place == device)
-                for device in range(n)
-            ]
-            return checked(
-                subject,
-                self._way(),
-                self.best.places,
-                self.question.batch,
-                steps,
-                self.seconds if self.question.costs.has_times else 0.0,
-                [device.name for device in self.question.devices],
-                [peak + own for peak, own in zip(self.best.activations, room)],
-                [memory - own for memory, own in zip(self.best.memory, states)],
-            )
+            subject = subject_of(model, sample, self.target, most, self.options)
+            made = self._checked(subject, steps)
+        del subject
+        released(self.devices)
+        return made
+
+    def _checked(self, subject: Subject, steps: int) -> Check:
+        if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
+            raise ValueError("the model has other layers than those that were planned for; plan again for it")
+        outcome, n = self.outcome(), len(self.question.devices)
+        states = [0.0] * n
+        for layer, place in zip(self.question.costs.layers, self._place_of_each_layer()):
+            states[place] += layer.trained * (self.question.states - 1)
+        room = [
+            max(one.room for one, place in zip(outcome.partitions, self.best.places) if place == device)
+            for device in range(n)
+        ]
+        return checked(
+            subject,
+            self._way(),
+            self.best.places,
+            self.question.batch,
+            steps,
+            self.seconds if self.question.costs.has_times else 0.0,
+            [device.name for device in self.question.devices],
+            [peak + own for peak, own in zip(self.best.activations, room)],
+            [memory - own for memory, own in zip(self.best.memory, states)],
+        )
 
     def _way(self) -> Way:
         return way_of(self.question, self.best)

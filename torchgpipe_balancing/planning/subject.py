@@ -7,6 +7,7 @@ own, to measure the layers, or as the plan will have it.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +28,7 @@ from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe_balancing.walk import layers_of
 
-__all__ = ["AnyModule", "Layers", "Subject", "Way", "apply", "subject_of"]
+__all__ = ["AnyModule", "Layers", "Subject", "Way", "apply", "released", "subject_of"]
 
 
 class Way(NamedTuple):
@@ -139,6 +140,13 @@ def apply(
         checkpoint=recomputed,
         **options,
     )
+
+
+def released(devices: Iterable[torch.device]) -> None:
+    """Give back the memory of a subject that nobody refers to any more."""
+    gc.collect()  # A pipelined module is in cycles with its doors and threads.
+    if any(device.type != "cpu" for device in devices):
+        torch.accelerator.empty_cache()
 
 
 class Layers:

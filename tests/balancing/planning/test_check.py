@@ -1,0 +1,107 @@
+"""A check runs what was planned, on a copy, and sets each device beside its own prediction."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.balancing.planning.models import Residual, mlp, quick
+from torchgpipe_balancing.planning import check, recorded, subject
+from torchgpipe_balancing.planning.check import checked
+from torchgpipe_balancing.planning.subject import Way
+
+
+class Block(nn.Module):
+    """Has two parts that can be kept apart if partitions are more than blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_layers_are_those_of_the_plan_whatever_schedule_has_won() -> None:
+    made = quick(Blocks(), schedule=["1F1B", "Interleaved1F1B"], trials=0)
+    few = [one for one in made.fitting if one.schedule == "1F1B"]
+    replace(made, fitting=tuple(few)).check(Blocks(), steps=1)
+
+
+def test_a_check_keeps_the_random_numbers_of_the_caller() -> None:
+    model = mlp().append(nn.Dropout())
+    made = quick(model)
+    torch.manual_seed(0)
+    wanted = torch.rand(1)
+    torch.manual_seed(0)
+    made.check(model, steps=1)
+    assert torch.rand(1) == wanted
+
+
+@pytest.mark.parametrize("make", [mlp, Residual])
+def test_copies_are_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[Any]] = []
+    copied = subject._copied
+
+    def watched(model: nn.Module) -> Any:
+        made = copied(model)
+        copies.extend(map(weakref.ref, made.parameters()))
+        return made
+
+    monkeypatch.setattr(subject, "_copied", watched)
+    gc.disable()
+    try:
+        model = make()
+        made = quick(model)
+        assert copies
+        assert not [one for one in copies if one() is not None]
+        made.check(model, steps=1)
+        assert not [one for one in copies if one() is not None]
+    finally:
+        gc.enable()
+
+
+def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        """Stands for a subject, and for the statistics of accelerators, which hold as many bytes as their index."""
+
+        def pipeline(self, way: Way) -> Any:
+            return nn.Identity(), lambda rows: None
+
+        def max_memory_allocated(self, device: torch.device) -> int:
+            return device.index
+
+    monkeypatch.setattr(check, "device_module", lambda device: Stub())
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(check, "synchronize", lambda devices: None)
+    names = ["cuda:10", "cuda:2"]
+    way = Way([1, 1], [torch.device(name) for name in names], 2)
+
+    found = checked(Stub(), way, [0, 1], 4, 1, 0.0, names, [0, 0], [10, 2])  # type: ignore[arg-type]
+
+    assert found.devices == ("cuda:10", "cuda:2")
+    assert found.measured_bytes == found.predicted_bytes
+
+
+def test_a_timed_step_begins_when_devices_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(recorded, "synchronize", lambda devices: order.append("synchronize"))
+    recorded._timed(lambda: order.append("step"), [])
+    assert order == ["synchronize", "step", "synchronize"]
