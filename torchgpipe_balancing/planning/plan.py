@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
+from torchgpipe.frames.inputs import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe.schedule.programs import verify_name
 from torchgpipe_balancing.measure import undisturbed
@@ -91,7 +93,8 @@ def plan(
         target: the target of the loss function, for the rows of the sample
         schedule: the schedules to try, or one (default: all; ``'1F1B'`` on the meta device, where no times tell
             whether others are faster)
-        chunks: the numbers of micro-batches to try, or one (default: powers of two)
+        chunks: the numbers of micro-batches to try, or one (default: powers of two; with batch norms those that leave
+            each micro-batch at least two rows)
         checkpoint: whether layers may be recomputed
         margin: the share of the memory that is left free, for fragmentation and for what operations need while they run
         speeds: how fast each device is, relative to the others (default: all are equally fast)
@@ -124,7 +127,7 @@ def plan(
     planned = _with_memory(places, memory, speeds, margin)
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else NAMES)
-    counts = _chunks(chunks, batch, len(places))
+    counts = _chunks(chunks, batch, len(places), model)
     states = 1.0 + states_of(optimizer)
     most = most_partitions(schedules, len(places))
     sizes = sorted({rows_of(batch, count) for count in counts})
@@ -224,13 +227,17 @@ def _schedules(schedule: str | Collection[str]) -> tuple[ScheduleName, ...]:
     return cast(tuple[ScheduleName, ...], tuple(names))
 
 
-def _chunks(chunks: int | Collection[int] | None, batch: int, n: int) -> tuple[int, ...]:
+def _chunks(chunks: int | Collection[int] | None, batch: int, n: int, model: nn.Module) -> tuple[int, ...]:
     if chunks is None:
-        return default_chunks(batch, n)
-    counts = sorted(set(chunks)) if isinstance(chunks, Collection) else [chunks]
+        counts = default_chunks(batch, n)
+        if isinstance(model, nn.Module) and any(isinstance(module, BatchNormBase) for module in model.modules()):
+            # A batch norm refuses a single row in training, unless the row has several values for a channel.
+            counts = tuple([count for count in counts if min(chunk_sizes(batch, count)) > 1]) or counts[:1]
+        return counts
+    counts = tuple(sorted(set(chunks)) if isinstance(chunks, Collection) else [chunks])
     if not counts or not all(isinstance(count, int) and 1 <= count <= batch for count in counts):
         raise ValueError(f"chunks must be numbers from 1 to the {batch} rows of a mini-batch, but got {chunks!r}")
-    return tuple(counts)
+    return counts
 
 
 def _best_seconds(question: Question, tried: Tried) -> float:

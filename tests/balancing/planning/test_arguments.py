@@ -117,3 +117,10 @@ def test_a_transfer_takes_what_the_bandwidth_says() -> None:
 def test_memory_alone_says_how_many_devices() -> None:
     plan = quick(mlp(), devices=None, memory=[1e6] * 3)
     assert [device.name for device in plan.question.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+
+
+def test_batch_norms_get_two_rows_or_more() -> None:
+    model = mlp()
+    model.insert(1, nn.BatchNorm1d(WIDTH))
+    plan = quick(model, batch=9, chunks=None)  # 4 micro-batches have 3 rows each; 8 have 2 rows, and the last has 1.
+    assert {one.chunks for one in plan.fitting} == {2, 4}
