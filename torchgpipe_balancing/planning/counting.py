@@ -110,18 +110,21 @@ class _Counter(ExitStack):
         self._end_forward()
         assert self._kept is not None
         inputs = [own or {} for own in self._inputs]
-        known = {*self._owned, *inputs[0]}
-        kept, again = [], []
+        callers = {*self._owned, *inputs[0]}
+        known = set(callers)
+        kept = []
         for own in self._kept:
-            new = own.keys() - known
-            kept.append(sum([own[key] for key in new]))
-            again.append(sum([own[key] for key in own.keys() - new - self._owned - inputs[0].keys()]))
-            known |= new
+            kept.append(sum([own[key] for key in own.keys() - known]))
+            known |= own.keys()
+        again, behind = [], {}  # Layer by layer from the last one, what the layers from there on keep.
+        for k in reversed(range(len(kept))):
+            behind |= self._kept[k]
+            before = {key for own in self._kept[:k] for key in own} - callers
+            again.insert(0, sum([size for key, size in behind.items() if key in before]))
         sizes = [sum([size for key, size in own.items() if key not in self._owned]) for own in inputs]
-        # Where a layer is recomputed, what it has saved of its output is kept by the layer behind it all the same.
-        behind = [*again[1:], 0]
+        # Where a layer is recomputed, what layers behind it have saved of its output is kept all the same.
         return [
-            Bytes(kept[k], again[k], sizes[k] * (k > 0) + behind[k], self._waiting[k], [*sizes[1:], 0][k])
+            Bytes(kept[k], again[k], sizes[k] * (k > 0) + [*again[1:], 0][k], self._waiting[k], [*sizes[1:], 0][k])
             for k in range(len(kept))
         ]
 

@@ -134,3 +134,10 @@ def test_parameters_and_buffers_that_are_kept_for_backward_are_no_activations() 
 def test_a_view_counts_with_all_of_its_memory() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Apply(lambda x: x[:, :1]), Apply(lambda x: x * x))
     assert [one.kept for one in bytes_of(model, torch.randn(2, WIDTH))] == [0, 0, X]
+
+
+def test_a_copy_is_counted_where_a_partition_begins_with_a_layer_that_keeps_nothing() -> None:
+    """The layer behind Identity keeps what the layer before Identity keeps, too: between them, a copy for each."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Identity(), nn.Linear(WIDTH, WIDTH)]
+    found = bytes_of(nn.Sequential(*layers), torch.randn(2, WIDTH))
+    assert [(one.kept, one.again) for one in found] == [(X, 0), (0, X), (0, X)]
