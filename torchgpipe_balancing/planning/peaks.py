@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +72,20 @@ class _Saved:
     def __init__(self, device: _Device, tensor: Tensor) -> None:
         # Detached, because an operation that saves its output would otherwise hold itself.
         self.tensor = tensor.detach()
-        self._device = device
+        self._device: _Device | None = device
         device.hold(self.tensor)
 
+    def move(self, device: _Device | None) -> None:
+        """Count on another device from now on, or not at all."""
+        if device is not None:
+            device.hold(self.tensor)
+        if self._device is not None:
+            self._device.drop(self.tensor)
+        self._device = device
+
     def __del__(self) -> None:
-        self._device.drop(self.tensor)
+        if self._device is not None:
+            self._device.drop(self.tensor)
 
 
 class _Watch(ExitStack):
@@ -96,22 +106,32 @@ class _Watch(ExitStack):
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._running.layer = k
+            # What recomputation saves of its input, it saves last before the layer, and not for the layer before.
+            saved = vars(self._running).pop("saved", {})
             for _path, tensor in each((args, kwargs)):
+                key = storage_key(tensor)
                 if k == 0:
-                    self._owned.add(storage_key(tensor))  # The mini-batch is the caller's.
-                elif is_recomputed:
-                    key = storage_key(tensor)
-                    if key in held:
-                        device.drop(held.pop(key))
-                    else:
-                        held[key] = tensor.detach()
-                        device.hold(tensor)
+                    self._owned.add(key)  # The mini-batch is the caller's.
+                elif not is_recomputed:
+                    continue
+                elif key in held:
+                    device.drop(held.pop(key))
+                    continue
+                else:
+                    held[key] = tensor.detach()
+                    device.hold(tensor)
+                if is_recomputed and key in saved:
+                    saved[key].move(device if k else None)
 
         self.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
 
     def _pack(self, tensor: Tensor) -> Any:
         device = self.devices[self._places[getattr(self._running, "layer", 0)]]
-        return _Plain(tensor) if storage_key(tensor) in self._owned else _Saved(device, tensor)
+        if storage_key(tensor) in self._owned:
+            return _Plain(tensor)
+        saved = _Saved(device, tensor)
+        vars(self._running).setdefault("saved", WeakValueDictionary())[storage_key(tensor)] = saved
+        return saved
 
 
 class _Plain:
