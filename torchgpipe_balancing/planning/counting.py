@@ -116,7 +116,8 @@ class _Counter(ExitStack):
         for own in self._kept:
             kept.append(sum([own[key] for key in own.keys() - known]))
             known |= own.keys()
-        again, behind = [], {}  # Layer by layer from the last one, what the layers from there on keep.
+        again: list[int] = []
+        behind: dict[int, int] = {}  # What the layers from the present one on keep.
         for k in reversed(range(len(kept))):
             behind |= self._kept[k]
             before = {key for own in self._kept[:k] for key in own} - callers
