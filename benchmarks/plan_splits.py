@@ -1,4 +1,4 @@
-"""Plans on random layers: whether the search finds the best choice, what that is worth, and how long it takes.
+"""Plans on random layers: whether the search finds the best choice, and what that is worth.
 
 1. Small problems of all schedules, some with too little memory: all choices are compared with the answer of the search.
 2. Layers with random times, no limit of memory: the simulated step of 1F1B with balances that are found in other ways,
@@ -6,9 +6,6 @@
    which runs unchanged in a process of its own; by time, by halving the largest load as DeepSpeed's
    `partition_balanced` does, written anew here from its idea: whatever fits into a load goes into a partition, from the
    left to the right. Balances with an empty partition are counted, but not simulated.
-3. 100 layers on 8 devices: seconds of the search, and the proven gap, for each schedule and number of micro-batches.
-
-    python -m benchmarks.plan_splits           # some minutes; a part of `benchmarks.plan`
 """
 
 from __future__ import annotations
@@ -16,25 +13,23 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import statistics
 import subprocess
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise
-from time import perf_counter
 from typing import Any
 
 from benchmarks.balance import KINDS, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
-from benchmarks.program import Command, Progress
+from benchmarks.program import Progress
 from benchmarks.records import spread, table
 from torchgpipe.schedule import NAMES, ScheduleName, program
 from torchgpipe_balancing import partition
 from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Problem
-from torchgpipe_balancing.planning.search import Misfit, Solution, lower_bound, solve
+from torchgpipe_balancing.planning.search import Misfit, Solution, solve
 
-__all__ = ["splits", "splits_table"]
+__all__ = ["plan_optimal", "plan_splits", "random_problem", "splits"]
 
 #: Sums are rounded in another order.
 NEAR = 1e-9
@@ -201,75 +196,38 @@ def compared(count: int, limit: float) -> dict[str, Any]:
     return {"rows": rows, "proven": sum(one.gap == 0 for one in ours), "worst_gap": max(one.gap for one in ours)}
 
 
-def timed(size: int, devices: int) -> list[dict[str, Any]]:
-    """Answer question 3."""
-    rows = []
-    progress = Progress(len(NAMES))
-    for name in NAMES:
-        progress(f"{size} layers on {devices} devices: {name}")
-        for m in (4, 8, 16, 32, 64):
-            share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)
-            problem = random_problem(name, random.Random(m), size, devices, m, share)
-            start = perf_counter()
-            bound = lower_bound(problem)
-            middle = perf_counter()
-            found = solve(problem)
-            row: dict[str, Any] = {"schedule": name, "m": m, "bound_seconds": middle - start}
-            row |= {"seconds": perf_counter() - middle, "gap": None, "bound_gap": None, "recomputed": None}
-            if isinstance(found, Solution):
-                row |= {"gap": found.gap, "bound_gap": found.outcome.seconds / bound - 1}
-                row |= {"recomputed": len(found.choice.recomputed)}
-            rows.append(row)
-    return rows
-
-
 def splits(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the answers to the three questions.
+    """Return the answers to both questions.
 
     Args:
         args: `tables`, the number of random tables; `limit`, the seconds that the original may take for one of them
     """
-    return {
-        "checked": checked(args.tables // len(NAMES)),
-        "compared": compared(args.tables, args.limit),
-        "timed": timed(100, 8),
-    }
+    small = checked(max(1, args.tables // len(NAMES)))
+    wrong = sum(row["wrong"] for row in small)
+    aim = {"aim": f"wrong answers of {sum(row['problems'] for row in small)} small problems", "at most": 0}
+    aims = [{**aim, "reached": wrong, "met": wrong == 0}]
+    return {"checked": small, "compared": compared(args.tables, args.limit), "aims": aims}
 
 
-def splits_table(result: dict[str, Any]) -> str:
-    """Return the tables of a result of `splits`."""
+def _part(result: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] = result.get("parts", {}).get("splits", {})
+    return part
+
+
+def plan_optimal(result: dict[str, Any]) -> str:
+    """Return a table of the small problems, all of whose choices were compared."""
     keys = ["schedule", "problems", "misfits", "optimal", "proven", "wrong"]
-    first = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in result["checked"]]
-    second = []
-    for row in result["compared"]["rows"]:
+    lines = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in _part(result).get("checked", [])]
+    header = ["schedule", "problems", "nothing fits", "best found", "proven", "wrong", "worst ratio"]
+    return table(lines, header) if lines else ""
+
+
+def plan_splits(result: dict[str, Any]) -> str:
+    """Return a table of balances that are found in other ways."""
+    lines = []
+    for row in _part(result).get("compared", {}).get("rows", []):
         ratio = row["ratio"]
         shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
-        second.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
-    third = []
-    for name in dict.fromkeys(row["schedule"] for row in result["timed"]):
-        own = [row for row in result["timed"] if row["schedule"] == name]
-        gaps = [row["gap"] for row in own if row["gap"] is not None]
-        shown = ["-", "-"] if not gaps else [f"{statistics.median(gaps):.2%}", f"{max(gaps):.2%}"]
-        third.append([name, len(own) - len(gaps), f"{1e3 * statistics.median(row['seconds'] for row in own):.0f}"])
-        third[-1] += [f"{1e3 * statistics.median(row['bound_seconds'] for row in own):.0f}", *shown]
-    return "\n\n".join(
-        [
-            table(first, [*keys, "worst ratio"]),
-            table(
-                second, ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
-            ),
-            table(third, ["schedule", "misfits", "search, ms", "bound, ms", "median gap", "worst gap"]),
-        ]
-    )
-
-
-def main() -> None:
-    command = Command("plan_splits", __doc__, show=lambda result: {"plans on random layers": splits_table(result)})
-    command.add("--tables", type=int, default=1000)
-    command.add("--limit", type=float, default=2.0, help="seconds that the original may take for one table")
-    args = command.parse()
-    command.finish(**splits(args))
-
-
-if __name__ == "__main__":
-    main()
+        lines.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
+    header = ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
+    return table(lines, header) if lines else ""

@@ -1,0 +1,153 @@
+"""How long the search for a plan takes, and how good its answer provably is: 100 random layers on 8 devices.
+
+One question asks for all schedules and numbers of micro-batches, as a plan does, with less memory from row to row:
+shares of what the best choice without any limit needs. Beside that stands a single schedule with a single number of
+micro-batches, as the search gets it, with random problems of another kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from dataclasses import replace
+from random import Random
+from time import perf_counter
+from typing import Any
+
+from benchmarks.balance import random_costs
+from benchmarks.plan_splits import random_problem
+from benchmarks.program import Progress
+from benchmarks.records import table
+from torchgpipe.schedule import NAMES
+from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
+from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
+from torchgpipe_balancing.planning.problem import Device
+from torchgpipe_balancing.planning.search import Solution, lower_bound, solve
+
+__all__ = ["plan_search", "plan_search_single", "search"]
+
+#: Of the costs of `benchmarks.balance`: very uneven layers, and blocks that repeat.
+KINDS = ("lognormal", "blocks")
+
+#: Shares of the memory that the best choice takes where there is no limit.
+SHARES = (math.inf, 0.9, 0.7, 0.5)
+
+#: The rows of a mini-batch, and of the micro-batches that costs are known for.
+BATCH, ROWS = 128, (1, 4, 16)
+
+
+def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Question:
+    """Return a question about random layers without a limit of memory."""
+    made = Random(f"{kind} {seed}")
+    layers = []
+    for k, cost in enumerate(random_costs(kind, made, size)):
+        backward, kept = made.uniform(1.5, 2.5), made.randint(1, 50) << 16
+        again = kept // made.randint(2, 8)
+
+        def sample(
+            rows: int, cost: int = cost, backward: float = backward, kept: int = kept, again: int = again
+        ) -> Sample:
+            forward = cost * rows * 1e-6
+            halves = backward * forward / 2
+            return Sample(forward, 2 * halves, halves, halves, 0.0, kept * rows, again * rows, again * rows, 0.0, 0.0)
+
+        parameters = made.randint(1, 50) << 16
+        layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(map(sample, ROWS))))
+    cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)
+    costs = Costs("GPipe", tuple(layers), ROWS, cells, 5e-6, 1e-10, "random", "none")
+    return Question(costs, tuple(Device(str(k)) for k in range(devices)), BATCH, 3.0)
+
+
+def asked(size: int, devices: int) -> list[dict[str, Any]]:
+    """Return rows of whole questions: seconds, and gaps, for each kind of costs and each limit."""
+    rows = []
+    progress = Progress(len(KINDS))
+    for kind in KINDS:
+        progress(f"{size} layers on {devices} devices, all alternatives: {kind}")
+        question = random_question(size, devices, kind)
+        needs = math.inf
+        for share in SHARES:
+            if share < math.inf:
+                limited = tuple(replace(one, memory=share * needs) for one in question.devices)
+                question = replace(question, devices=limited)
+            start = perf_counter()
+            tried = alternatives(question)
+            seconds = perf_counter() - start
+            if share == math.inf:
+                needs = max(tried.fitting[0].memory)
+            rows.append({"kind": kind, "memory": None if share == math.inf else share, **told(tried, seconds)})
+    return rows
+
+
+def told(tried: Tried, seconds: float) -> dict[str, Any]:
+    gaps = [one.seconds / one.least - 1 for one in tried.fitting]
+    found: dict[str, Any] = {"seconds": seconds, "fitting": len(gaps), "misfits": len(tried.misfits)}
+    if not gaps:
+        return found | {"schedule": None, "recomputed": None, "gap": None, "worst_gap": None}
+    best = tried.fitting[0]
+    found |= {"schedule": f"{best.schedule}, {best.chunks} chunks", "recomputed": len(best.choice.recomputed)}
+    return found | {"gap": gaps[0], "worst_gap": max(gaps)}
+
+
+def timed(size: int, devices: int) -> list[dict[str, Any]]:
+    """Return rows of a schedule with a number of micro-batches: seconds of the search, of its bound, and the gap."""
+    rows = []
+    progress = Progress(len(NAMES))
+    for name in NAMES:
+        progress(f"{size} layers on {devices} devices: {name}")
+        for m in (4, 8, 16, 32, 64):
+            share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)
+            problem = random_problem(name, Random(m), size, devices, m, share)
+            start = perf_counter()
+            bound = lower_bound(problem)
+            middle = perf_counter()
+            found = solve(problem)
+            row: dict[str, Any] = {"schedule": name, "m": m, "bound_seconds": middle - start}
+            row |= {"seconds": perf_counter() - middle, "gap": None, "bound_gap": None, "recomputed": None}
+            if isinstance(found, Solution):
+                row |= {"gap": found.gap, "bound_gap": found.outcome.seconds / bound - 1}
+                row |= {"recomputed": len(found.choice.recomputed)}
+            rows.append(row)
+    return rows
+
+
+def search(args: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds and gaps, of whole questions and of single schedules.
+
+    Args:
+        args: `search`, the numbers of layers and devices
+    """
+    return {"rows": asked(*args.search), "single": timed(*args.search)}
+
+
+def plan_search(result: dict[str, Any]) -> str:
+    """Return a table of whole questions."""
+    lines = []
+    for row in result.get("parts", {}).get("search", {}).get("rows", []):
+        gaps = ["-" if row[key] is None else f"{row[key]:.2%}" for key in ("gap", "worst_gap")]
+        lines.append(
+            [
+                row["kind"],
+                "no limit" if row["memory"] is None else f"{row['memory']:.0%}",
+                f"{row['seconds']:.1f}",
+                *("-" if row[key] is None else row[key] for key in ("schedule", "recomputed")),
+                *gaps,
+            ]
+        )
+    header = ["costs", "memory", "search, s", "chosen", "layers recomputed", "gap", "largest gap of an alternative"]
+    return table(lines, header) if lines else ""
+
+
+def plan_search_single(result: dict[str, Any]) -> str:
+    """Return a table of single schedules, over several numbers of micro-batches."""
+    rows = result.get("parts", {}).get("search", {}).get("single", [])
+    lines = []
+    for name in dict.fromkeys(row["schedule"] for row in rows):
+        own = [row for row in rows if row["schedule"] == name]
+        gaps = [row["gap"] for row in own if row["gap"] is not None]
+        middle = [f"{1e3 * statistics.median(row[key] for row in own):.0f}" for key in ("seconds", "bound_seconds")]
+        shown = ["-", "-"] if not gaps else [f"{statistics.median(gaps):.2%}", f"{max(gaps):.2%}"]
+        lines.append([name, len(own) - len(gaps), *middle, *shown])
+    header = ["schedule", "misfits", "search, ms", "bound, ms", "median gap", "largest gap"]
+    return table(lines, header) if lines else ""
