@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from torchgpipe.devices.device import device_module
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
 from torchgpipe_balancing.planning.peaks import activation_peaks
-from torchgpipe_balancing.planning.recorded import synchronize
-from torchgpipe_balancing.planning.subject import Subject, Way
+from torchgpipe_balancing.planning.problem import Outcome
+from torchgpipe_balancing.planning.recorded import timed
+from torchgpipe_balancing.planning.subject import Subject
+from torchgpipe_balancing.planning.trials import way_of
 
 __all__ = ["Check", "checked"]
 
@@ -26,7 +27,8 @@ class Check:
         predicted: seconds of a step
         measured: seconds of each step
         devices: the names of the devices
-        predicted_bytes: for each device, the activations that it holds at most; on an accelerator all its memory
+        predicted_bytes: for each device, the activations that it holds at most, without gradients that wait between
+            the halves of backward; on an accelerator all its memory
         measured_bytes: the same, as counted; on an accelerator as allocated, without the optimizer's states
     """
 
@@ -58,49 +60,45 @@ def _cells(predicted: float, measured: float, form: str) -> tuple[str, str, str]
     return form.format(predicted), form.format(measured), ratio
 
 
-def checked(
-    subject: Subject,
-    way: Way,
-    places: Sequence[int],
-    batch: int,
-    steps: int,
-    predicted: float,
-    names: Sequence[str],
-    activations: Sequence[float],
-    memory: Sequence[float],
-) -> Check:
+def checked(subject: Subject, question: Question, one: Alternative, outcome: Outcome, steps: int) -> Check:
     """Run steps, and return what they took.
 
     Args:
         subject: the model
-        way: how to pipeline it
-        places: the index of the device of each partition
-        batch: the rows of a mini-batch
-        steps: the number of steps that are measured; one more runs before them
-        predicted: seconds of a step
-        names: the names of the devices
-        activations: for each device, the bytes of activations that are predicted
-        memory: for each device, the bytes that are predicted, without the optimizer's states
+        question: what was planned for
+        one: the alternative to run
+        outcome: what it costs
+        steps: the number of steps that are measured; another one runs before them
     """
+    way, names = way_of(question, one), [device.name for device in question.devices]
     model, step = subject.pipeline(way)
-    run = partial(step, batch)
+    run = partial(step, question.batch)
     accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
-    step(batch)
-    model.zero_grad()
-    synchronize(accelerators)
+    timed(model, run, way.devices, 1)
     for device in accelerators:
         torch.accelerator.reset_peak_memory_stats(device)
-    seconds = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        run()
-        synchronize(accelerators)
-        seconds.append(time.perf_counter() - begin)
-        model.zero_grad()
+    predicted = one.seconds if question.costs.has_times else 0.0
+    seconds = tuple(timed(model, run, way.devices, steps))
+    of_layers = [place for place, count in zip(one.places, way.balance) for _ in range(count)]
     if accelerators:
+        states = [0.0] * len(names)
+        for layer, place in zip(question.costs.layers, of_layers):
+            states[place] += layer.trained * (question.states - 1)
+        needs = [need - own for device, need, own in zip(names, one.memory, states) if not device.startswith("cpu")]
         found = [float(device_module(device).max_memory_allocated(device)) for device in accelerators]
-        return Check(predicted, tuple(seconds), tuple(map(str, accelerators)), tuple(memory), tuple(found))
-    of_layers = [place for place, count in zip(places, way.balance) for _ in range(count)]
+        return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(needs), tuple(found))
     counted = activation_peaks(subject, of_layers, way.recomputed, run)
     model.zero_grad()
-    return Check(predicted, tuple(seconds), tuple(names), tuple(activations), tuple(map(float, counted)))
+    return Check(predicted, seconds, tuple(names), tuple(_held(question, one, outcome)), tuple(map(float, counted)))
+
+
+def _held(question: Question, one: Alternative, outcome: Outcome) -> list[float]:
+    """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
+    problem = problem_of(question, one.schedule, one.chunks)
+    assert problem is not None
+    seen = problem.simulated([part._replace(waiting=0.0) for part in outcome.partitions]).peaks
+    room = [
+        max(part.room for part, place in zip(outcome.partitions, one.places) if place == device)
+        for device in range(len(seen))
+    ]
+    return [peak + own for peak, own in zip(seen, room)]

@@ -54,10 +54,22 @@ def measured(
     else:
         bench = _Bench(subject, devices, slowness, [1 + _bytes(own) for own in owned])
         sizes = bench.sizes(rows)
-        times, cells = bench.times(rows[: len(sizes)], seconds)
+        while sizes:
+            try:
+                times, cells = bench.times(rows[: len(sizes)], seconds)
+                break
+            except torch.OutOfMemoryError:
+                sizes.pop()
+        else:
+            raise MemoryError(
+                f"memory ran out on {[*map(str, devices)]} while micro-batches of {rows[0]} rows were measured; give "
+                "a larger number of chunks, or plan on the meta device, which tells what fits"
+            )
         latency, per_byte = _transfers(devices)
+    alike = _alike(subject, owned, sizes)
     samples = [
-        [Sample(*own, *map(float, size)) for own, size in zip(*of_rows)] for of_rows in zip(times, sizes, strict=True)
+        [Sample(*own, *map(float, size)) for own, size in zip(_evened(of_rows, alike), size_of_rows)]
+        for of_rows, size_of_rows in zip(times, sizes, strict=True)
     ]
     layers = [
         LayerCosts(
@@ -79,6 +91,32 @@ def measured(
         "meta" if on_meta else ", ".join(map(str, devices)),
         subject.loss,
     )
+
+
+def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Bytes]]) -> list[object]:
+    """Return for each layer what it has in common with layers that take as long: classes, shapes, and bytes.
+
+    The first and the last layer are like no other: the one needs no gradient of its input, the other has the loss.
+    """
+    last = len(owned) - 1
+    return [
+        (
+            k if k in (0, last) else None,
+            [type(child) for name in names for child in subject.module(name).modules()],
+            [tensor.shape for tensor in owned[k]],
+            [(of_rows[k].kept, of_rows[k].crossing) for of_rows in sizes],
+        )
+        for k, names in enumerate(subject.layers)
+    ]
+
+
+def _evened(times: Sequence[list[float]], alike: Sequence[object]) -> list[list[float]]:
+    """Return the times with the means of layers that are alike, because a difference between them is chance."""
+    found = []
+    for own in alike:
+        group = [one for one, other in zip(times, alike) if other == own]
+        found.append([statistics.fmean(values) for values in zip(*group)])
+    return found
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -126,11 +164,9 @@ class _Bench:
         for count in rows:
             model, step = self._subject.pipeline(self._way("1F1B", 1, apart=True))
             try:
-                step(count * self._m)  # As much as steps will need later, and more.
+                step(count)  # Its first run allocates more.
                 found.append(counted(self._subject, partial(step, count)))
             except torch.OutOfMemoryError:
-                if not found:
-                    raise
                 break  # What larger sizes take follows from the smaller ones.
             finally:
                 model.zero_grad()

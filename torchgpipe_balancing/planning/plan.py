@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -112,8 +113,9 @@ def plan(
         ValueError: an argument does not fit, or the model cannot be pipelined.
         DoesNotFit: nothing fits the memory.
     """
-    if not isinstance(batch, int) or batch < 1:
+    if not isinstance(batch, (int, np.integer)) or batch < 1:
         raise ValueError(f"batch must be a positive whole number, the rows of a mini-batch, but got {batch!r}")
+    batch = int(batch)
     if not 0 <= margin < 1:
         raise ValueError(f"margin must be a share of the memory from 0 to below 1, but got {margin!r}")
     if bandwidth is not None and not bandwidth > 0:
@@ -123,6 +125,8 @@ def plan(
     decided = {"balance", "partitions"} & {*options}
     if decided:
         raise TypeError(f"a plan decides on {' and '.join(sorted(decided))}, which cannot be given")
+    if memory is not None:
+        memory = _bytes_of_each(memory)
     places = _devices(devices, memory)
     planned = _with_memory(places, memory, speeds, margin)
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
@@ -179,7 +183,16 @@ def _subject(
     return subject
 
 
+def _bytes_of_each(memory: Any) -> list[float]:
+    try:
+        return [float(size) for size in memory]
+    except TypeError as error:
+        raise TypeError(f"memory must be a list with the bytes of each device, but got {memory!r}") from error
+
+
 def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -> list[torch.device]:
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"devices must be a list of devices, but got {devices!r}")
     if devices is None:
         places = working_devices()
         if memory is not None:
@@ -258,6 +271,8 @@ def _misfit(question: Question, tried: Tried, margin: float) -> str:
         f"it would fit with {shown_size(max(excess) / (1 - margin))} more memory on each device",
     ]
     n = len(question.devices)
+    if "1F1B" in question.schedules:  # It holds least, or nearly so, and is searched in a short time.
+        question = replace(question, schedules=("1F1B",))
     for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1):
         found = _first(question.with_devices(count))
         if found is not None:

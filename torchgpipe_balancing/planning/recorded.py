@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from torchgpipe.timeline.recorder import record
 from torchgpipe.timeline.timeline import Timeline
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["Recorded", "record_steps", "synchronize"]
+__all__ = ["Recorded", "record_steps", "synchronize", "timed"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -103,23 +104,32 @@ def record_steps(
         for name, way in ways.items():
             model, step = subject.pipeline(way)
             run = partial(step, rows(name) * way.chunks)
-            run()
-            model.zero_grad()
+            timed(model, run, devices, 1)
             with record(model, steps=_STEPS) as timeline:
-                for _ in range(_STEPS):
-                    found[name].steps.append(_timed(run, devices))
-                    model.zero_grad()
+                found[name].steps += timed(model, run, devices, _STEPS)
             found[name].add(timeline)
         done += 1
     return found
 
 
-def _timed(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
-    synchronize(devices)  # Work of the step before would count.
-    begin = time.perf_counter()
-    run()
-    synchronize(devices)
-    return time.perf_counter() - begin
+def timed(model: nn.Module, run: Callable[[], Any], devices: Sequence[torch.device], steps: int) -> list[float]:
+    """Return the seconds of each of so many steps.
+
+    Args:
+        model: the pipeline, which keeps no gradients
+        run: runs a step
+        devices: the devices
+        steps: the number of steps
+    """
+    found = []
+    for _ in range(steps):
+        synchronize(devices)
+        begin = time.perf_counter()
+        run()
+        synchronize(devices)
+        found.append(time.perf_counter() - begin)
+        model.zero_grad()
+    return found
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:

@@ -19,7 +19,7 @@ from torchgpipe_balancing.planning.alternatives import Alternative, Question, mo
 from torchgpipe_balancing.planning.check import Check, checked
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome
-from torchgpipe_balancing.planning.subject import Subject, Way, apply, released, subject_of
+from torchgpipe_balancing.planning.subject import apply, released, subject_of
 from torchgpipe_balancing.planning.trials import way_of
 
 __all__ = ["Plan"]
@@ -131,7 +131,7 @@ class Plan:
             sample = self.sample
         if sample is None and not isinstance(model, nn.Sequential):
             raise ValueError("a loaded plan has no sample; give it again: plan.apply(model, sample)")
-        return apply(model, layers, self._way(), sample, {**self.options, **options})
+        return apply(model, layers, way_of(self.question, self.best), sample, {**self.options, **options})
 
     def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
         """Run a copy of the model as planned, and set measured beside predicted. ::
@@ -156,39 +156,12 @@ class Plan:
         most = most_partitions(self.question.schedules, len(self.question.devices))
         with undisturbed(self.devices):
             subject = subject_of(model, sample, self.target, most, self.options)
-            made = self._checked(subject, steps)
+            if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
+                raise ValueError("the model has other layers than those that were planned for; plan again for it")
+            made = checked(subject, self.question, self.best, self.outcome(), steps)
         del subject
         released(self.devices)
         return made
-
-    def _checked(self, subject: Subject, steps: int) -> Check:
-        if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
-            raise ValueError("the model has other layers than those that were planned for; plan again for it")
-        outcome, n = self.outcome(), len(self.question.devices)
-        states = [0.0] * n
-        for layer, place in zip(self.question.costs.layers, self._place_of_each_layer()):
-            states[place] += layer.trained * (self.question.states - 1)
-        room = [
-            max(one.room for one, place in zip(outcome.partitions, self.best.places) if place == device)
-            for device in range(n)
-        ]
-        return checked(
-            subject,
-            self._way(),
-            self.best.places,
-            self.question.batch,
-            steps,
-            self.seconds if self.question.costs.has_times else 0.0,
-            [device.name for device in self.question.devices],
-            [peak + own for peak, own in zip(self.best.activations, room)],
-            [memory - own for memory, own in zip(self.best.memory, states)],
-        )
-
-    def _way(self) -> Way:
-        return way_of(self.question, self.best)
-
-    def _place_of_each_layer(self) -> list[int]:
-        return [place for place, count in zip(self.best.places, self.balance) for _ in range(count)]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, without the sample and further arguments.

@@ -319,7 +319,7 @@ def _resized(value: Any, before: int, rows: int) -> Any:
 
 
 def _copied(model: nn.Module) -> Any:
-    """Return a copy in training mode, without gradients."""
+    """Return a copy in training mode, without gradients; parts of a model in training mode keep their own modes."""
     # deepcopy refuses tensors that a layer has computed and keeps as attributes, as weight_norm does.
     computed = {
         id(value): value.detach().clone()
@@ -327,6 +327,8 @@ def _copied(model: nn.Module) -> Any:
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    copied = copy.deepcopy(model, computed).train()
+    copied = copy.deepcopy(model, computed)
+    if not model.training:
+        copied.train()
     copied.zero_grad(set_to_none=True)
     return copied

@@ -54,6 +54,10 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle{ran}; {proof}"
     else:
         yield "measured on the meta device, without times: the bytes of parameters stand for them"
+    yield (
+        f"gradients and the optimizer keep {question.states:g} bytes for each byte of a parameter that is trained"
+        + ("; optimizer= tells of its states" if question.states == 1 else "")
+    )
     yield f"measured on {costs.where}, with micro-batches of {_listed(costs.rows)} rows; loss: {costs.loss}"
     yield ""
     yield from _devices(plan)

@@ -6,14 +6,14 @@ A prediction is a few per cent off. Where alternatives are as close as that, onl
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from torchgpipe_balancing.planning.alternatives import Alternative, Question
-from torchgpipe_balancing.planning.recorded import synchronize
+from torchgpipe_balancing.planning.recorded import timed
 from torchgpipe_balancing.planning.subject import Subject, Way
 
 __all__ = ["tried_out", "way_of"]
@@ -49,21 +49,10 @@ def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternativ
         for k, one in enumerate(near):
             if k not in failed:
                 try:
-                    seconds[k] += _timed(subject, way_of(question, one), question.batch)
+                    way = way_of(question, one)
+                    model, step = subject.pipeline(way)
+                    seconds[k] += timed(model, partial(step, question.batch), way.devices, 1 + _STEPS)[1:]
                 except torch.OutOfMemoryError:  # The margin was too small for it.
                     failed.add(k)
     ran = [replace(one, measured=statistics.median(seconds[k])) for k, one in enumerate(near) if k not in failed]
     return [*sorted(ran, key=lambda one: one.measured), *fitting[len(near) :]]
-
-
-def _timed(subject: Subject, way: Way, batch: int) -> list[float]:
-    model, step = subject.pipeline(way)
-    found = []
-    for number in range(1 + _STEPS):
-        begin = time.perf_counter()
-        step(batch)
-        synchronize(way.devices)
-        if number:
-            found.append(time.perf_counter() - begin)
-        model.zero_grad()
-    return found

@@ -42,7 +42,7 @@ from torchgpipe_balancing.planning.alternatives import default_chunks
         ({"sample": torch.tensor(1.0)}, "the sample has no rows: no tensor in it has a dimension 0 to split"),
         ({"sample": torch.empty(0, WIDTH)}, "the sample has no rows"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: str(value).split(" at 0x")[0][:40],
 )
 def test_a_wrong_argument_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
