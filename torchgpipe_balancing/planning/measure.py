@@ -33,13 +33,20 @@ __all__ = ["measured"]
 
 
 def measured(
-    subject: Subject, devices: Sequence[torch.device], rows: Sequence[int], slowness: Sequence[float], *, seconds: float
+    subject: Subject,
+    devices: Sequence[torch.device],
+    batch: int,
+    rows: Sequence[int],
+    slowness: Sequence[float],
+    *,
+    seconds: float,
 ) -> Costs:
     """Measure a model.
 
     Args:
         subject: the model
         devices: the devices to measure on
+        batch: the rows of a mini-batch
         rows: the sizes of micro-batches, in increasing order. Sizes for which memory runs out are left out
         slowness: the time that each device takes, relative to the one that times are for
         seconds: roughly how long to measure
@@ -52,7 +59,7 @@ def measured(
         cells = [CellCosts()] * len(rows)
         latency = per_byte = 0.0
     else:
-        bench = _Bench(subject, devices, slowness, [1 + _bytes(own) for own in owned])
+        bench = _Bench(subject, devices, batch, slowness, [1 + _bytes(own) for own in owned])
         sizes = bench.sizes(rows)
         while sizes:
             try:
@@ -149,14 +156,19 @@ class _Bench:
     """
 
     def __init__(
-        self, subject: Subject, devices: Sequence[torch.device], slowness: Sequence[float], loads: Sequence[float]
+        self,
+        subject: Subject,
+        devices: Sequence[torch.device],
+        batch: int,
+        slowness: Sequence[float],
+        loads: Sequence[float],
     ) -> None:
         self._subject = subject
         self._devices = devices
         self._counts = partition(loads, len(devices))
         self._of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
         self._slowness = [slow for slow, count in zip(slowness, self._counts) for _ in range(count)]
-        self._m = max(4, 2 * len(devices))
+        self._batch = batch
 
     def sizes(self, rows: Sequence[int]) -> list[list[Bytes]]:
         """Return the bytes of each layer, for each size of a micro-batch up to the first for which memory runs out."""
@@ -176,7 +188,7 @@ class _Bench:
         """Return for each size of a micro-batch the times of each layer (F, B, I, W, first B), and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
         names = [_Name(count, one, apart) for count in rows for one in schedules for apart in (True, False)]
-        ways = {name: self._way(name.schedule, self._m, apart=name.apart) for name in names}
+        ways = {name: self._way(name.schedule, self._chunks(name.rows), apart=name.apart) for name in names}
         found = record_steps(self._subject, ways, lambda name: name.rows, self._devices, seconds)
         both = [self._times_of(count, found) for count in rows]
         return [times for times, _ in both], [cells for _, cells in both]
@@ -198,12 +210,17 @@ class _Bench:
             [*(max(0.0, seconds[kind][k] - cell[kind]) / slow for kind in "FBIW"), fine.first(k) / slow]
             for k, slow in enumerate(self._slowness)
         ]
-        rest, factor = coarse.step - coarse.window, coarse.window / self._simulated(coarse)
+        rest, factor = coarse.step - coarse.window, coarse.window / self._simulated(coarse, self._chunks(rows))
         return times, CellCosts(cell["F"], cell["B"], cell["I"], cell["W"], rest, factor)
 
-    def _simulated(self, run: Recorded) -> float:
+    def _chunks(self, rows: int) -> int:
+        """Return with how many micro-batches to measure: enough for all devices, and no more than in a mini-batch."""
+        n = len(self._devices)
+        return max(2, n, min(2 * n, self._batch // rows))
+
+    def _simulated(self, run: Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
-        actions = program("1F1B", self._m, range(len(self._devices)))
+        actions = program("1F1B", m, range(len(self._devices)))
         firsts = {next(action for action in own if action.kind == "B") for own in actions}
         return simulate(
             actions,

@@ -100,7 +100,7 @@ def plan(
         margin: the share of the memory that is left free, for fragmentation and for what operations need while they run
         speeds: how fast each device is, relative to the others (default: all are equally fast)
         bandwidth: bytes a second between two devices (default: measured)
-        seconds: roughly how long to measure
+        seconds: how long to measure; some seventy steps run in any case
         trials: how many of the best alternatives to run for a few steps, so that the quickest is chosen; 0 for none
         **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`, above all
             ``loss_fn``; the plan applies them, too
@@ -139,7 +139,7 @@ def plan(
     slowness = [device.slowness for device in planned]
     with undisturbed(places):
         subject = _subject(model, sample, target, most, options, places)
-        costs = measured(subject, places, sizes, slowness, seconds=seconds)
+        costs = measured(subject, places, batch, sizes, slowness, seconds=seconds)
         if bandwidth is not None:
             costs = replace(costs, per_byte=1 / bandwidth)
         question = Question(costs, planned, batch, states, schedules, counts, checkpoint)

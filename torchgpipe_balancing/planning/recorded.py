@@ -28,7 +28,7 @@ Key = TypeVar("Key", bound=Hashable)
 _KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
 
 #: The fewest rounds, and the steps of a pipeline in each; another step runs before them.
-_ROUNDS, _STEPS = 3, 2
+_ROUNDS, _STEPS = 2, 2
 
 
 @dataclass
