@@ -110,7 +110,7 @@ class Costs:
         return self.where != "meta"
 
     def layers_at(self, rows: float, m: int, states: float) -> tuple[Layer, ...]:
-        """Return the layers for a mini-batch.
+        """Return the layers for a mini-batch. Where one size is known, what layers take is in proportion to the rows.
 
         Args:
             rows: the rows of a micro-batch
@@ -120,6 +120,8 @@ class Costs:
         layers = []
         for layer in self.layers:
             took = _between(self.rows, layer.samples, rows)
+            if len(self.rows) == 1:
+                took = {name: value * rows / self.rows[0] for name, value in took.items()}
             first = took.pop("first") / m
             took["backward"] += first
             took["weights"] += first

@@ -283,7 +283,7 @@ def _misfit(question: Question, tried: Tried, margin: float) -> str:
         smaller = replace(question, batch=rows, chunks=())
         found = _first(smaller)
         if found is not None:
-            lines.append(f"with mini-batches of {rows} rows: {described(smaller, found)}")
+            lines.append(f"with mini-batches of {rows} row{'s' * (rows > 1)}: {described(smaller, found)}")
             break
         rows //= 2
     return "\n".join(lines)

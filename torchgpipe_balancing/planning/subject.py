@@ -24,6 +24,7 @@ from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.gpipe import GPipe
+from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe_balancing.walk import layers_of
@@ -173,7 +174,8 @@ class Layers:
     def plain(self, rows: int) -> Any:
         """See `Subject`."""
         device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
-        input = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), self._input(rows))
+        input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
+        input = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), input)
         with SkipTracker():
             output = self._model(input)
         return self._options["loss_fn"](output, _resized(self._target, self.rows, rows))

@@ -40,9 +40,12 @@ def test_a_line_that_falls_ends_at_0() -> None:
     assert layer.forward == layer.kept == 0.0
 
 
-def test_one_size_stands_for_all() -> None:
-    known = costs((4,), sample(10.0))
-    assert known.layers_at(1, m=1, states=0.0) == known.layers_at(9, m=1, states=0.0)
+def test_from_one_size_others_follow_in_proportion() -> None:
+    """What fits with fewer rows is asked also where a single number of micro-batches was."""
+    known = costs((4,), sample(10.0, first=0.0))
+    (layer,) = known.layers_at(2, m=1, states=0.0)
+    assert (layer.forward, layer.kept) == (5.0, 5.0)
+    assert known.cells_at(2).factor == known.cells_at(4).factor == 4.0
 
 
 def test_micro_batches_share_what_the_first_backward_takes_longer() -> None:
