@@ -173,12 +173,10 @@ class Layers:
 
     def plain(self, rows: int) -> Any:
         """See `Subject`."""
-        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
         input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
-        input = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), input)
         with SkipTracker():
-            output = self._model(input)
-        return self._options["loss_fn"](output, _resized(self._target, self.rows, rows))
+            output = self._model(_beside(self._model, input))
+        return self._options["loss_fn"](output, _beside(self._model, _resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
@@ -249,14 +247,15 @@ class AnyModule:
 
     def _output(self, rows: int) -> Any:
         """Return the output of the copy, without a pipeline."""
-        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
-        args, kwargs = mapped(self._arguments(rows), lambda tensor: tensor.to(device))
+        args, kwargs = _beside(self._model, self._arguments(rows))
         return self._model(*args, **kwargs)
 
     def plain(self, rows: int) -> Any:
         """See `Subject`."""
         output, loss_fn = self._output(rows), self._options.get("loss_fn")
-        return _own_loss(output) if loss_fn is None else loss_fn(output, _resized(self._target, self.rows, rows))
+        if loss_fn is None:
+            return _own_loss(output)
+        return loss_fn(output, _beside(self._model, _resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
@@ -278,6 +277,12 @@ class AnyModule:
         ]
         args, kwargs = self._sample
         return Arguments(tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :])))
+
+
+def _beside(model: nn.Module, value: Any) -> Any:
+    """Return a value with its tensors on the device of the model."""
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    return mapped(value, lambda tensor: tensor.to(device))
 
 
 def _source(is_given: bool, has_own: bool) -> str:

@@ -127,6 +127,12 @@ def test_a_model_on_the_meta_device_is_planned_as_on_the_cpu(model: nn.Module) -
             )
 
 
+@pytest.mark.parametrize("model", [mlp(), Residual()], ids=["Sequential", "module"])
+def test_the_target_of_a_model_on_the_meta_device_may_be_elsewhere(model: nn.Module) -> None:
+    target = torch.randn(4, 1)
+    assert quick(copy.deepcopy(model).to("meta"), target=target, loss_fn=mean).apply(model)
+
+
 def test_parameters_that_are_not_trained_have_no_gradients_or_states() -> None:
     model = mlp()
     model[0].requires_grad_(False)
