@@ -160,7 +160,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
             | {"met": median <= MEDIAN},
             {"aim": f"models of {len(rows)} whose step is predicted within 20%", "at least": least, "reached": within}
             | {"met": within >= least},
-            {"aim": "models that recompute nothing, whose activations are predicted within 5% on every device, of"}
+            {"aim": "models that recompute nothing, activations predicted within 5% on every device"}
             | {"at least": len(free), "reached": exact, "met": exact == len(free)},
             *[
                 {"aim": "predicted / counted activations where layers are recomputed, off 1, any device"}
