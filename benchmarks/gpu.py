@@ -161,7 +161,8 @@ SLICES = (
         "tests",
         "cuda_tests",
         "",
-        "tests/test_cuda.py tests/frames/test_cuda.py tests/timeline/test_recorder_cuda.py",
+        "tests/test_cuda.py tests/frames/test_cuda.py tests/timeline/test_recorder_cuda.py "
+        "tests/balancing/planning/test_cuda.py",
         480,
         _tests,
         peers=False,

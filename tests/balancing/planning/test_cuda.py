@@ -1,0 +1,56 @@
+"""Plans for a GPU, by itself and beside the CPU: measured, checked by its allocator, applied, and released."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchgpipe
+from tests.balancing.planning.models import Residual, wide
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(60),
+]
+
+GPU = "cuda:0"
+WIDTH = 256
+
+
+@pytest.mark.parametrize("devices", [[GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
+@pytest.mark.parametrize("make", [wide, Residual])
+def test_a_plan_for_a_gpu(make: Any, devices: list[str]) -> None:
+    model: nn.Module = make(6, WIDTH)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    sample = torch.randn(8, WIDTH)
+    plan = torchgpipe.plan(model, sample, batch=64, devices=devices, optimizer=torch.optim.AdamW, seconds=0.1)
+    check = plan.check(model)
+
+    assert torch.cuda.memory_allocated() == before
+    assert plan.seconds > 0 and check.seconds > 0
+    (predicted,), (measured,) = check.predicted_bytes, check.measured_bytes
+    assert 0 < measured - before < 2 * predicted + 2**25  # Workspaces of libraries are not planned for.
+    model = plan.apply(model, loss_fn=lambda output, _: output.float().mean())
+    assert model.step(torch.randn(64, WIDTH)).isfinite()
+
+
+def test_a_transfer_takes_time() -> None:
+    plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=64, devices=[GPU, "cpu"], seconds=0.1)
+    assert plan.question.costs.latency > 0
+    assert plan.question.devices[0].memory > 2**30
+
+
+def test_memory_runs_out_while_a_model_is_measured() -> None:
+    rest = torch.cuda.mem_get_info()[0] // 2**20 - 64
+    filler = torch.empty(max(1, rest) * 2**20, dtype=torch.uint8, device=GPU)
+    try:
+        with pytest.raises((torch.OutOfMemoryError, MemoryError)):
+            torchgpipe.plan(wide(6, 2048), torch.randn(8, 2048), batch=4096, devices=[GPU], chunks=1, seconds=0.1)
+    finally:
+        del filler
