@@ -189,6 +189,16 @@ def schedule(file: str, name: schedules.ScheduleName) -> None:
     timetable(file, f"{name}: eight micro-batches on four devices", works, 574 / simulation.seconds)
 
 
+def side_by_side() -> None:
+    """Draw the step that `benchmarks/side_by_side.py` has recorded."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "side_by_side.json").read_text())
+    colours = {"F": FORWARD, "B": BACKWARD}
+    works = [Work(j, start, end, colours[kind], i) for j, kind, i, start, end in result["spans"]]
+    timetable(
+        "step", "A measured step: eight micro-batches on four devices", works, 640 / max(work.end for work in works)
+    )
+
+
 def schedule_costs() -> None:
     """Draw the bubble and the live micro-batches of each schedule, by the number of micro-batches."""
     width, height, top, lefts = 240.0, 200.0, 62.0, (46.0, 392.0)
@@ -446,6 +456,7 @@ def main() -> None:
     schedule("schedule-zero-bubble", "ZeroBubble")
     schedule("schedule-interleaved", "Interleaved1F1B")
     schedule("schedule-v-half", "V-Half")
+    side_by_side()
     schedule_costs()
     plan()
     bubble()

@@ -73,10 +73,14 @@ def test_aims_name_the_models_that_are_far_off() -> None:
         turn |= {"predicted_bytes": [100.0, 0.0], "measured_bytes": [counted, 0.0]}
         return plan_prediction.row({"family": name, "seed": 0}, {}, [turn])
 
-    found = plan_prediction.summary([row("a", 1.05, 100.0), row("b", 0.75, 80.0), row("c", 0.95, 100.0)])
+    rows = [row("a", 1.05, 100.0), row("b", 0.75, 80.0), row("c", 0.95, 100.0)]
+    found = plan_prediction.summary(rows)
     assert found["beyond"] == ["b 0"]
-    assert [round(aim["reached"], 9) for aim in found["aims"]] == [0.05, 2, 0.25]
+    assert [round(aim["reached"], 9) for aim in found["aims"]] == [0.05, 2, 2]
     assert [aim["met"] for aim in found["aims"]] == [True, False, False]
+    rows[1]["limit"] = 0.6
+    limited = plan_prediction.summary(rows)["aims"][2:]
+    assert [(round(aim["reached"], 9), aim["met"]) for aim in limited] == [(2, True), (0.25, False)]
 
 
 def test_the_noise_is_between_two_runs_of_the_planned_way() -> None:
