@@ -387,34 +387,40 @@ def as_torchrun_has_it() -> Iterator[None]:
         os.environ.update(before)
 
 
-def run_all(devices: list[str]) -> dict[str, str]:
-    """Run all cases in one process, up to the first that fails, and return a report of each."""
+def run_all(variants: dict[str, list[str]]) -> dict[tuple[str, str], str]:
+    """Run all cases in one process, on the devices of all variants, and return a report of each."""
     warnings.simplefilter("error")
     reports = {}
     with losses_in_float64():
-        for case in CASES:
-            try:
-                case(devices)
-                reports[case.__name__] = ""
-            except BaseException:
-                reports[case.__name__] = traceback.format_exc()
-            # If one process failed, the other would wait for it in vain.
-            failed = torch.tensor([float(bool(reports[case.__name__]))])
-            dist.all_reduce(failed)
-            if failed.item():
-                dist.barrier()
+        for variant, devices in variants.items():
+            for case in CASES:
+                key = variant, case.__name__
+                try:
+                    case(devices)
+                    reports[key] = ""
+                except BaseException:
+                    reports[key] = traceback.format_exc()
+                # If one process failed, the other would wait for it in vain.
+                failed = torch.tensor([float(bool(reports[key]))])
+                dist.all_reduce(failed)
+                if failed.item():
+                    dist.barrier()
     return reports
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def reports(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+@pytest.fixture(scope="module")
+def reports() -> list[dict[tuple[str, str], str]]:
     """Return the reports of both processes."""
-    # The clients take seconds to import, in a process that may have a part of a core.
-    return launch(WORLD, run_all, [VARIANTS[request.param](j) for j in range(2)], timeout=60, limit=200)
+    # The clients take seconds to import, in a process that may have a part of a core; so it runs all variants.
+    variants = {variant: [device(j) for j in range(2)] for variant, device in VARIANTS.items()}
+    return launch(WORLD, run_all, variants, timeout=60, limit=200)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_processes(reports: list[dict[str, str]], case: Callable[[list[str]], None]) -> None:
+def test_two_processes(
+    reports: list[dict[tuple[str, str], str]], case: Callable[[list[str]], None], variant: str
+) -> None:
     for rank, report in enumerate(reports):
-        if report[case.__name__]:
-            pytest.fail(f"process {rank}: {report[case.__name__]}", pytrace=False)
+        if report[variant, case.__name__]:
+            pytest.fail(f"process {rank}: {report[variant, case.__name__]}", pytrace=False)
