@@ -127,24 +127,18 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
 
 
 class _Attempt(NamedTuple):
-    """A schedule with a number of micro-batches, before the search."""
+    """A schedule with a number of micro-batches, before the search; no choice takes less than its bound."""
 
     schedule: ScheduleName
     chunks: int
     problem: Problem
     cells: CellCosts
-
-    @property
-    def bound(self) -> float:
-        return self._predicted(lower_bound(self.problem))
-
-    def _predicted(self, simulated: float) -> float:
-        return simulated * self.cells.factor + self.cells.step
+    bound: float
 
     def alternative(self, choice: Choice, outcome: Outcome) -> Alternative:
         m = 1 + max(action.i for own in self.problem.program for action in own)
         again = m * sum(self.problem.layers[k].forward for k in choice.recomputed)
-        seconds = self._predicted(outcome.seconds)
+        seconds = self.cells.predicted(outcome.seconds)
         return Alternative(
             self.schedule,
             self.chunks,
@@ -165,7 +159,8 @@ def _attempts(question: Question) -> Iterator[_Attempt]:
         for schedule in question.schedules:
             problem = problem_of(question, schedule, chunks)
             if problem is not None:
-                yield _Attempt(schedule, chunks, problem, question.costs.cells_at(rows_of(question.batch, chunks)))
+                cells = question.costs.cells_at(rows_of(question.batch, chunks))
+                yield _Attempt(schedule, chunks, problem, cells, cells.predicted(lower_bound(problem)))
 
 
 def rows_of(batch: int, chunks: int) -> int:
