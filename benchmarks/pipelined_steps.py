@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
 from benchmarks.records import KIB, shown, spread, table
-from benchmarks.step_memory import ROWS, WIDTH, Device, layers, reports, saved_by
+from benchmarks.step_memory import ROWS, WIDTH, layers, reports, saved_by
 from benchmarks.step_sleeping import Sleeping
 from torchgpipe.schedule import program, simulate
+from torchgpipe_balancing.planning.peaks import HeldBytes
 
 __all__ = ["memory", "pipelined_memory", "pipelined_sleeping", "sleeping"]
 
@@ -144,7 +145,7 @@ def answer(peer: str, request: Request) -> Answer:
     blocks = layers(n, n)
     x = torch.randn(m * ROWS, WIDTH)
     units = saved_by(blocks, x[:ROWS])
-    devices = [Device() for _ in range(n)]
+    devices = [HeldBytes() for _ in range(n)]
     for block, device in zip(blocks, devices):
         block.device, block.given = device, x
     step = stepping(blocks, way, m, x)

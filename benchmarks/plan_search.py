@@ -55,7 +55,7 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
         parameters = made.randint(1, 50) << 16
         layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(map(sample, ROWS))))
     cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)
-    costs = Costs("GPipe", tuple(layers), ROWS, cells, 5e-6, 1e-10, "random", "none")
+    costs = Costs(tuple(layers), ROWS, cells, 5e-6, 1e-10, "random", "none")
     return Question(costs, tuple(Device(str(k)) for k in range(devices)), BATCH, 3.0)
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import threading
-from collections import Counter
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from benchmarks.records import KIB, table
 from benchmarks.step_sleeping import places
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, program, simulate
+from torchgpipe_balancing.planning.peaks import HeldBytes
 
 __all__ = ["memory", "step_memory"]
 
@@ -35,39 +34,16 @@ __all__ = ["memory", "step_memory"]
 LAYERS, WIDTH, ROWS = 4, 32, 512
 
 
-class Device:
-    """The saved tensors of a device."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._bytes = 0
-        self._holders: Counter[int] = Counter()
-        self._lock = threading.RLock()  # The collector may drop a wrapper in the midst of `hold`.
-
-    def hold(self, memory: torch.UntypedStorage) -> None:
-        with self._lock:
-            self._holders[memory.data_ptr()] += 1
-            if self._holders[memory.data_ptr()] == 1:
-                self._bytes += memory.nbytes()
-                self.peak = max(self.peak, self._bytes)
-
-    def drop(self, memory: torch.UntypedStorage) -> None:
-        with self._lock:
-            self._holders[memory.data_ptr()] -= 1
-            if self._holders[memory.data_ptr()] == 0:
-                self._bytes -= memory.nbytes()
-
-
 class Saved:
     """A tensor that autograd saves."""
 
-    def __init__(self, device: Device, tensor: Tensor) -> None:
+    def __init__(self, device: HeldBytes, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # With its graph, an output would keep the node that saves it alive.
         self._device = device
-        device.hold(tensor.untyped_storage())
+        device.hold(self.tensor)
 
     def __del__(self) -> None:
-        self._device.drop(self.tensor.untyped_storage())
+        self._device.drop(self.tensor)
 
 
 class Counted(nn.Sequential):
@@ -78,7 +54,7 @@ class Counted(nn.Sequential):
         given: a tensor of the caller, which does not count
     """
 
-    device: Device
+    device: HeldBytes
     given: Tensor
 
     def forward(self, input: Any) -> Any:
@@ -104,7 +80,7 @@ def saved_by(partitions: list[Counted], given: Tensor) -> list[int]:
     """Return the bytes that each partition saves of the micro-batch ``given``."""
     value = given
     for partition in partitions:
-        partition.device, partition.given = Device(), given
+        partition.device, partition.given = HeldBytes(), given
         value = partition(value).detach().requires_grad_()
     return [partition.device.peak for partition in partitions]
 
@@ -115,7 +91,7 @@ def answer(peer: str, request: Request) -> Answer:
     parts = layers(len(at), n)
     x = torch.randn(m * ROWS, WIDTH)
     units = saved_by(parts, x[:ROWS])
-    devices = [Device() for _ in range(n)]
+    devices = [HeldBytes() for _ in range(n)]
     for part, k in zip(parts, at):
         part.device, part.given = devices[k], x
     model = GPipe(

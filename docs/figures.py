@@ -248,7 +248,7 @@ def plan() -> None:
 
     layers = [layer("embed", 1e-4, 0.0, 2**27), *[layer(f"h.{k}", 5e-3, 2**29, 2**27) for k in range(24)]]
     layers.append(layer("head", 8e-3, 2**29, 2**27))
-    costs = Costs("pipelined", tuple(layers), (1,), (CellCosts(),), 0.0, 0.0, "", "")
+    costs = Costs(tuple(layers), (1,), (CellCosts(),), 0.0, 0.0, "", "")
     devices = tuple(Device(f"cuda:{k}", 12 * 2**30) for k in range(4))
     question = Question(costs, devices, batch=8, states=3.0, schedules=("1F1B",), chunks=(8,))
     best = alternatives(question).fitting[0]

@@ -25,9 +25,10 @@ from torchgpipe.skip.layout import skips_of
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.tracker import SkipTracker
 
-__all__ = ["Input", "Output", "gradients_of", "layers_of", "run", "shapes_of", "tensors_in", "walk"]
+__all__ = ["Input", "Output", "copied", "gradients_of", "layers_of", "run", "shapes_of", "tensors_in", "walk"]
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 Skips: TypeAlias = dict[SkipKey, Tensor | None]
 
 
@@ -67,7 +68,7 @@ def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Meas
         popped = {key: skips.pop(key) for key in skips_of(layer.modules(), "poppable_names") if key in skips}
         arguments = value if _is_several(module, layer, value, first=not found) else (value,)
         input = Input(arguments, _cut(_placed(popped, device)))
-        output, measured = measure(_copied(layer, device), input)
+        output, measured = measure(copied(layer).to(device).train(), input)
         skips.update(_placed(output.skips, "cpu"))
         return _cut(output.value), measured
 
@@ -159,16 +160,18 @@ def _cut(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, cut, value)
 
 
-def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Copy a layer to the device, in training mode."""
-    # deepcopy refuses tensors that a layer has computed and keeps as attributes, as weight_norm does.
-    computed = {
+def copied(model: M) -> M:
+    """Return a copy of a module.
+
+    `copy.deepcopy` alone refuses tensors that a layer has computed and keeps as attributes, as weight_norm does.
+    """
+    computed: dict[int, Any] = {
         id(value): value.detach().clone()
-        for module in layer.modules()
+        for module in model.modules()
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(layer, computed).to(device).train()
+    return copy.deepcopy(model, computed)
 
 
 def _placed(value: Any, device: torch.device | str) -> Any:

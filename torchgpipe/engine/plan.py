@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from torchgpipe.schedule import Action, simulate
 from torchgpipe.schedule.action import needs, splits_of
+from torchgpipe.schedule.position import at_once
 
 __all__ = ["FrozenProgram", "Plan", "plan"]
 
@@ -75,7 +76,7 @@ def plan(
         columns,
         actions,
         [[numbers[one] for one in needs(action, splits, len(columns))] for action in actions],
-        {(i, j) for own in joined for (kind, i, j), after in pairwise(own) if kind == "F" and after[1:] == (i, j)},
+        at_once(joined),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.outputs import JoinScalar, join
+from torchgpipe.frames.outputs import JoinScalar, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each
 
@@ -130,7 +130,7 @@ class MicroBatchLoss:
                 f"the output {self._coupled} couples the rows of a batch, so the loss of the mini-batch is not the "
                 "mean of those of its micro-batches; give pipelined(..., loss_fn=...) what micro-batches should learn"
             )
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = own_loss(output)
         if loss is None:
             raise ValueError(
                 f"a step needs a loss, but the output ({type(output).__name__}) has none; pass labels to step, or give "

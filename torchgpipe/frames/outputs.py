@@ -17,13 +17,18 @@ from torch import Tensor
 
 from torchgpipe.frames.values import each, is_cache
 
-__all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "verify_known"]
+__all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "own_loss", "verify_known"]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
 Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]
 
 #: Joins tensors without dimensions, such as losses, given the path of the output.
 JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
+
+
+def own_loss(output: Any) -> Any:
+    """Return the loss that a model has put in its output, under this name; None if there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def kinds_of(output: Any, rows: int, smaller: Any, fewer: int) -> Kinds:

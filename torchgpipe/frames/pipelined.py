@@ -127,7 +127,9 @@ def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **opt
     Returns:
         ``module``
     """
-    return _pipelined(module, sample, apart=True, found=found, **options)
+    given = inspect.signature(pipelined).bind(module, sample, **options)
+    given.apply_defaults()
+    return _pipelined(*given.args, **given.kwargs, apart=True, found=found)  # type: ignore[no-any-return]
 
 
 def runs_of(module: nn.Module) -> Pipeline | None:
@@ -140,17 +142,13 @@ def _pipelined(
     sample: Any,
     *,
     chunks: int,
-    devices: Iterable[Device] | None = None,
-    partitions: int | None = None,
-    balance: str | Sequence[int] | Mapping[str, int] = "time",
-    schedule: Schedule = "1F1B",
-    loss_fn: Callable[..., Any] | None = None,
-    weight: Callable[..., Any] | None = None,
-    reduce: str | None = None,
-    no_chunk: Collection[str] = (),
-    checkpoint: bool | Collection[str] = (),
+    devices: Iterable[Device] | None,
+    partitions: int | None,
+    balance: str | Sequence[int] | Mapping[str, int],
+    schedule: Schedule,
+    reduce: str | None,
     apart: bool = False,
-    found: Study | None = None,
+    **others: Any,
 ) -> M:
     verify_module(module)
     count = verify_chunks(chunks)
@@ -164,16 +162,12 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        no_chunk=no_chunk,
-        checkpoint=checkpoint,
         # The V turns round in a device: its two partitions there are neighbours, and run at different times.
         apart=apart or schedule == "V-Half",
-        found=found,
         chunks=count,
         schedule=schedule,
-        loss_fn=loss_fn,
-        weight=weight,
         reduce=reduce,
+        **others,
     )
     program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
     move(module, settings)

@@ -6,7 +6,7 @@ random states stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.mini_batch import Arguments
-from torchgpipe.frames.outputs import Kinds, kinds_of
+from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.frames.values import mapped
 
@@ -136,7 +136,7 @@ def _loss(module: nn.Module, sample: Arguments, **others: Any) -> float | None:
         output = module.forward(*args, **{**kwargs, **others})
     except (TypeError, RuntimeError):
         return None  # It does not take this argument.
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = own_loss(output)
     return float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 

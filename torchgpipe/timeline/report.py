@@ -247,11 +247,12 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
         yield ""
         yield from table(report.schedules, report._cells, report.duration / steps, report.bubble)
     yield ""
-    if report.advice:
+    found = report.advice
+    if found:
         yield "to try           saves of a step's time, at best"
     else:
         yield "to try           nothing that is known to gain a hundredth of a step's time"
-    for advice in report.advice:
+    for advice in found:
         yield f"{_percent(advice.gain):>16}   {advice.what}"
 
 

@@ -89,7 +89,6 @@ class Costs:
     """What was measured of a model.
 
     Attributes:
-        kind: 'GPipe' or 'pipelined': what the model becomes
         layers: the layers, in order
         rows: the sizes of micro-batches that were measured, in rows, in increasing order
         cells: what cells and steps take, for each of these sizes
@@ -99,7 +98,6 @@ class Costs:
         loss: where the loss came from
     """
 
-    kind: str
     layers: tuple[LayerCosts, ...]
     rows: tuple[int, ...]
     cells: tuple[CellCosts, ...]

@@ -89,7 +89,6 @@ def measured(
         for names, own, of_layer in zip(subject.layers, owned, zip(*samples), strict=True)
     ]
     return Costs(
-        subject.kind,
         tuple(layers),
         tuple(rows[: len(sizes)]),
         tuple(cells),

@@ -20,7 +20,7 @@ from torchgpipe.devices.torch_internals import storage_key
 from torchgpipe.frames.values import each
 from torchgpipe_balancing.planning.subject import Subject
 
-__all__ = ["activation_peaks"]
+__all__ = ["HeldBytes", "activation_peaks"]
 
 
 def activation_peaks(
@@ -39,8 +39,12 @@ def activation_peaks(
     return [device.peak for device in watch.devices]
 
 
-class _Device:
-    """The memory that a device holds; each memory counts once."""
+class HeldBytes:
+    """The bytes that a device holds; each memory counts once.
+
+    Attributes:
+        peak: the most bytes so far
+    """
 
     def __init__(self) -> None:
         self.peak = 0
@@ -50,6 +54,7 @@ class _Device:
         self._lock = threading.RLock()
 
     def hold(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor, once more."""
         with self._lock:
             key = storage_key(tensor)
             self._holders[key] += 1
@@ -58,6 +63,7 @@ class _Device:
                 self.peak = max(self.peak, self._bytes)
 
     def drop(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor once less."""
         with self._lock:
             key = storage_key(tensor)
             self._holders[key] -= 1
@@ -69,13 +75,13 @@ class _Device:
 class _Saved:
     """A tensor that autograd has saved."""
 
-    def __init__(self, device: _Device, tensor: Tensor) -> None:
+    def __init__(self, device: HeldBytes, tensor: Tensor) -> None:
         # Detached, because an operation that saves its output would otherwise hold itself.
         self.tensor = tensor.detach()
-        self._device: _Device | None = device
+        self._device: HeldBytes | None = device
         device.hold(self.tensor)
 
-    def move(self, device: _Device | None) -> None:
+    def move(self, device: HeldBytes | None) -> None:
         """Count on another device from now on, or not at all."""
         if device is not None:
             device.hold(self.tensor)
@@ -91,7 +97,7 @@ class _Saved:
 class _Watch(ExitStack):
     def __init__(self, subject: Subject, places: Sequence[int], recomputed: Collection[int]) -> None:
         super().__init__()
-        self.devices = [_Device() for _ in range(1 + max(places))]
+        self.devices = [HeldBytes() for _ in range(1 + max(places))]
         self._running = threading.local()
         self._owned = {storage_key(tensor) for own in subject.owned() for tensor in own}
         self._places = places

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,7 @@ class Plan:
         return drawn
 
     def _repr_html_(self) -> str:
-        return f"<pre>{text.escaped(str(self))}</pre>{self.plot()}"
+        return f"<pre>{escape(str(self))}</pre>{self.plot()}"
 
     def __str__(self) -> str:
         return text.written(self)

@@ -6,7 +6,6 @@ own, to measure the layers, or as the plan will have it.
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -19,6 +18,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.inputs import Splitter, arguments_of
 from torchgpipe.frames.mini_batch import Arguments
+from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
@@ -27,7 +27,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe_balancing.walk import layers_of
+from torchgpipe_balancing.walk import copied, layers_of
 
 __all__ = ["AnyModule", "Layers", "Subject", "Way", "apply", "released", "subject_of"]
 
@@ -54,13 +54,11 @@ class Subject(Protocol):
     """A model to plan for, copied.
 
     Attributes:
-        kind: 'GPipe' or 'pipelined': what the model becomes
         layers: for each layer, the names of the modules that it consists of
         rows: the number of rows of the sample
         loss: where the loss comes from, for people
     """
 
-    kind: str
     layers: list[list[str]]
     rows: int
     loss: str
@@ -153,8 +151,6 @@ def released(devices: Iterable[torch.device]) -> None:
 class Layers:
     """A Sequential, whose layers are those of GPipe. See `Subject`."""
 
-    kind = "GPipe"
-
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
         self._model: nn.Sequential = _copied(model)
         self._sample, self._target = sample, target
@@ -190,8 +186,6 @@ class Layers:
 class AnyModule:
     """Any other module, whose layers are the parts of its spine. See `Subject`."""
 
-    kind = "pipelined"
-
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
         self._model: nn.Module = _copied(model)
         self._sample, self._target = arguments_of(sample), target
@@ -199,7 +193,7 @@ class AnyModule:
         self.rows = _verified(self._splitter.rows)
         # The sample runs once, before the partitions are on different devices.
         self._found = study(self._model, self._sample, self._splitter, rounds=1)
-        has_own = "loss_fn" not in options and _own_loss(self._found.traces[0].output) is not None
+        has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
         self._options: dict[str, Any] = {**({} if has_own else {"loss_fn": _mean_of_all}), **options}
         self.loss = _source("loss_fn" in options, has_own)
         self._settings = self._each_part_apart(partitions, options)
@@ -245,16 +239,12 @@ class AnyModule:
             owned[self._settings.column_of(name)][id(tensor)] = tensor
         return [list(own.values()) for own in owned]
 
-    def _output(self, rows: int) -> Any:
-        """Return the output of the copy, without a pipeline."""
-        args, kwargs = _beside(self._model, self._arguments(rows))
-        return self._model(*args, **kwargs)
-
     def plain(self, rows: int) -> Any:
         """See `Subject`."""
-        output, loss_fn = self._output(rows), self._options.get("loss_fn")
+        args, kwargs = _beside(self._model, self._arguments(rows))
+        output, loss_fn = self._model(*args, **kwargs), self._options.get("loss_fn")
         if loss_fn is None:
-            return _own_loss(output)
+            return own_loss(output)
         return loss_fn(output, _beside(self._model, _resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
@@ -287,10 +277,6 @@ def _beside(model: nn.Module, value: Any) -> Any:
 
 def _source(is_given: bool, has_own: bool) -> str:
     return "loss_fn" if is_given else "the model's own" if has_own else "none: the mean of the output stands in"
-
-
-def _own_loss(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def _mean_of_all(output: Any, _target: Any) -> Tensor:
@@ -327,15 +313,8 @@ def _resized(value: Any, before: int, rows: int) -> Any:
 
 def _copied(model: nn.Module) -> Any:
     """Return a copy in training mode, without gradients; parts of a model in training mode keep their own modes."""
-    # deepcopy refuses tensors that a layer has computed and keeps as attributes, as weight_norm does.
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    copied = copy.deepcopy(model, computed)
+    made = copied(model)
     if not model.training:
-        copied.train()
-    copied.zero_grad(set_to_none=True)
-    return copied
+        made.train()
+    made.zero_grad(set_to_none=True)
+    return made

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, rows_of
 
 if TYPE_CHECKING:
+    from torchgpipe_balancing.planning.problem import Outcome
     from torchgpipe_balancing.planning.result import Plan
 
-__all__ = ["described", "escaped", "shown_size", "written"]
+__all__ = ["described", "shown_size", "written"]
 
 #: The schedules that run backward in two halves.
 SPLITTING = ("ZeroBubble", "V-Half")
 
 #: Differences below this share of a step are not worth a word.
 _SAME = 0.001
-
-
-def escaped(text: str) -> str:
-    """Return a text for a page."""
-    return escape(text)
 
 
 def written(plan: Plan) -> str:
@@ -44,7 +39,7 @@ def described(question: Question, one: Alternative) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    question, best = plan.question, plan.best
+    question, best, outcome = plan.question, plan.best, plan.outcome()
     costs = question.costs
     yield f"{question.batch} rows on {_count(len(question.devices), 'device')}: {described(question, best)}"
     if costs.has_times:
@@ -60,15 +55,15 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield f"measured on {costs.where}, with micro-batches of {_listed(costs.rows)} rows; loss: {costs.loss}"
     yield ""
-    yield from _devices(plan)
+    yield from _devices(plan, outcome)
     yield ""
     yield from _alternatives(plan)
     yield ""
-    yield from _binding(plan)
+    yield from _binding(plan, outcome)
 
 
-def _devices(plan: Plan) -> Iterator[str]:
-    question, best, outcome = plan.question, plan.best, plan.outcome()
+def _devices(plan: Plan, outcome: Outcome) -> Iterator[str]:
+    question, best = plan.question, plan.best
     names = [layer.name for layer in question.costs.layers]
     cuts = list(accumulate(best.choice.balance, initial=0))
     rows = [("device", "layers", "recomputed", "busy", "state", "activations", "needs", "may use")]
@@ -151,8 +146,8 @@ def _work(best: Alternative, other: Alternative) -> str:
     return "backward in two halves computes longer" if other.schedule in SPLITTING else "cells compute longer"
 
 
-def _binding(plan: Plan) -> Iterator[str]:
-    question, best, outcome = plan.question, plan.best, plan.outcome()
+def _binding(plan: Plan, outcome: Outcome) -> Iterator[str]:
+    question, best = plan.question, plan.best
     shortest = min(one.seconds for one in plan.fitting)
 
     def saved(seconds: float) -> str:

@@ -98,7 +98,7 @@ def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.Monke
     names = ["cuda:10", "cuda:2"]
     took = Sample(1.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     layers = tuple(LayerCosts((name,), 0, 0, 0, (took,)) for name in "ab")
-    costs = Costs("GPipe", layers, (1,), (CellCosts(),), 0.0, 0.0, "", "")
+    costs = Costs(layers, (1,), (CellCosts(),), 0.0, 0.0, "", "")
     question = Question(costs, tuple(map(Device, names)), batch=4, states=1.0, schedules=("1F1B",), chunks=(2,))
     one = replace(alternatives(question).fitting[0], memory=(10.0, 2.0))
 

@@ -21,7 +21,7 @@ def sample(number: float, **others: float) -> Sample:
 def costs(rows: tuple[int, ...], *samples: Sample) -> Costs:
     layer = LayerCosts(("a",), parameters=100, trained=60, buffers=7, samples=samples)
     cells = tuple(CellCosts(*[float(count)] * 6) for count in rows)
-    return Costs("GPipe", (layer,), rows, cells, 0.0, 0.0, "cpu", "loss_fn")
+    return Costs((layer,), rows, cells, 0.0, 0.0, "cpu", "loss_fn")
 
 
 @pytest.mark.parametrize(
