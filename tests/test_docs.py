@@ -39,8 +39,8 @@ def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_code_to_run() -> None:
     """A fault in the reader would make all other tests pass."""
     assert len(snippets.in_markdown((ROOT / "README.md").read_text())) >= 2
-    guide = snippets.in_rst((ROOT / "docs" / "guide.rst").read_text())
-    assert len(guide) >= 20
+    guide = snippets.in_rst((ROOT / "docs" / "guide" / "errors.rst").read_text())
+    assert len(guide) >= 8
     assert any(snippet.code.startswith(">>>") for snippet in guide)
     assert len(snippets.in_docstring(torchgpipe.GPipe.__doc__)) == 1
 
@@ -53,7 +53,8 @@ def first_example(page: Path) -> str:
     return "\n".join(blocks[: 1 if page.suffix == ".md" else first + 1])
 
 
-FIRST = [page for page in [*MARKDOWN, *RST] if first_example(page)]
+# Compiling takes seconds, and is on no first page.
+FIRST = [page for page in [*MARKDOWN, *RST] if first_example(page) and page.name != "compile.rst"]
 
 
 @pytest.mark.parametrize("accelerators", [0, 1, 2, 8])
@@ -67,7 +68,7 @@ def test_the_first_example_of_a_page_runs_on_any_machine(
 
 
 def test_the_first_examples_are_found() -> None:
-    assert {"README.md", "index.rst", "getting-started.rst", "guide.rst", "recipes.rst"} <= {
+    assert {"README.md", "index.rst", "getting-started.rst", "wrapping.rst", "sequences.rst"} <= {
         page.name for page in FIRST
     }
 

@@ -18,25 +18,8 @@ from torchgpipe import GPipe
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), nn.Identity, None, print])
 def test_module_must_be_sequential(module: Any) -> None:
-    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned"):
+    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned, but got .*torchgpipe\.pipelined"):
         GPipe(module, [1])
-
-
-def test_the_layers_of_another_module_are_shown_as_a_sequential() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(2, 2), nn.Linear(2, 2)
-            self.blocks = nn.ModuleList([nn.Linear(2, 2)])
-
-    for module, code in [
-        (Model(), "nn.Sequential(model.embed, model.head, *model.blocks)"),
-        (nn.ModuleList([nn.Linear(1, 1)]), "nn.Sequential(*model)"),
-        (nn.Linear(1, 1), "nn.Sequential(first, second, ...)"),
-    ]:
-        with pytest.raises(TypeError, match=re.escape(f"got {type(module).__name__}; write it")) as caught:
-            GPipe(module, [1])
-        assert code in str(caught.value)
 
 
 def test_a_subclass_of_sequential_is_one() -> None:

@@ -33,9 +33,9 @@ def verify_module(module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; write its layers "
-            f"in the order of forward, for instance {_as_sequential(module)}; what forward does between them becomes "
-            'a layer as well (see "A model that is not sequential" in docs/recipes.rst)'
+            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; "
+            "torchgpipe.pipelined(module, sample, chunks=...) takes a module of any class, and nn.Sequential(*layers) "
+            "makes one of a list of layers"
         )
     names: dict[int, str] = {}
     for name, layer in module._modules.items():
@@ -45,18 +45,6 @@ def verify_module(module: nn.Module) -> None:
                 f"module with duplicate children is not supported, but '{first}' and '{name}' are the same "
                 "layer; make a copy of it, or put both uses into one layer"
             )
-
-
-def _as_sequential(module: object) -> str:
-    """Return code that puts the children of ``module`` into a Sequential."""
-    if isinstance(module, nn.ModuleList):
-        return "nn.Sequential(*model)"
-    children = list(module.named_children()) if isinstance(module, nn.Module) else []
-    stars = ["*" if isinstance(child, nn.Sequential | nn.ModuleList) else "" for _, child in children]
-    layers = [f"{star}model.{name}" for star, (name, _) in zip(stars, children)]
-    if len(layers) > 4:
-        layers[2:-1] = ["..."]
-    return f"nn.Sequential({', '.join(layers) or 'first, second, ...'})"
 
 
 def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
