@@ -51,10 +51,10 @@ def naive() -> Picture:
     return timetable("Four devices, one mini-batch: one device works at a time", works(whole), width=646)
 
 
-def pipeline(unit: float = 11.6, width: float = 646) -> Picture:
+def pipeline() -> Picture:
     """Draw four micro-batches."""
     title = "Four devices, four micro-batches: the devices work side by side"
-    return timetable(title, works(simulate(program("GPipe", 4, DEVICES))), unit, width)
+    return timetable(title, works(simulate(program("GPipe", 4, DEVICES))), width=646)
 
 
 def schedule(name: ScheduleName) -> Picture:
@@ -200,7 +200,6 @@ def pictures() -> Iterator[tuple[str, str]]:
     """Yield the name of each file and its contents."""
     yield "naive", str(naive())
     yield "pipeline", str(pipeline())
-    yield "overview", str(pipeline(26, 0))
     yield "bubble", str(bubble())
     for file, name in zip(("gpipe", "1f1b", "zero-bubble", "interleaved", "v-half"), PLACES):
         yield f"schedule-{file}", str(schedule(name))
