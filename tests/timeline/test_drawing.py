@@ -104,16 +104,9 @@ def test_the_last_step_is_drawn_unless_another_is_chosen() -> None:
     assert [timeline.plot(step=step).texts[0].get_text()[:6] for step in (None, 0, 1)] == ["Step 1", "Step 0", "Step 1"]
 
 
-def test_a_notebook_shows_the_picture() -> None:
-    picture = recorded()._repr_svg_()
-    assert picture is not None
-    assert "<svg" in picture
-
-
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = recorded()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         timeline.plot()
-    assert timeline._repr_svg_() is None
     assert "F0" in str(timeline)

@@ -513,7 +513,7 @@ def test_a_timeline_can_only_be_read_after_the_block() -> None:
             with pytest.raises(RuntimeError, match="still being recorded; read it after the block"):
                 read()
         assert str(timeline) == repr(timeline) == "<Timeline, being recorded>"
-        assert timeline._repr_svg_() is None
+        assert timeline._repr_html_() == "&lt;Timeline, being recorded&gt;"
 
 
 def test_nothing_was_recorded() -> None:
@@ -521,7 +521,7 @@ def test_nothing_was_recorded() -> None:
         pass
     assert (timeline.spans, timeline.steps, timeline.partitions) == ([], [], [])
     assert str(timeline) == repr(timeline) == "<Timeline of 0 steps, 0 spans>"
-    assert timeline._repr_svg_() is None
+    assert timeline._repr_html_() == "&lt;Timeline of 0 steps, 0 spans&gt;"
     for look in [timeline.of_step, timeline.plot, timeline.report]:
         with pytest.raises(ValueError, match=r"in the block of torchgpipe\.record\(\)"):
             look()

@@ -1,14 +1,16 @@
-"""Draw a simulated program: as text for a terminal, and as SVG for a page."""
+"""Draw a simulated program: as text for a terminal, and as SVG for a page. Recorded steps have the same boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.simulation import Simulation
 
-__all__ = ["COLOURS", "INK", "TEXT", "draw_svg", "draw_text"]
+__all__ = ["COLOURS", "INK", "TEXT", "Box", "draw_boxes", "draw_svg", "draw_text"]
 
 #: The colours of timelines, which stay apart in grey and for colour-blind readers, and of the letters on them.
 COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#00604a", "W": "#9bdcc4"}
@@ -49,26 +51,88 @@ def draw_svg(simulation: Simulation, width: int = 900) -> str:
         simulation: the simulated program
         width: the width of the picture in pixels
     """
-    margin, height, gap = 70, 24, 4
-    scale = (width - margin) / simulation.seconds
+    rows = [
+        (
+            f"device {device}",
+            [
+                Box(start, end, str(action.i), str(action), COLOURS[action.kind], INK[action.kind])
+                for action, start, end in _boxes(simulation, device)
+            ],
+        )
+        for device in range(len(simulation.starts))
+    ]
+    return draw_boxes(rows, simulation.seconds, width)
+
+
+class Box(NamedTuple):
+    """A box from ``start`` to ``end``, in seconds.
+
+    Attributes:
+        number: what stands in the box, if there is room
+        title: what a mouse over the box shows
+        colour: the colour of the box
+        ink: the colour of the number
+        thin: whether the box is a strip below the others, which it may overlap in time
+    """
+
+    start: float
+    end: float
+    number: str
+    title: str
+    colour: str
+    ink: str
+    thin: bool = False
+
+
+def draw_boxes(
+    rows: Sequence[tuple[str, Sequence[Box]]],
+    seconds: float,
+    width: int,
+    title: str = "",
+    legend: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return an SVG with rows of boxes.
+
+    Args:
+        rows: the name of each row, and its boxes
+        seconds: the time that the width stands for
+        width: the width of the picture in pixels
+        title: a line above the picture
+        legend: names, each with its colour, for a line above the rows
+    """
+    margin, height, gap = max(70, 8 + 7 * max([len(name) for name, _ in rows], default=0)), 24, 4
+    strip = 5 if any(box.thin for _, boxes in rows for box in boxes) else 0
+    scale = (width - margin) / (seconds or 1.0)
+    top, x = 0, 0.5
     parts = []
-    for device in range(len(simulation.starts)):
-        y = device * (height + gap)
-        parts.append(f'<text x="0" y="{y + 16}" style="fill:{TEXT}">device {device}</text>')
-        for action, start, end in _boxes(simulation, device):
-            x, wide = margin + start * scale, (end - start) * scale
+    if title:
+        parts.append(_text(0, 14, title))
+        top += 20
+    for name, colour in legend.items():
+        place = f'x="{x:g}" y="{top + 2}" width="12" height="12"'
+        parts.append(f'<rect {place} fill="{colour}"/>{_text(x + 16, top + 12, name)}')
+        x += 30 + 6 * len(name)
+    top += 24 if legend else 0
+    for k, (name, boxes) in enumerate(rows):
+        y = top + k * (height + gap)
+        parts.append(_text(0, y + 16, name))
+        for box in boxes:
+            x, wide = margin + box.start * scale, (box.end - box.start) * scale
+            above, tall = (y + height - strip + 1, strip - 1) if box.thin else (y, height - strip)
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{max(0.5, wide - 1):.1f}" height="{height}" '
-                f'fill="{COLOURS[action.kind]}"><title>{escape(str(action))}</title></rect>'
+                f'<rect x="{x:.1f}" y="{above}" width="{max(0.5, wide - 1):.1f}" height="{tall}" '
+                f'fill="{box.colour}"><title>{escape(box.title)}</title></rect>'
             )
-            if wide > 14:
-                place = f'x="{x + wide / 2:.1f}" y="{y + 16}" text-anchor="middle"'
-                parts.append(f'<text {place} fill="{INK[action.kind]}">{action.i}</text>')
-    total = len(simulation.starts) * (height + gap)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" font-family="sans-serif" '
-        f'font-size="12">{"".join(parts)}</svg>'
-    )
+            if wide > 14 and box.number:
+                middle = f'x="{x + wide / 2:.1f}" y="{y + 16 - strip // 2}" text-anchor="middle"'
+                parts.append(f'<text {middle} fill="{box.ink}">{box.number}</text>')
+    size = f'viewBox="0 0 {width} {top + len(rows) * (height + gap)}" width="{width}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" style="fill:{TEXT}">{escape(text)}</text>'
 
 
 def _boxes(simulation: Simulation, device: int | None = None) -> Iterator[tuple[Action, float, float]]:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "save"]
+__all__ = ["COLOURS", "FAILED", "INK", "draw", "save"]
 
-_COLOURS: dict[Kind, str] = {
+COLOURS: dict[Kind, str] = {
     "forward": "#56B4E9",
     "recomputation": "#F5D76E",
     "backward": "#009E73",
@@ -30,14 +30,14 @@ _COLOURS: dict[Kind, str] = {
     "copy": "#CC79A7",
     "wait": "#C8C8C8",
 }
-_INK: dict[Kind, str] = {
+INK: dict[Kind, str] = {
     "forward": "black",
     "recomputation": "black",
     "backward": "white",
     "backward of the input": "white",
     "backward of the weights": "black",
 }
-_FAILED = "#D00000"
+FAILED = "#D00000"
 _MOST_BANDS = 4
 _POINTS = 72  # an inch
 _SMALLEST = 3.5  # size of a number, in points
@@ -155,21 +155,21 @@ def _draw_span(
     points = (end - start) * size
     frame: dict[str, Any] = {"edgecolor": "white", "linewidth": min(0.6, points / 8)}
     if span.failed:
-        frame = {"edgecolor": _FAILED, "linewidth": 2, "zorder": 3}
+        frame = {"edgecolor": FAILED, "linewidth": 2, "zorder": 3}
     corner = (start, span.partition + top)
-    axes.add_patch(Rectangle(corner, end - start, height, facecolor=_COLOURS[span.kind], **frame))
+    axes.add_patch(Rectangle(corner, end - start, height, facecolor=COLOURS[span.kind], **frame))
     if span.failed and start >= time[0]:
         where = (start + end) / 2, span.partition + top
-        axes.plot(*where, marker="v", color=_FAILED, markersize=7, clip_on=False, zorder=4)
+        axes.plot(*where, marker="v", color=FAILED, markersize=7, clip_on=False, zorder=4)
 
 
 def _write_number(axes: Axes, span: Span, start: float, end: float, size: float, has_copies: bool) -> None:
     """Write the micro-batch into the box, if there is room for it."""
     number = str(span.micro_batch)
     font_size = min(9.0, (end - start) * size / _points(number, 1.0))
-    if span.kind in _INK and font_size >= _SMALLEST:
+    if span.kind in INK and font_size >= _SMALLEST:
         at = ((start + end) / 2, span.partition + (-0.12 if has_copies else 0.0))
-        colour = _INK[span.kind]
+        colour = INK[span.kind]
         axes.annotate(number, at, ha="center", va="center_baseline", fontsize=font_size, color=colour, zorder=3.5)
 
 
@@ -179,6 +179,6 @@ def _legend(spans: Sequence[Span]) -> Iterator[Any]:
 
     for kind in KINDS:
         if any(span.kind == kind for span in spans):
-            yield Patch(facecolor=_COLOURS[kind], label=kind.replace(" of the", ":"))
+            yield Patch(facecolor=COLOURS[kind], label=kind.replace(" of the", ":"))
     if any(span.failed for span in spans):
-        yield Line2D([], [], marker="v", color=_FAILED, linestyle="", markersize=7, label="failed")
+        yield Line2D([], [], marker="v", color=FAILED, linestyle="", markersize=7, label="failed")

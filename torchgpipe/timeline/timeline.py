@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from io import StringIO
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchgpipe.schedule import Program
-from torchgpipe.timeline import schedule_text, trace
+from torchgpipe.timeline import page, schedule_text, trace
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Row, Span
 
@@ -24,7 +24,8 @@ __all__ = ["Timeline"]
 class Timeline:
     """The recorded work of a pipeline; returned by :func:`torchgpipe.record`.
 
-    ``print(timeline)`` draws the last step as text. In a notebook the object shows the picture of the last step.
+    ``print(timeline)`` draws the last step as text. In a notebook the object shows a picture of the last step, which
+    needs no Matplotlib.
     """
 
     def __init__(self) -> None:
@@ -146,18 +147,10 @@ class Timeline:
             return "<Timeline, being recorded>"
         return f"<Timeline of {_counted(self.steps, 'step')}, {_counted(self._spans, 'span')}>"
 
-    def _repr_svg_(self) -> str | None:
-        """Return the picture for a notebook, or None without spans or Matplotlib."""
+    def _repr_html_(self) -> str:
         if not self._spans:
-            return None
-        from torchgpipe.timeline import drawing
-
-        picture = StringIO()
-        try:
-            drawing.save(self.plot(), picture)
-        except ImportError:
-            return None
-        return picture.getvalue()
+            return escape(repr(self))
+        return page.draw(self.of_step(), self._rows)
 
 
 def _counted(things: Sequence[object], name: str) -> str:
