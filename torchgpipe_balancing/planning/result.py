@@ -223,6 +223,9 @@ class Plan:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>{self.plot()}"
 
+    def __repr__(self) -> str:
+        return f"<Plan for {str(self).splitlines()[0]}>"
+
     def __str__(self) -> str:
         return text.written(self)
 

@@ -115,3 +115,8 @@ def test_a_notebook_shows_both(many: Plan) -> None:
     assert page.startswith("<pre>16 rows on 2 devices: schedule=&#x27;")
     assert "<svg" in page
     ElementTree.fromstring(f"<div>{page}</div>")
+
+
+def test_a_plan_in_a_list_is_a_line(many: Plan) -> None:
+    """It was all measured costs, ten thousand letters, which a notebook stores beside the picture."""
+    assert repr(many) == f"<Plan for {str(many).splitlines()[0]}>"
