@@ -22,7 +22,7 @@ extensions = [
     "myst_parser",
     "house",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -30,6 +30,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_type_aliases = {"M": "torch.nn.Module"}  # a type variable says nothing to a reader
 napoleon_use_ivar = True
 # Copy only the input of a session. Prompts mark it: parts of a traceback have the classes of code.
+copybutton_selector = "div:not(.output) > div.highlight pre"  # not what a notebook prints
 copybutton_exclude = ".linenos"
 copybutton_prompt_text = r">>> |\.\.\. ?|\$ "
 copybutton_prompt_is_regexp = True
