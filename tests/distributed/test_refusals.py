@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,22 @@ def steps() -> dict[str, str]:
     return said
 
 
+def differing_settings() -> dict[str, str]:
+    """A balance that each process measures by itself may differ, and so a layer once ran in two stages, or in none."""
+    rank, (input, target) = dist.get_rank(), data(8)
+    options: dict[str, list[dict[str, Any]]] = {
+        "balance": [{"balance": [3, 3]}, {"balance": [2, 4]}],
+        "schedule": [{"schedule": "1F1B"}, {"schedule": "GPipe"}],
+        "chunks": [{"chunks": 4}, {"chunks": 2}],
+        "checkpoint": [{"checkpoint": "always"}, {"checkpoint": "never"}],
+    }
+    said = {}
+    for what, each in options.items():
+        model = make(**each[rank])
+        said[what] = error_of(functools.partial(model.step, input, target))
+    return said
+
+
 def settings() -> dict[str, str]:
     model, (input, target) = make(), data(8)
     said = {
@@ -102,6 +119,12 @@ def test_settings_that_are_changed_later_act_as_in_a_new_model_or_raise() -> Non
         assert "microbatches (1) must be greater" in said["few"]
         assert "'nevr'" in said["checkpoint"]
         assert f"rank {1 - rank} prepares another step" in said["one"]
+
+
+def test_settings_that_differ_between_processes_raise_in_all_of_them() -> None:
+    for rank, said in enumerate(launch(2, differing_settings)):
+        for what, text in said.items():
+            assert f"rank {1 - rank} prepares another step" in text and what in text, what
 
 
 def test_wrong_arguments_raise_when_the_model_is_made() -> None:

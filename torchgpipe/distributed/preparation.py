@@ -96,7 +96,8 @@ class Preparation:
             distinct = {text: self._fake.forms(form) for text, form in zip(described, forms)}
             columns = zip(*[distinct[text] for text in described])
             boundaries = [Boundary(column, f"the output of stage {j - 1}") for j, column in enumerate(columns)]
-            agreed = [backward, model.training, checkpoint, *[list(map(_describe, b.forms)) for b in boundaries]]
+            settings = [name_of(self._schedule), [len(part) for part in self._fake.partitions], checkpoint]
+            agreed = [*settings, backward, model.training, *[list(map(_describe, b.forms)) for b in boundaries]]
             checksum = zlib.crc32(repr(agreed).encode())
             if len(self._kept) == _MOST:
                 self._kept.clear()

@@ -104,8 +104,9 @@ class Processes:
             raise Disagreement(f"rank {ranks} could not prepare the step, and says why; nothing was sent")
         if others:
             raise Disagreement(
-                f"rank {ranks} prepares another step: the shapes of the input, train() or eval(), grad mode and what "
-                "requires grad must be the same in all processes; freeze layers before the model is wrapped. "
+                f"rank {ranks} prepares another step: balance, schedule, chunks, checkpoint, the shapes of the input, "
+                "train() or eval(), grad mode and what requires grad must be the same in all processes; measure a "
+                "balance in one process and send it to the others, and freeze layers before the model is wrapped. "
                 "Nothing was sent"
             )
         raise Disagreement("another replica could not prepare the step, and says why; nothing was sent")
