@@ -604,6 +604,21 @@ def test_loss_fn_with_targets_and_values(devices: Devices, data: dict[str, Tenso
     assert values["count"].tolist() == [2, 2, 2]
 
 
+def test_the_target_may_be_on_another_device(data: dict[str, Tensor]) -> None:
+    """A target on the host, as a data loader gives it, once met the output on the device of the last partition."""
+    model: Any = decoder()
+    options: dict[str, Any] = {"loss_fn": lambda output, target: (output["logits"].sum((1, 2)) * target).mean()}
+    pipelined(model, {"ids": data["ids"][:2]}, chunks=3, devices=["cpu:0", "cpu:1"], **options)
+    target = torch.randn(len(data["ids"]), dtype=torch.float64)
+    model.step(data["ids"], target=target)
+    expected = gradients(model)
+    with on_fake_devices(model) as accelerator:
+        accelerator.place(target, "cpu:2")
+        model.step(data["ids"], target=target)
+    assert not accelerator.hazards
+    same(gradients(model), expected)
+
+
 def test_layout_shows_what_crosses(data: dict[str, Tensor]) -> None:
     model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"], balance=[3, 4])
     assert model.layout.balance == [3, 4]

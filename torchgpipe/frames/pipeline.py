@@ -102,6 +102,7 @@ class Pipeline:
         sizes = chunk_sizes(rows, settings.chunks) if rows else [1]
         parts = settings.splitter.split(arguments, sizes) if rows else [arguments]
         backward = torch.is_grad_enabled()
+        target = mapped(target, self._to(settings.devices[-1]))
         loss = MicroBatchLoss(settings, [settings.splitter.names(part) for part in parts], sizes, target)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
@@ -180,12 +181,7 @@ class Pipeline:
             places = [Place(self.streams.current(device), own) for device, own in zip(settings.devices, settings.parts)]
             step = recorder.begin_step(len(parts), places, actions)
         columns = Columns(settings.devices, self.streams, labelled(step))
-        first = settings.devices[0]
-
-        def bring(tensor: Tensor) -> Tensor:
-            there = self.streams.device_of(tensor)
-            return tensor.to(first) if there is not None and self.streams.moves(there, first) else tensor
-
+        bring = self._to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
         random_numbers = RandomNumbers(self._draws.get(_modes(module)))
         return MiniBatch(
@@ -203,6 +199,15 @@ class Pipeline:
             owner=self,
             facts=facts,
         )
+
+    def _to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that copies a tensor of the caller's to ``device``."""
+
+        def bring(tensor: Tensor) -> Tensor:
+            there = self.streams.device_of(tensor)
+            return tensor.to(device) if there is not None and self.streams.moves(there, device) else tensor
+
+        return bring
 
     def _facts(
         self, module: nn.Module, sizes: list[int], schedule: Schedule | None, actions: Program, *, backward: bool

@@ -264,7 +264,7 @@ class _Pipelined(nn.Module):
 
         Args:
             *args: as for the model
-            target: the target of the loss function, if there is one, of the same rows
+            target: the target of the loss function, if there is one, of the same rows, on any device
             **kwargs: as for the model
 
         Returns:
