@@ -574,6 +574,13 @@ def test_without_grad_and_in_inference_mode(pair: tuple[Any, Decoder], data: dic
             assert torch.equal(model(data["ids"])["logits"], expected)
 
 
+def test_data_parallel_around_it_is_refused() -> None:
+    """DataParallel calls this method of all modules inside; with parameters, it would copy them to GPUs before."""
+    model: Any = pipelined(plain_sequential(), X[:2], chunks=2, devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"nn\.DataParallel cannot be around a pipelined Sequential"):
+        nn.Sequential(model)[0]._replicate_for_data_parallel()
+
+
 def test_autocast(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
     model, plain = pair
     model.float()

@@ -314,6 +314,14 @@ class _Pipelined(nn.Module):
                 )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
+    def _replicate_for_data_parallel(self) -> Any:
+        # DataParallel calls this method of every module inside, in the caller's thread, before it runs anything.
+        raise RuntimeError(
+            f"nn.DataParallel cannot be around a pipelined {type(self).__name__}: it would run a copy of the model on "
+            "each GPU, where the pipeline already uses several; leave nn.DataParallel out, as a Trainer does if it "
+            "gets the pipelined model itself, whose hf_device_map it reads"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
         return (_rebuilt, (_plain(self),), *made[2:])
