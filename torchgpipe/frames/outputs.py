@@ -175,7 +175,11 @@ class _Join:
         if dim is None:
             if all([one is first or torch.equal(one, first) for one in values]):
                 return first
-            raise _differs(path, ["other values, and no dimension that has the rows"])
+            raise ValueError(
+                f"the output '{path}' of shape {tuple(first.shape)} has no dimension with the rows of the batch, and "
+                "differs between micro-batches, so it cannot be joined; return a value for each row, or a number, or "
+                "use model.step, whose loss_fn gets the output of each micro-batch"
+            )
         if dim == "coupled" or any([_others(one, dim) != _others(first, dim) for one in values]):
             raise ValueError(
                 f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "
