@@ -478,6 +478,8 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (plain_sequential, {"no_chunk": ["mask"]}, ValueError, r"no_chunk names \['mask'\]"),
     (plain_sequential, {"checkpoint": ["7"]}, ValueError, r"checkpoint names \['7'\]"),
     (plain_sequential, {"sample": 3}, TypeError, "sample must be the arguments of one micro-batch"),
+    # The similarities of two micro-batches were once put one below the other.
+    (plain_sequential, {"sample": X[:1]}, ValueError, "the sample has one row in dimension 0"),
     (plain_sequential, {"partitions": 3}, ValueError, "3 partitions do not go evenly round 2 devices"),
 ]
 

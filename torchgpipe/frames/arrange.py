@@ -41,9 +41,15 @@ def arrange(
     sample runs unless it is known what it has ``found``: a module whose parameters lie on several devices cannot run.
 
     Raises:
-        ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
+        ValueError: the sample has one row, the spine is shorter than the partitions, or the balance or ``checkpoint``
+            does not fit it.
     """
     splitter = Splitter(module.forward, sample, no_chunk)
+    if splitter.rows == 1:
+        raise ValueError(
+            "the sample has one row in dimension 0, which tells neither what belongs to the batch nor which outputs "
+            "couple its rows; give a sample of two rows or more"
+        )
     began = balance if isinstance(balance, Mapping) else {}
     found = found or study(module, sample, splitter, rounds=_ROUNDS if balance == "time" else 1)
     traces = found.traces
