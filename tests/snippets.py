@@ -1,7 +1,8 @@
 """Find the code that pages and docstrings show, and run it unchanged.
 
 The blocks of a page run in order, like a session, and later blocks may use the names of earlier ones. The names that a
-reader of a docstring has (`model`, `input`, `target` and the like) come from `at_hand`.
+reader of a docstring has (`model`, `input`, `target` and the like) come from `at_hand`. A block of ``py`` is code for
+another library, which is coloured in the same way and not run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 DIRECTIVE = re.compile(
     r"^( *)\.\. (?:code-block:: (?:python|pycon)|testsetup::)\n\n((?:\1 .*\n|\n)+)", flags=re.MULTILINE
 )
+OTHERS = re.compile(r"^( *)\.\. code-block:: py\n\n((?:\1 .*\n|\n)+)", flags=re.MULTILINE)
 LITERAL = re.compile(r"::\n\n((?: .*\n?|\n)+)")
 
 
@@ -44,6 +46,11 @@ def in_markdown(text: str) -> list[Snippet]:
 
 def in_rst(text: str) -> list[Snippet]:
     return list(_found(DIRECTIVE, text, 2))
+
+
+def of_others(text: str) -> list[Snippet]:
+    """Return the code for other libraries, which is not run."""
+    return list(_found(OTHERS, text, 2))
 
 
 def in_docstring(text: str | None) -> list[Snippet]:

@@ -81,7 +81,20 @@ def test_code_of_a_page_in_markdown(page: Path, monkeypatch: pytest.MonkeyPatch)
         snippets.run(snippet, page, {"__name__": "page"})
 
 
-@pytest.mark.parametrize("page", RST, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_code_of_other_libraries_is_python() -> None:
+    """Blocks of ``py`` are not run, but they are complete."""
+    for page in RST:
+        for snippet in snippets.of_others(page.read_text()):
+            compile("\n" * (snippet.line - 1) + snippet.code, str(page), "exec")
+
+
+def marked(page: Path) -> Any:
+    """Return a page for `parametrize`; those that import a client take seconds."""
+    imports = re.search(r"^ +(?:from|import) transformers\b", page.read_text(), flags=re.MULTILINE)
+    return pytest.param(page, marks=[pytest.mark.slow] if imports else [], id=str(page.relative_to(ROOT / "docs")))
+
+
+@pytest.mark.parametrize("page", [*map(marked, RST)])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads it
 def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block runs after the others, on a machine with one GPU."""
@@ -89,8 +102,9 @@ def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.Mon
     text = page.read_text()
     if "timeline.plot(" in text:
         pytest.importorskip("matplotlib")
-    if "import safetensors" in text or "from safetensors" in text:
-        pytest.importorskip("safetensors")
+    for client in ("accelerate", "safetensors", "transformers"):
+        if any(re.search(rf"\b(?:from|import) {client}\b", snippet.code) for snippet in snippets.in_rst(text)):
+            pytest.importorskip(client)
     names = {"__name__": "page"}
     try:
         for snippet in snippets.in_rst(text):
