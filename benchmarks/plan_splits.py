@@ -3,8 +3,9 @@
 1. Small problems of all schedules, some with too little memory: all choices are compared with the answer of the search.
 2. Layers with random times, no limit of memory: the simulated step of 1F1B with balances that are found in other ways,
    over that of ours: an even number of layers; by parameters; by time, with the block partition of torchgpipe 0.0.7,
-   which runs unchanged in a process of its own; by time, by halving: a bisection of the largest load, where
-   whatever fits into a load goes into a partition, from the left to the right. Balances with an empty partition are counted, but not simulated.
+   which runs unchanged in a process of its own; by time, by halving: a bisection of the largest load, where whatever
+   fits into a load goes into a partition, from the left to the right. Balances with an empty partition are counted,
+   but not simulated.
 """
 
 from __future__ import annotations

@@ -45,6 +45,13 @@ def test_there_is_code_to_run() -> None:
     assert len(snippets.in_docstring(torchgpipe.GPipe.__doc__)) == 1
 
 
+@pytest.mark.parametrize("page", [*MARKDOWN, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"])
+def test_links_of_a_page_in_markdown_lead_to_files(page: Path) -> None:
+    """Those of the other pages are checked when the documentation is built."""
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
 def first_example(page: Path) -> str:
     """Return what a reader pastes first: the page up to the first pipeline, with the rest of that block."""
     text = page.read_text()
