@@ -25,8 +25,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerator() -> Iterator[None]:
-    """Forget the settings of earlier tests, which all accelerators of a process share."""
+    """Forget the settings of earlier tests and Trainers, which all accelerators of a process share, and our own."""
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
@@ -124,6 +129,16 @@ def test_bfloat16_in_micro_batches(devices: Devices) -> None:
         expected.backward()
     # What the micro-batches add up to is rounded to float32.
     assert_close(gradients(model), gradients(plain), 1e-6)
+
+
+def test_a_step_needs_an_autocast_of_its_own(devices: Devices) -> None:
+    """Accelerate puts its autocast around ``forward`` alone, so a step between it and ``prepare`` is in float32."""
+    loop = Loop(in_pipeline(devices, chunks=1).float(), mixed_precision="bf16")
+    batch = sample("llama", 4)
+    expected = loop.model(**batch).loss
+    assert loop.model.step(**batch) != expected
+    with loop.accelerator.autocast():
+        assert loop.model.step(**batch) == expected
 
 
 def test_saved_state(devices: Devices, tmp_path: Path) -> None:
