@@ -141,6 +141,16 @@ def test_a_step_needs_an_autocast_of_its_own(devices: Devices) -> None:
         assert loop.model.step(**batch) == expected
 
 
+@pytest.mark.filterwarnings("ignore:Some parameters are on the meta device")
+def test_a_model_that_is_dispatched_already_is_refused(devices: Devices, tmp_path: Path) -> None:
+    """`from_pretrained(device_map=...)` leaves hooks that move what each layer is called with."""
+    model = llama()
+    device_map = {"model": "cpu", "lm_head": "disk"}
+    accelerate.dispatch_model(model, device_map, offload_dir=tmp_path)
+    with pytest.raises(TypeError, match="load the model without device_map"):
+        pipelined(model, sample("llama"), chunks=CHUNKS, devices=devices(2))
+
+
 def test_saved_state(devices: Devices, tmp_path: Path) -> None:
     """A run goes on from what it saved, in a new model, and from what the plain model saved."""
     whole, plain = Loop(in_pipeline(devices)), Loop(llama())

@@ -221,8 +221,8 @@ def verify_module(module: Any) -> None:
         raise TypeError(f"pipeline the module inside, and then wrap it in {type(module).__name__}")
     if "forward" in vars(module):
         raise TypeError(
-            "the module has a forward of its own as an attribute, perhaps because accelerate has prepared it, which "
-            "would hide the pipeline; call pipelined before prepare"
+            "the module has a forward of its own as an attribute, perhaps from accelerate, which would hide the "
+            "pipeline; load the model without device_map, and call pipelined before prepare"
         )
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
