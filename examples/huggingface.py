@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> None:
     for ours, theirs in zip(*columns.values()):
         print(f"{ours:>14.7f}{theirs:>14.7f}{ours - theirs:>14.7f}")
 
-    prompt = torch.tensor([list(b"\nas")])
-    model.unpipelined().eval()
+    model.unpipelined().to(model.device).eval()  # Its layers were on all devices.
+    prompt = torch.tensor([list(b"\nas")], device=model.device)
     said = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True)
     print(f"\nNames that it makes up: {''.join(map(chr, said[0].tolist())).split()}")
 

@@ -91,9 +91,10 @@ def main(arguments: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         size = (Path(folder) / "adapter_model.safetensors").stat().st_size
     merged = model.merge_and_unload().eval()
+    merged.to(merged.device)  # Its layers were on all devices.
     whole = sum(p.numel() * p.element_size() for p in merged.parameters())
     print(f"Saved {size / 1e3:.0f} kB of adapters, for a model of {whole / 1e3:.0f} kB")
-    prompt = encode("\nas")[None]
+    prompt = encode("\nas")[None].to(merged.device)
     said = merged.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True, pad_token_id=0
     )
