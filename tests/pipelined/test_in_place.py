@@ -351,3 +351,21 @@ def test_weights_come_into_being_on_their_devices(devices: Devices) -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(llama().state_dict())
     assert_runs_as_plain(model)
+
+
+def test_weights_are_loaded_from_one_file_after_the_other(devices: Devices, tmp_path: Path) -> None:
+    """No memory has to hold them all. The embedding is the head, too, and is in one file only."""
+    accelerate = pytest.importorskip("accelerate")
+    files = pytest.importorskip("safetensors.torch")
+    plain = llama(tie_word_embeddings=True)
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    with accelerate.init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(plain.config, dtype=torch.float64)
+    model.tie_weights()
+    pipelined(model, {"input_ids": sample("llama")["input_ids"]}, chunks=CHUNKS, devices=devices(2))
+    paths = list(tmp_path.glob("*.safetensors"))
+    assert len(paths) > 1
+    for path in paths:
+        model.load_state_dict(files.load_file(path), strict=False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_runs_as_plain(model, plain=plain)

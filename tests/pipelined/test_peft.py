@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.pipelined.helpers import (
 pytest.importorskip("transformers", minversion="5")
 peft = pytest.importorskip("peft")
 
+import torchgpipe  # noqa: E402
 from torchgpipe import pipelined  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
@@ -194,13 +196,78 @@ def test_saved_adapters(order: str, devices: Devices, tmp_path: Path) -> None:
     assert_trained_alike(again, plain)
 
 
-def test_a_step_under_a_schedule(devices: Devices) -> None:
-    ours, plain = both("adapters, pipelined", lora(), devices)
+@orders
+def test_a_step_under_a_schedule(order: str, devices: Devices) -> None:
+    ours, plain = both(order, lora(), devices)
     loss = ours.step(**batch("llama"))
     expected = plain(**batch("llama")).loss
     expected.backward()
     assert_close(loss.detach(), expected.detach())
     assert_close(gradients(ours), gradients(plain))
+
+
+@orders
+def test_adapters_below_bfloat16_are_in_float32(order: str, devices: Devices) -> None:
+    """peft does so by default. A single micro-batch rounds as the plain model's mini-batch does."""
+    models = []
+    for change in (lambda base: pipelined(base, sample("llama"), chunks=1, devices=devices(2)), lambda base: base):
+        base = llama().to(torch.bfloat16)
+        base = change(base) if order.startswith("pipelined") else base
+        torch.manual_seed(1)
+        model: Any = peft.get_peft_model(base, lora())
+        models.append(model if order.startswith("pipelined") else change(model))
+    ours, plain = models
+    assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
+    for around in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        for model in models:
+            model.zero_grad()
+        with around:
+            loss, expected = ours.step(**batch("llama")), plain(**batch("llama")).loss
+        expected.backward()
+        assert_close(loss, expected.detach(), 0.0)
+        assert_close(gradients(ours), gradients(plain), 0.0)
+
+
+def test_a_plan_with_adapters_is_for_the_model_without_them(devices: Devices) -> None:
+    """Where weights are loaded into the pipeline, adapters come last. The spine is the same without them."""
+    accelerate = pytest.importorskip("accelerate")
+    arguments = {"input_ids": sample("llama")["input_ids"], "labels": sample("llama")["labels"]}
+    with accelerate.init_empty_weights():
+        empty = peft.get_peft_model(llama(), lora())
+    plan = torchgpipe.plan(empty, arguments, batch=4, memory=[2**20, 2**20])
+    model = pipelined(llama(), arguments, balance=plan.balance, chunks=CHUNKS, devices=devices(2))
+    assert_trained_alike(adapted(model, lora()), adapted(llama(), lora()))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_loop_is_resumed_with_other_partitions(n: int, devices: Devices, tmp_path: Path) -> None:
+    """From the adapters, the state of the optimizer and that of the random numbers, which dropout draws."""
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model.step(**batch("llama", seed=step))
+            optimizer.step()
+
+    def optimizer_of(model: Any) -> Any:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    whole = adapted(llama(), lora(lora_dropout=0.3))
+    pipelined(whole, sample("llama"), chunks=CHUNKS, devices=devices(2))
+    optimizer = optimizer_of(whole)
+    train(whole, optimizer, range(2))
+    whole.save_pretrained(tmp_path)
+    torch.save({"optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}, tmp_path / "state.pt")
+    train(whole, optimizer, range(2, 4))
+
+    resumed = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True).double().train()
+    pipelined(resumed, sample("llama"), chunks=CHUNKS, devices=devices(n))
+    optimizer = optimizer_of(resumed)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    train(resumed, optimizer, range(2, 4))
+    assert_close(resumed.state_dict(), whole.state_dict())
 
 
 # --------------------------------------------------------------------------------------------- prompts that are trained
@@ -277,3 +344,16 @@ def test_it_runs_in_the_trainer(devices: Devices, tmp_path: Path) -> None:
         trainers[-1].train()
     assert_logged(*trainers, "loss", "grad_norm")
     assert_close(trainers[0].model.state_dict(), trainers[1].model.state_dict())
+
+
+@orders
+def test_the_trainer_resumes(order: str, devices: Devices, tmp_path: Path) -> None:
+    """Its checkpoints have the adapters alone."""
+    from tests.pipelined.test_trainer import trainer_of
+
+    whole, _ = both(order, lora(), devices)
+    trainer_of(whole, "llama", tmp_path, save_strategy="steps", save_steps=2).train()
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    resumed, _ = both(order, lora(), devices)
+    trainer_of(resumed, "llama", tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_close(resumed.state_dict(), whole.state_dict())

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
 Change = Callable[[Any], Any]
 
 
-def trainer_of(model: nn.Module, name: str, folder: Path, count: int = 16, **options: Any) -> Any:
+def trainer_of(
+    model: nn.Module, name: str, folder: Path, count: int = 16, kind: Any = transformers.Trainer, **options: Any
+) -> Any:
     """Return a Trainer for four steps of four rows; ``options`` are those of a Trainer and its TrainingArguments."""
     own = {"compute_metrics", "compute_loss_func", "callbacks", "optimizers", "peft_config"}
     settings = {
@@ -39,7 +41,7 @@ def trainer_of(model: nn.Module, name: str, folder: Path, count: int = 16, **opt
         "dataloader_pin_memory": False,
     }
     settings |= {key: value for key, value in options.items() if key not in own}
-    return transformers.Trainer(
+    return kind(
         model=model,
         args=transformers.TrainingArguments(output_dir=str(folder), **settings),
         train_dataset=rows(name, count),
@@ -61,8 +63,15 @@ def assert_logged(ours: Any, plain: Any, *keys: str) -> None:
     assert logged(ours, *keys) == pytest.approx(logged(plain, *keys), rel=1e-6)
 
 
-def compare(name: str, devices: Devices, folder: Path, prepare: Change = lambda model: None, **options: Any) -> Any:
-    """Train the plain model and a pipelined one, and assert equal logs and equal weights.
+def compare(
+    name: str,
+    devices: Devices,
+    folder: Path,
+    prepare: Change = lambda model: None,
+    kind: Any = transformers.Trainer,
+    **options: Any,
+) -> Any:
+    """Train the plain model and a pipelined one, the latter by ``kind``, and assert equal logs and equal weights.
 
     Returns:
         the Trainers, that of the pipelined model first
@@ -72,7 +81,7 @@ def compare(name: str, devices: Devices, folder: Path, prepare: Change = lambda 
     prepare(ours)
     pipelined(ours, sample(name), chunks=CHUNKS, devices=devices(2))
     expected = trainer_of(plain, name, folder / "plain", **options)
-    trainer = trainer_of(ours, name, folder / "ours", **options)
+    trainer = trainer_of(ours, name, folder / "ours", kind=kind, **options)
     expected.train()
     trainer.train()
     assert trainer.model is ours
@@ -121,6 +130,22 @@ def test_the_number_of_items_is_given_to_a_loss_of_the_user(devices: Devices, tm
 
     compare("llama", devices, tmp_path, compute_loss_func=loss)
     assert len(set(given)) > 1 and given[: len(given) // 2] == given[len(given) // 2 :]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_trainer_that_steps(count: int, devices: Devices, tmp_path: Path) -> None:
+    """Under a schedule a device holds the activations of fewer micro-batches than with `loss.backward()`."""
+
+    class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            model.train()
+            with self.accelerator.autocast():
+                loss: Tensor = model.step(**self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+                return loss
+
+    options = {"gradient_accumulation_steps": count, "count": 24, "max_grad_norm": 0.1}
+    trainer, expected = compare("llama", devices, tmp_path, kind=StepTrainer, **options)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-6)
 
 
 def test_clipping(devices: Devices, tmp_path: Path) -> None:
