@@ -109,8 +109,7 @@ def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.Mon
     text = page.read_text()
     if "timeline.plot(" in text:
         pytest.importorskip("matplotlib")
-    code = "
-".join([snippet.code for snippet in snippets.in_rst(text)])
+    code = "\n".join([snippet.code for snippet in snippets.in_rst(text)])
     for client in ("accelerate", "peft", "safetensors", "transformers"):
         if re.search(rf"^ *(from|import) {client}\b", code, flags=re.MULTILINE):
             pytest.importorskip(client, minversion="5" if client == "transformers" else None)
