@@ -352,6 +352,17 @@ def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) ->
         assert internals.active_data_parallel() is None
 
 
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
+def test_a_module_tells_that_it_has_hooks(kind: str) -> None:
+    with relied_on("a module tells its hooks", "a partition is divided or joined, and its hooks are not called"):
+        layer = nn.Linear(2, 2)
+        assert not internals.has_call_hooks(layer)
+        handle = getattr(layer, f"register_{kind}")(print)
+        assert internals.has_call_hooks(layer)
+        handle.remove()
+        assert not internals.has_call_hooks(layer)
+
+
 def test_a_module_tells_that_it_was_compiled() -> None:
     with relied_on("module.compile() leaves a mark", "a compiled partition draws without a seed in a step"):
         layer = nn.Linear(2, 2)

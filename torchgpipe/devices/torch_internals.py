@@ -38,6 +38,7 @@ __all__ = [
     "forget_parametrizations",
     "function_modes",
     "gradient_hooks",
+    "has_call_hooks",
     "has_gradient_hooks",
     "is_compiled",
     "is_optimized",
@@ -253,6 +254,16 @@ def forget_parametrizations() -> None:
         parametrize._cache.clear()
 
 
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether ``module`` has hooks that its call runs, before or after its forward or its backward.
+
+    A partition with hooks runs as a whole: it can be neither divided nor joined. Since 2.0. There is no public list of
+    hooks; a partition that notes in ``register_forward_hook`` and its like what is registered could take its place.
+    """
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(kinds)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called.
 
@@ -304,6 +315,9 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         module._compiled_call_impl = call
 
 
+# -------------------------------------------------------------------------------------------------- several processes
+
+
 def active_data_parallel() -> Any:
     """Return the DistributedDataParallel whose forward is under way in this process, or None.
 
@@ -321,9 +335,6 @@ def joins_unevenly(data_parallel: Any) -> bool:
     """
     config = data_parallel._join_config
     return bool(config.enable and not config.throw_on_early_termination)
-
-
-# -------------------------------------------------------------------------------------------------- several processes
 
 
 def fake_tensor_mode() -> Any:

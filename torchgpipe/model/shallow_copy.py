@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from torchgpipe.devices.torch_internals import replace_call
+
 __all__ = ["shallow_copy"]
 
 M = TypeVar("M", bound=nn.Module)
@@ -19,5 +21,5 @@ def shallow_copy(module: nn.Module, kind: type[M]) -> M:
     """Return a module of class ``kind`` that has the very parameters, buffers, children and hooks of ``module``."""
     copy = object.__new__(kind)
     vars(copy).update(vars(module))
-    vars(copy).pop("_compiled_call_impl", None)  # It is bound to `module`, and would run that.
+    replace_call(copy, None)  # What takes the place of the call is bound to `module`, and would run that.
     return copy

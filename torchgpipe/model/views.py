@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchgpipe.devices.torch_internals import gradient_hooks, is_compiled
+from torchgpipe.devices.torch_internals import gradient_hooks, has_call_hooks, is_compiled
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 
@@ -55,9 +55,6 @@ def divide(partitions: Sequence[Partition], alone: Set[str]) -> list[Partition]:
             view._modules.update({name: partition._modules[name] for name in run})
             views.append(view)
     return views
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def views_of_each(views: Sequence[Partition]) -> list[list[int]]:
@@ -157,4 +154,4 @@ def starts_in_place(layer: torch.nn.Module) -> bool:
 
 
 def _runs_as_a_whole(partition: Partition) -> bool:
-    return is_compiled(partition) or any(getattr(partition, kind) for kind in _HOOKS)
+    return is_compiled(partition) or has_call_hooks(partition)

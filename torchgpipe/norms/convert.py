@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from torchgpipe.devices.torch_internals import is_optimized
 from torchgpipe.model.shallow_copy import shallow_copy
 
 __all__ = ["convert"]
@@ -30,7 +31,7 @@ def convert(
         after = {name: child if child is None else convert(child, replace, done) for name, child in before.items()}
         result = replace(module)
         if result is module and any(after[name] is not child for name, child in before.items()):
-            if "_orig_mod" in before:
+            if is_optimized(module):
                 raise ValueError(
                     "batch norms cannot be exchanged within what torch.compile() has returned, which would go on "
                     "calling the old ones; compile in place and afterwards: GPipe(...).compile() or layer.compile()"
