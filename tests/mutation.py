@@ -890,7 +890,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a cell whose backward comes next is not recomputed",
-        "plan",
+        "at_once",
         "kind == 'F' and after[1:] == (i, j)",
         "False",
         "step",
