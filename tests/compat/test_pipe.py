@@ -264,6 +264,16 @@ def test_partitions_are_compiled_each_by_itself(devices: Devices) -> None:
     assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["workers"], indirect=True)
+def test_a_compiled_function_that_calls_a_pipe_gets_one_reference(devices: Devices) -> None:
+    model = Pipe(placed(layers(), devices(5)), 2)
+    x = torch.rand(4, 3)
+    expected = value_of(model, x)
+    for compiled in (torch.compile(model, backend="eager"), torch.compile(lambda x: model(x), backend="eager")):
+        assert torch.equal(compiled(x).local_value(), expected)
+
+
 # Where layers are
 
 

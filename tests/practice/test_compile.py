@@ -240,7 +240,7 @@ def test_the_compiler_is_not_imported_unasked() -> None:
         import sys
         import torch
         from torch import nn
-        import torchgpipe, torchgpipe_balancing
+        import torchgpipe, torchgpipe.pipe, torchgpipe_balancing
         from torchgpipe.batchnorm import DeferredBatchNorm
         assert "torch._dynamo" not in sys.modules, "at import"
         layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 2))

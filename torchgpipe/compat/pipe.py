@@ -220,7 +220,6 @@ class Pipe(GPipe):
         """
         raise TypeError("a Pipe has no step; wrap the layers in torchgpipe.GPipe(..., schedule=..., loss_fn=...)")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
@@ -243,6 +242,10 @@ class Pipe(GPipe):
             Exception: any exception of a layer is raised unchanged, with a note that names the micro-batch and the
                 partition.
         """
+        if torch.compiler.is_dynamo_compiling():  # Not later: the reference cannot be traced either.
+            from torchgpipe.devices.uncompiled import uncompiled
+
+            return uncompiled(self.forward, *inputs, **keywords)
         return _reference(super().forward(*inputs, **keywords))
 
     def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
