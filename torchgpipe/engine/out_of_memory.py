@@ -15,8 +15,9 @@ from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
-from torchgpipe.schedule import NAMES, Action, Program, Schedule, clock_cycles, places_of, program
+from torchgpipe.schedule import NAMES, Action, Program, Schedule, places_of, program
 from torchgpipe.schedule.position import at_once, in_one_piece, peak_of, position_of
+from torchgpipe.schedule.programs import fill_drain
 
 __all__ = ["MiniBatchFacts", "add_shortage", "facts_of", "rows_of_largest"]
 
@@ -80,7 +81,7 @@ def facts_of(
     partly = any(max([stops[k] for k in ks]) > stop for ks, stop in zip(own, least))
     off = backward and views[0].training and not any(stops)
     names = [f"partition {j}" for j in range(len(own))]
-    actions = _of_autograd(m, places_of(places)) if program is None else program
+    actions = fill_drain(m, places_of(places)) if program is None else program
     advises: Literal["GPipe"] | None = "GPipe" if off else None
     return MiniBatchFacts(
         m, rows, places, names, schedule, actions, backward, least, partly=partly, splits=True, advises=advises
@@ -241,13 +242,3 @@ def rows_of_largest(inputs: Sequence[Batch]) -> int:
         if leaf is not None and leaf.dim() and (len(inputs) == 1 or leaf is not inputs[1].leaves[k]):
             return len(leaf)
     return 1
-
-
-def _of_autograd(m: int, places: Sequence[int]) -> Program:
-    """Return the program that the autograd engine runs: forward in the order of the clock cycles, backward in reverse.
-
-    The program `GPipe` differs where a device has neighbouring partitions, which it runs one after the other.
-    """
-    cells = [cell for clock in clock_cycles(m, len(places)) for cell in clock]
-    ours = [[Action("F", i, j) for i, j in cells], [Action("B", i, j) for i, j in reversed(cells)]]
-    return [[one for half in ours for one in half if places[one.j] == place] for place in sorted(set(places))]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Action", "Kind", "Program", "needs", "splits_of", "verify"]
+__all__ = ["Action", "Kind", "Program", "in_order", "needs", "splits_of", "verify"]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
@@ -68,6 +68,38 @@ def splits_of(program: Program) -> dict[tuple[int, int], bool]:
     return {(i, j): kind == "I" for actions in program for kind, i, j in actions if kind in ("B", "I")}
 
 
+def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action, bool]]]]:
+    """Yield all actions, each behind those that it needs.
+
+    Args:
+        program: a list of actions for each device
+
+    Yields:
+        the action, its device, and the actions that it needs, each with whether it is of another device
+
+    Raises:
+        ValueError: the devices wait for each other. The message has the next action of each.
+    """
+    actions = [[Action._make(action) for action in device] for device in program]
+    place = {action.j: device for device, own in enumerate(actions) for action in own}
+    n, splits = len(place), splits_of(actions)
+    done: set[Action] = set()
+    ran = [0] * len(actions)
+    while any(count < len(own) for count, own in zip(ran, actions)):
+        before = len(done)
+        for device, own in enumerate(actions):
+            for action in own[ran[device] :]:
+                needed = list(needs(action, splits, n))
+                if not done.issuperset(needed):
+                    break
+                yield action, device, [(one, place[one.j] != device) for one in needed]
+                done.add(action)
+                ran[device] += 1
+        if len(done) == before:
+            stuck = [str(own[count]) for count, own in zip(ran, actions) if count < len(own)]
+            raise ValueError(f"the devices would wait for each other, at {', '.join(stuck)}")
+
+
 def verify(program: Program, m: int, places: Sequence[int]) -> None:
     """Check that a program runs every cell, on the right device, without a deadlock.
 
@@ -98,24 +130,10 @@ def verify(program: Program, m: int, places: Sequence[int]) -> None:
             if kinds not in ({"F", "B"}, {"F", "I", "W"}):
                 faults.append(f"cell ({i},{j}) has {sorted(kinds) or 'no action'}, but needs F and B, or F, I and W")
     if not faults:
-        stuck = _stuck(program, n)
-        if stuck:
-            faults.append(f"the devices would wait for each other, at {', '.join(map(str, stuck))}")
+        try:
+            list(in_order(program))
+        except ValueError as error:
+            faults.append(str(error))
     if faults:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise ValueError(f"this program cannot run: {'; '.join(faults[:5])}{more}")
-
-
-def _stuck(program: Program, n: int) -> list[Action]:
-    """Return the next action of each device where no device can go on; an empty list if all devices finish."""
-    splits = splits_of(program)
-    done: set[Action] = set()
-    queues = [list(reversed([Action._make(action) for action in actions])) for actions in program]
-    runs = True
-    while runs:
-        runs = False
-        for queue in queues:
-            while queue and done.issuperset(needs(queue[-1], splits, n)):
-                done.add(queue.pop())
-                runs = True
-    return [queue[-1] for queue in queues if queue]

@@ -22,9 +22,10 @@ from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 from torchgpipe.schedule.action import Action, Program, verify
+from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.v_half import v_half
 
-__all__ = ["NAMES", "Schedule", "ScheduleName", "places_of", "program", "program_of", "verify_name"]
+__all__ = ["NAMES", "Schedule", "ScheduleName", "fill_drain", "places_of", "program", "program_of", "verify_name"]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -134,14 +135,22 @@ def _one_block_each(name: str, devices: Sequence[int]) -> None:
         )
 
 
-def _gpipe(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return all forward in the order of the clock cycles, then all backward in the reverse order."""
-    cells = sorted([(i + k, k, i) for i in range(m) for k in range(len(devices))])
-    program: list[list[Action]] = [[] for _ in set(devices)]
-    for _, k, i in cells:
-        program[devices[k]].append(Action("F", i, k))
-    for _, k, i in reversed(cells):
-        program[devices[k]].append(Action("B", i, k))
+def fill_drain(m: int, places: Sequence[int]) -> list[list[Action]]:
+    """Return all forward in the order of the clock cycles, then all backward in the reverse order.
+
+    Autograd runs it. The program ``'GPipe'`` differs where neighbouring partitions are on one device, which it runs one
+    after the other.
+
+    Args:
+        m: the number of micro-batches
+        places: the index of the device of each partition
+    """
+    cells = [cell for clock in clock_cycles(m, len(places)) for cell in clock]
+    program: list[list[Action]] = [[] for _ in set(places)]
+    for i, j in cells:
+        program[places[j]].append(Action("F", i, j))
+    for i, j in reversed(cells):
+        program[places[j]].append(Action("B", i, j))
     return program
 
 
@@ -205,7 +214,7 @@ def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
 
 
 _MAKERS: dict[str, Callable[[int, Sequence[int]], list[list[Action]]]] = {
-    "GPipe": _gpipe,
+    "GPipe": fill_drain,
     "1F1B": _one_f_one_b,
     "Interleaved1F1B": _interleaved,
     "ZeroBubble": _zero_bubble,

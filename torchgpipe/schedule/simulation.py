@@ -10,13 +10,13 @@ This is the only model of time and memory in the house: timelines, plans and ben
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from torchgpipe.schedule.action import Action, Kind, Program, needs, splits_of
+from torchgpipe.schedule.action import Action, Kind, Program, in_order
 
-__all__ = ["COSTS", "Simulation", "changes", "in_order", "simulate"]
+__all__ = ["COSTS", "Simulation", "changes", "simulate"]
 
 #: The usual rule of thumb: backward takes twice the time of forward, half of it for the weights.
 COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -79,37 +79,6 @@ def simulate(
     idle = sum(seconds - own for own in busy)
     peaks = [_peak(own, memory, waiting) for own in program]
     return Simulation(starts, seconds, busy, idle / (seconds * len(busy)) if seconds else 0.0, peaks, cost)
-
-
-def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action, bool]]]]:
-    """Yield all actions, each behind those that it needs.
-
-    Args:
-        program: a list of actions for each device
-
-    Yields:
-        the action, its device, and the actions that it needs, each with whether it is of another device
-
-    Raises:
-        ValueError: the devices wait for each other.
-    """
-    actions = [[Action._make(action) for action in device] for device in program]
-    place = {action.j: device for device, own in enumerate(actions) for action in own}
-    n, splits = len(place), splits_of(actions)
-    done: set[Action] = set()
-    ran = [0] * len(actions)
-    while any(count < len(own) for count, own in zip(ran, actions)):
-        before = len(done)
-        for device, own in enumerate(actions):
-            for action in own[ran[device] :]:
-                needed = list(needs(action, splits, n))
-                if not done.issuperset(needed):
-                    break
-                yield action, device, [(one, place[one.j] != device) for one in needed]
-                done.add(action)
-                ran[device] += 1
-        if len(done) == before:
-            raise ValueError("the devices of this program wait for each other; schedule.verify tells where")
 
 
 def changes(action: Action, memory: Sequence[float] | None, waiting: Sequence[float] | None) -> tuple[float, float]:

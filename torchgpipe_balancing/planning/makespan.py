@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchgpipe.schedule import Program
-from torchgpipe.schedule.action import Action
-from torchgpipe.schedule.simulation import in_order
+from torchgpipe.schedule.action import Action, in_order
 
 __all__ = ["KINDS", "PRICES", "TRANSFER", "Array", "Makespan"]
 
