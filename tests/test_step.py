@@ -388,6 +388,20 @@ def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:
     model.step(x, y)
 
 
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_an_empty_mini_batch_does_not_tell_whether_layers_draw(devices: Devices, checkpoint: str) -> None:
+    """Dropout draws nothing for it, and was taken for a layer that never draws: it lost its seeds for good."""
+    x, y = data()
+
+    def run(first: int) -> Tensor:
+        model = stepping(mlp(dropout=0.3), devices(4), checkpoint=checkpoint)
+        model.step(x[:first], y[:first])
+        torch.manual_seed(2)
+        return model.step(x, y)
+
+    assert run(0) == run(8)
+
+
 def test_each_layer_and_micro_batch_draws_other_numbers(devices: Devices) -> None:
     drawn: list[Tensor] = []
 

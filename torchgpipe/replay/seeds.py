@@ -94,7 +94,8 @@ class LayerSeeds:
         known = _draws.get(layer, {}).get(modes)
         with self._seeded(i, device, self._positions[layer]) as has_drawn:
             output = layer(*inputs, **keywords)
-            if known is None:
+            # Without elements, a layer that draws otherwise draws nothing.
+            if known is None and not (isinstance(output, Tensor) and output.numel() == 0):
                 draws = has_drawn()
                 _draws.setdefault(layer, {})[modes] = draws
                 if not draws:
