@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,11 +29,9 @@ __all__ = ["LayerSeeds", "cpu_lock", "current_seeds", "mixed", "own_cpu_lock", "
 T = TypeVar("T")
 
 #: For a layer, and the training modes of all modules in it, whether it draws.
-_Draws = WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]]
-
-_draws: _Draws = WeakKeyDictionary()
+_draws: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
 _process_lock = threading.RLock()
-#: The lock that is held while the generator of the CPU has the seed of a layer. Inside of that it is another lock.
+#: The lock in place of that of the process, inside a block that holds the latter; None outside of such blocks.
 _inner_lock: ContextVar[Any] = ContextVar("torchgpipe_cpu_generator", default=None)
 
 
@@ -123,7 +122,7 @@ class LayerSeeds:
                     generator.set_state(state)
 
     def verify(self) -> None:
-        """Check after a step with recomputations that no layer has drawn which had not drawn in earlier steps.
+        """Check, after a step with recomputations, that no layer without a seed has drawn.
 
         Raises:
             RuntimeError: a layer may have drawn other numbers in its recomputation. From now on all have seeds.
@@ -143,23 +142,21 @@ class LayerSeeds:
         )
 
 
+#: What runs a layer with its seed.
+_current: ContextVar[Callable[..., Any] | None] = ContextVar("torchgpipe_layer_seeds", default=None)
+
+
 class _At:
     __slots__ = ("_run", "_token")
 
     def __init__(self, seeds: LayerSeeds, i: int, device: torch.device) -> None:
-        def run(layer: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-            return seeds.run(i, device, layer, *inputs, **keywords)
-
-        self._run = run
+        self._run = partial(seeds.run, i, device)
 
     def __enter__(self) -> None:
         self._token = _current.set(self._run)
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
-
-
-_current: ContextVar[Callable[..., Any] | None] = ContextVar("torchgpipe_layer_seeds", default=None)
 
 
 def current_seeds() -> Callable[..., Any] | None:
