@@ -665,9 +665,9 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------ gradients of parameters
     Mutation(
         "a gradient that would be lost is refused",
-        "add_to_sums",
-        "refuse_captured(roots, known)",
-        "pass",
+        "differentiate_into",
+        "_refuse_captured(roots, [*leaves, *owned])\nwanted = [k for k in range(len(sums)) if owned[k].requires_grad]",
+        "wanted = [k for k in range(len(sums)) if owned[k].requires_grad]",
         "engine/gradient_listeners engine/gradient_layers",
     ),
     Mutation(
@@ -708,7 +708,7 @@ MUTATIONS = [
     Mutation(
         "... or a parameter was frozen at the call",
         "ParameterGradients._anything_listens",
-        "any([parameter.requires_grad for parameter in self._known[len(self._parameters) :]])",
+        "any([parameter.requires_grad for parameter in self._owned[len(self._parameters) :]])",
         "False",
         "autograd",
     ),
@@ -735,7 +735,7 @@ MUTATIONS = [
     ),
     Mutation(
         "hooks of parameters receive only the whole gradient",
-        "add_to_sums",
+        "differentiate_into",
         "without_hooks(inputs[len(leaves) :])",
         "without_hooks([])",
         "autograd",

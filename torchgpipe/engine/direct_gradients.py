@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, accumulate
-from torchgpipe.engine.gradients import add_to_grad, add_to_sums, sum_of
+from torchgpipe.engine.gradients import differentiate_into, sum_of
 from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.engine.replicas import Replicas
 
@@ -37,7 +37,7 @@ class DirectGradients:
 
     def __init__(self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], *, shared: bool) -> None:
         self._parameters = parameters
-        self._known = (*parameters, *frozen)
+        self._owned = (*parameters, *frozen)
         self._sums: list[Leaf] | None = None
         self._before: list[Leaf] = [parameter.grad for parameter in parameters]
         #: Gradients that a sum is added to in place, each with a copy.
@@ -52,10 +52,7 @@ class DirectGradients:
         self, roots: Sequence[Edge], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, keep_graph: bool
     ) -> list[Leaf]:
         """Differentiate the graph of a cell; see :meth:`ParameterGradients.differentiate`."""
-        known = [*leaves, *self._known]
-        if self._sums is None:
-            return add_to_grad(roots, grads, leaves, known, keep_graph=keep_graph)
-        return add_to_sums(self._sums, self._parameters, roots, grads, leaves, known, keep_graph=keep_graph)
+        return differentiate_into(self._sums, self._owned, roots, grads, leaves, keep_graph=keep_graph)
 
     @property
     def adds_to_grad(self) -> bool:

@@ -29,7 +29,7 @@ from torchgpipe.engine.function import Edge, Function, accumulate, gradients, un
 from torchgpipe.engine.hooks import has_hooks, without_hooks
 from torchgpipe.engine.phony import get_phony
 
-__all__ = ["ParameterGradients", "add_to_grad", "add_to_sums", "sum_of"]
+__all__ = ["ParameterGradients", "differentiate_into", "sum_of"]
 
 
 class ParameterGradients:
@@ -45,13 +45,13 @@ class ParameterGradients:
         phony: an input of every cell that is differentiated here
     """
 
-    __slots__ = ("_ends", "_known", "_leaf", "_listens_always", "_parameters", "_passes", "phony")
+    __slots__ = ("_ends", "_leaf", "_listens_always", "_owned", "_parameters", "_passes", "phony")
 
     def __init__(
         self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device, *, replicated: bool
     ) -> None:
         self._parameters = parameters
-        self._known = (*parameters, *frozen)
+        self._owned = (*parameters, *frozen)
         self._listens_always = replicated or not all([parameter.is_leaf for parameter in parameters])
         self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
         leaf = get_phony(device).requires_grad_()
@@ -82,31 +82,25 @@ class ParameterGradients:
         if this is None:
             this = self._passes[current_pass()] = self._begin_pass(roots, leaves)
             at_end_of_pass(this.end)  # The pass alone keeps it, so a pass that fails drops its sums, too.
-        known = [*leaves, *self._known]
-        if this.adds_to_grad:
-            return add_to_grad(roots, grads, leaves, known, keep_graph=keep_graph)
-        parameters = self._parameters if this.sums else ()
-        return add_to_sums(this.sums, parameters, roots, grads, leaves, known, keep_graph=keep_graph)
+        return differentiate_into(this.sums, self._owned, roots, grads, leaves, keep_graph=keep_graph)
 
     def _begin_pass(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> _Pass:
         """Decide for a backward pass, with its first cell, what becomes of gradients."""
         # A pass that names its inputs does not ask for the leaf.
         takes_all = will_run(self._leaf)
-        this = _Pass()
-        this.adds_to_grad = takes_all and not self._anything_listens()
-        if this.adds_to_grad:
-            for tensor, node in _captured(roots, [*leaves, *self._known]):
+        if takes_all and not self._anything_listens():
+            for tensor, node in _captured(roots, [*leaves, *self._owned]):
                 if has_hooks(tensor, node):
                     raise _refusal(tensor)
-        elif takes_all or will_run(self.phony.grad_fn):
-            this.sums = [None] * len(self._parameters)
-        return this
+            return _Pass(None)
+        is_asked = takes_all or will_run(self.phony.grad_fn)
+        return _Pass([None] * len(self._parameters) if is_asked else [])
 
     def _anything_listens(self) -> bool:
         """Return whether anything must see gradients whole, or a parameter that was frozen at the call is no more."""
         return (
             self._listens_always
-            or any([parameter.requires_grad for parameter in self._known[len(self._parameters) :]])
+            or any([parameter.requires_grad for parameter in self._owned[len(self._parameters) :]])
             or any([has_hooks(parameter, end) for parameter, end in zip(self._parameters, self._ends)])
         )
 
@@ -115,18 +109,16 @@ class _Pass:
     """A backward pass of the caller.
 
     Attributes:
-        adds_to_grad: whether each cell adds to ``.grad``
-        sums: else the sum of each parameter's gradients; empty if the pass asks for none of them
+        sums: the sum of each parameter's gradients; empty if the pass asks for none of them; None if each cell adds to
+            ``.grad``
     """
 
-    adds_to_grad = False
-
-    def __init__(self) -> None:
-        self.sums: list[Leaf] = []
+    def __init__(self, sums: list[Leaf] | None) -> None:
+        self.sums = sums
 
     def end(self) -> None:
         """Drop the sums."""
-        self.sums.clear()
+        self.sums = []
 
 
 class Deliver(Function):
@@ -144,49 +136,45 @@ class Deliver(Function):
         return None, None, *((this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2))
 
 
-def add_to_grad(
+def differentiate_into(
+    sums: list[Leaf] | None,
+    owned: Sequence[Tensor],
     roots: Sequence[Edge],
     grads: Sequence[Tensor],
     leaves: Sequence[Tensor],
-    known: Sequence[Tensor],
     *,
     keep_graph: bool,
 ) -> list[Leaf]:
-    """Differentiate the graph of a cell, add the gradients of parameters to ``.grad``, and return those of ``leaves``.
+    """Differentiate the graph of a cell, and add the gradients of parameters to ``sums`` or to ``.grad``.
+
+    Args:
+        sums: the sums of the gradients, one for each of the first parameters in ``owned``; None to add to ``.grad``
+        owned: the parameters of the partition, those that require grad first
+        roots: where the graph is entered
+        grads: a gradient for each root
+        leaves: the inputs of the cell that require grad
+        keep_graph: whether the graph will be differentiated again
+
+    Returns:
+        the gradients of the leaves; None for one that was not used
 
     Raises:
-        RuntimeError: the cell uses a tensor that was computed from one which is not ``known``, and another cell has
-            used it up.
+        RuntimeError: the cell uses a tensor that is neither among the leaves nor owned, and the gradient of that tensor
+            would be lost, or another cell has used up what it was computed from.
     """
-    fresh = without_gradient(known[len(leaves) :])
-    try:
-        accumulate(roots, grads, keep_graph)
-    except RuntimeError:
-        # The first cell that uses a captured non-leaf frees what that was computed from.
-        refuse_captured(roots, known)
-        raise
-    unshare(fresh)
-    return [leaf.grad for leaf in leaves]
-
-
-def add_to_sums(
-    sums: list[Leaf],
-    parameters: Sequence[Tensor],
-    roots: Sequence[Edge],
-    grads: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    known: Sequence[Tensor],
-    *,
-    keep_graph: bool,
-) -> list[Leaf]:
-    """Differentiate the graph of a cell, add gradients of ``parameters`` to ``sums``, and return those of ``leaves``.
-
-    Raises:
-        RuntimeError: the cell uses a leaf that is not ``known``, whose gradient would be lost.
-    """
-    refuse_captured(roots, known)
-    wanted = [k for k, parameter in enumerate(parameters) if parameter.requires_grad]
-    inputs = [*leaves, *[parameters[k] for k in wanted]]
+    if sums is None:
+        fresh = without_gradient(owned)
+        try:
+            accumulate(roots, grads, keep_graph)
+        except RuntimeError:
+            # The first cell that uses a captured non-leaf frees what that was computed from.
+            _refuse_captured(roots, [*leaves, *owned])
+            raise
+        unshare(fresh)
+        return [leaf.grad for leaf in leaves]
+    _refuse_captured(roots, [*leaves, *owned])
+    wanted = [k for k in range(len(sums)) if owned[k].requires_grad]
+    inputs = [*leaves, *[owned[k] for k in wanted]]
     if not inputs:
         return []
     with without_hooks(inputs[len(leaves) :]):
@@ -204,7 +192,7 @@ def sum_of(total: Leaf, grad: Leaf) -> Leaf:
     return grad + total if grad.layout is torch.strided else total + grad
 
 
-def refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
+def _refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
     """Raise if the graph of a cell ends in a leaf that is not known.
 
     Raises:
