@@ -37,7 +37,7 @@ def _ignore(*_: Any) -> None:
 
 
 #: Whether this thread differentiates the graph of a cell.
-_in_a_cell: ContextVar[bool] = ContextVar("_in_a_cell", default=False)
+_in_a_cell: ContextVar[bool] = ContextVar("torchgpipe_in_a_cell", default=False)
 
 
 class _Whole:

@@ -15,7 +15,7 @@ from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
-from torchgpipe.schedule import NAMES, Action, Program, Schedule, places_of, program
+from torchgpipe.schedule import NAMES, Action, Program, Schedule, ScheduleName, places_of, program
 from torchgpipe.schedule.position import at_once, in_one_piece, peak_of, position_of
 from torchgpipe.schedule.programs import fill_drain
 
@@ -213,9 +213,9 @@ class _Shortage:
                 yield f"{text}, and {self._device} hold at most {peak} {self._unit}" if facts.backward else text
                 return
 
-    def _peak(self, name: str, m: int) -> int:
+    def _peak(self, name: ScheduleName, m: int) -> int:
         """Return the most cells that this device would hold at once."""
-        other = program(name, m, self._places)  # type: ignore[arg-type]
+        other = program(name, m, self._places)
         return peak_of(in_one_piece(other, self._is_whole(other, m)), self._action.j)
 
     def _others(self) -> list[tuple[int, int]]:

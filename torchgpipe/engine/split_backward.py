@@ -101,10 +101,9 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
     owners: dict[int, Any] = {}
     for node in order:
         sides = [end for end, _ in node.next_functions if end is not None and leads[node] and not leads[end]]
+        # Without the gradient of its input, a group norm kills the process if memory is in the order of channels.
         if sides and type(node).__name__ == "NativeGroupNormBackward0":
-            return (
-                None  # Without the gradient of its input, it kills the process if memory is in the order of channels.
-            )
+            return None
         if sides:
             branches[node] = []
             for below in _nodes_below([GradientEdge(side, 0) for side in sides]):

@@ -16,6 +16,7 @@ worker: a device thread of the autograd engine could not run them while it waits
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -189,10 +190,7 @@ class _Step:
             yield
 
     def _begin_gradients(self) -> None:
-        owners: dict[Tensor, int] = {}
-        for call in self._calls:
-            for parameter in call.parameters:
-                owners[parameter] = owners.get(parameter, 0) + 1
+        owners = Counter([parameter for call in self._calls for parameter in call.parameters])
         for call in self._calls:
             shared = any([owners[parameter] > 1 for parameter in call.parameters])
             call.direct = DirectGradients(call.parameters, call.frozen, shared=shared)

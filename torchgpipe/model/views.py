@@ -9,6 +9,7 @@ The engine knows cells of views. Errors and timelines name the partitions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -133,9 +134,7 @@ def joinable(views: Sequence[Partition], devices: Sequence[torch.device], stops:
     if not any(alike):
         return (False,) * len(views)
     # Gradients of shared parameters are summed view by view. A view that starts in place runs on a copy.
-    counts: dict[torch.Tensor, int] = {}
-    for parameter in (parameter for view in views for parameter in view.parameters()):
-        counts[parameter] = counts.get(parameter, 0) + 1
+    counts = Counter([parameter for view in views for parameter in view.parameters()])
     free = [
         not (_runs_as_a_whole(view) or any([counts[parameter] > 1 for parameter in view.parameters()]))
         for view in views

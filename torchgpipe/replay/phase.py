@@ -83,7 +83,7 @@ class enter_phase:
         self._previous = _current.phase
         _current.phase = self._phase
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *_: object) -> None:
         _current.phase = self._previous
 
 

@@ -54,7 +54,7 @@ _locks: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
 
 #: The norms that this thread, or the thread that it works for, has locked.
-_held: ContextVar[frozenset[nn.Module]] = ContextVar("_held", default=frozenset())
+_held: ContextVar[frozenset[nn.Module]] = ContextVar("torchgpipe_held_norms", default=frozenset())
 
 
 @contextmanager

@@ -34,15 +34,14 @@ NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
 
 
-def verify_name(schedule: Schedule) -> Schedule:
-    """Return the schedule.
+def verify_name(schedule: Schedule) -> None:
+    """Raise an error if there is no schedule of this name.
 
     Raises:
-        ValueError: there is no schedule of this name.
+        ValueError: there is none.
     """
     if schedule is None or (isinstance(schedule, str) and schedule not in NAMES):
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {schedule!r}")
-    return schedule
 
 
 def places_of(devices: Sequence[object]) -> list[int]:
@@ -67,13 +66,13 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Prog
     # A program of a user may have plain tuples, lists or iterators in place of actions and lists.
     program_of_user = schedule(m or 1, list(places)) if callable(schedule) else schedule
     actions = tuple(tuple(map(Action._make, own)) for own in program_of_user)
-    own = 1 + max([action.i for device in actions for action in device], default=-1)
-    if m is not None and own != m:
+    count = 1 + max([action.i for own in actions for action in own], default=-1)
+    if m is not None and count != m:
         raise ValueError(
-            f"the program is for {own} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, or "
-            "let schedule be a function that takes the number of micro-batches and the places, and returns a program"
+            f"the program is for {count} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, "
+            "or let schedule be a function that takes the number of micro-batches and the places, and returns a program"
         )
-    _verify(actions, own, tuple(places))
+    _verify(actions, count, tuple(places))
     return actions
 
 

@@ -52,7 +52,7 @@ class _Driving(threading.local):
 
     def __init__(self) -> None:  # in every thread
         self.layer: Any = None
-        self.open: _Open | None = None
+        self.open: _Open = set()
 
 
 _driving = _Driving()
@@ -65,7 +65,7 @@ def drive(forward: Callable[..., Any]) -> Callable[..., Any]:
     def driven(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer, outer_open = _driving.layer, _driving.open
         if outer is self:  # super().forward(...), a part of the layer's call
-            return _run(self, forward(self, *args, **kwargs), outer_open)  # type: ignore[arg-type]
+            return _run(self, forward(self, *args, **kwargs), outer_open)
         open_: _Open = {(stash, name) for name in self.stashable_names}
         open_.update([(pop, name) for name in self.poppable_names])
         _driving.layer, _driving.open = self, open_

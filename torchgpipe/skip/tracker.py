@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from torchgpipe.devices.typing import Leaf, Leaves
@@ -55,9 +54,7 @@ class SkipTracker:
         self._outer = _current.tracker
         _current.tracker = self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _current.tracker = self._outer
 
 
