@@ -461,6 +461,19 @@ def test_a_weight_that_is_used_twice_in_a_cell(devices: Devices, checkpoint: str
     assert_equal(grads_of(module), grads_of(plain))
 
 
+def test_a_group_norm_is_differentiated_as_a_whole(devices: Devices) -> None:
+    """PyTorch's backward of a group norm without the gradient of its input kills the process if memory is in the order
+    of channels, and the second half of a split backward asks for the gradients of weights only."""
+    norm = nn.GroupNorm(2, 4)
+    layers = [nn.Conv2d(3, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1), norm, nn.Tanh()), nn.Conv2d(4, 4, 1), nn.Identity()]
+    module = nn.Sequential(*layers).double().to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(module)
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    stepping(module, devices(4), schedule="ZeroBubble", loss_fn=lambda output, _: output.square().mean()).step(x)
+    plain_step(plain, list(x.chunk(4)), lambda _, output: output.square().mean() * (1 / 4), "1F1B")
+    assert_equal(grads_of(module), grads_of(plain))
+
+
 # ------------------------------------------------------------------------------------------------ bugs
 
 

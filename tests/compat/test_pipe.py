@@ -733,6 +733,12 @@ def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_state_dict_without_numbers_of_layers_is_refused() -> None:
+    model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False)))
+    with pytest.raises(RuntimeError, match=r"'partitions\.0\.first\.weight' has no number of a layer"):
+        model.load_state_dict({"partitions.0.first.weight": torch.zeros(1, 1)})
+
+
 def test_layers_are_taken_by_their_order_where_names_would_exchange_them() -> None:
     """The model has lost a layer without parameters, and each old name now fits the other layer."""
     model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)))

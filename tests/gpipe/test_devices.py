@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,13 @@ def test_devices_is_a_list_with_a_device_for_each_partition() -> None:
     model = GPipe(make_model(3), [1, 2], devices=("cpu:0", torch.device("cpu:1")))
     assert model.devices == [torch.device("cpu:0"), torch.device("cpu:1")]
     assert isinstance(model.devices, list)
+
+
+@pytest.mark.parametrize("device", ["cpu", 0, torch.device("cpu")])
+def test_a_single_device_is_no_list(device: Any) -> None:
+    """A string would be read letter by letter."""
+    with pytest.raises(TypeError, match=f"^devices must be a list .* but got {re.escape(repr(device))}$"):
+        GPipe(make_model(1), [1], devices=device)
 
 
 def test_devices_may_come_from_a_generator() -> None:
