@@ -39,7 +39,6 @@ def balance_by_time(
     Raises:
         TypeError: `module` is not an ``nn.Sequential``.
         ValueError: there are fewer layers than partitions, `partitions` is below 1, or `timeout` is negative.
-
     """
     return torchgpipe_balancing.balance_by_time(
         module, sample, partitions=partitions, device=available(device), timeout=timeout
@@ -100,7 +99,6 @@ def balance_by_size(
         TypeError: `module` is not an ``nn.Sequential``.
         ValueError: there are fewer layers than partitions, `partitions` or `chunks` is below 1, or `param_scale` is
             negative.
-
     """
     check_partitions(len(layers_of(module)), partitions)
     sizes = profile_sizes(module, input, device=available(device))

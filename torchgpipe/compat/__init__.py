@@ -1,3 +1,3 @@
-"""Offer the interfaces of other libraries on top of the same pipeline."""
+"""Offer the old Pipe of PyTorch on top of the same pipeline."""
 
 __all__: list[str] = []

@@ -20,7 +20,7 @@ __all__ = ["Arguments", "gather", "scatter"]
 
 
 class Arguments(Batch):
-    """A value between two layers; a tuple becomes the arguments of the next layer."""
+    """A value between two partitions; a tuple becomes the arguments of the next layer."""
 
     __slots__ = ()
 

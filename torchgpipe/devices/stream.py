@@ -1,4 +1,4 @@
-"""One vocabulary for the streams of all devices, so that no other file asks what kind a device is.
+"""One vocabulary for the streams of all devices, so that code that copies or waits asks for no kind of device.
 
 An accelerator works through streams. Work that is launched on a stream runs later and in order, and beside the work of
 other streams. Three rules keep results right, and a stream has methods for each rule:

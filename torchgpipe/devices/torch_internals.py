@@ -116,7 +116,7 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def sequence_number(node: Any) -> int:
-    """Return the number of an autograd node, which counts the nodes that its thread has made. See above. Since 2.1."""
+    """Return the number of an autograd node among those of its thread; see `next_sequence_number`. Since 2.1."""
     number: int = node._sequence_nr()
     return number
 

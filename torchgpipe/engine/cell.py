@@ -1,4 +1,4 @@
-"""One micro-batch on one partition: its layers run, and failures and progress are told with its place.
+"""One micro-batch on one partition: runs the layers, and reports failures and progress with their place.
 
 A cell does not know what schedules it, and keeps no tensor: only the structure of its input and its output.
 """

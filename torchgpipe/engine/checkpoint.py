@@ -3,8 +3,8 @@
 A cell with a graph of its own is one node in the caller's graph, `Checkpoint` or `Keep`. Between partitions on several
 devices, the two halves of the backward of `Checkpoint` are two nodes:
 
-    forward   inputs, parameters ──► Checkpoint ──► outputs
-                                         └─phony──► Recompute ──phony──► the next cell of this device
+    forward   inputs ──► Checkpoint ──► outputs
+                             └─phony──► Recompute ──phony──► the next cell of this device
     backward  1. Recompute runs the cell again, now with a graph.
               2. Checkpoint differentiates that graph, when the gradient of the outputs has arrived.
 

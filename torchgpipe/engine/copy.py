@@ -110,7 +110,7 @@ def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
 
 
 def copy_back(route: Route, i: int, grads: Leaves) -> Leaves:
-    """Copy the gradients of what ``route`` has brought back to its source."""
+    """Copy gradients of micro-batch ``i`` from the target of ``route`` to its source."""
     a, c = route.ends
     route.arriving.wait(route.target.mark())
     with recorded(route.step, "copy", i, c, a, route.arriving):

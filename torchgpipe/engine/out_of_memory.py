@@ -1,7 +1,7 @@
 """What an error says when memory runs out: where the schedule was, what was alive, and what would take less memory.
 
-The text is made from the program alone, once an action has failed; until then it costs nothing. It promises only what
-the programs tell: an advice is given if, by their numbers, less would be alive than when memory ran out.
+The text is made from the program alone, once an action has failed; until then it costs nothing. A remedy is named only
+if, by the numbers of the programs, less would be alive than when memory ran out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class MiniBatchFacts(NamedTuple):
         program: the actions of each device
         backward: whether backward runs
         stops: for each partition, how many micro-batches, from the first on, keep only its input until their backward
-        partly: whether some layers or modules are recomputed, of partitions that keep more than their inputs
+        partly: whether a partition recomputes some of its layers or modules only, and so keeps more than its input
         splits: whether a split backward leaves something for W, in cells that are not recomputed
-        advises: whose argument would recompute, where nothing is recomputed; None if it would have no effect
+        advises: if nothing is recomputed, the function whose argument ``checkpoint`` the text recommends; None if some
+            layers are recomputed already, or if that argument would have no effect
     """
 
     m: int
@@ -63,7 +64,7 @@ def facts_of(
     *,
     backward: bool,
 ) -> MiniBatchFacts:
-    """Return what there is to know of a mini-batch of `GPipe`.
+    """Return what the text is made from, for a mini-batch of `GPipe`.
 
     Args:
         views: the layers; a partition may be divided into several views
@@ -103,6 +104,8 @@ def add_shortage(error: BaseException, facts: Callable[[], MiniBatchFacts], acti
 
 
 class _Shortage:
+    """The text about one action that has failed."""
+
     def __init__(self, facts: MiniBatchFacts, action: Action) -> None:
         self._facts = facts
         self._action = action

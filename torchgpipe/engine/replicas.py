@@ -145,7 +145,7 @@ def add_gradients(parameters: Sequence[Tensor], grads: list[Leaf], group: Any, d
         RuntimeError: another process does not answer.
     """
     there = [[grad is not None, grad is not None and grad.layout is not torch.strided] for grad in grads]
-    # So an error is raised in all processes, and none of them waits for another.
+    # Added up before anything is refused, so that all processes raise the error, and none waits for another.
     used, sparse = _added(torch.tensor(there, dtype=torch.int32, device=device), group)
     if any(sparse):
         raise ValueError("sparse gradients cannot be added up over replicas; make the layers without sparse=True")

@@ -30,7 +30,7 @@ __all__ = ["Task", "run_in_workers"]
 
 
 class Task(NamedTuple):
-    """A part of the work, of one device.
+    """A part of the work of one device.
 
     Attributes:
         stream: where it computes; its device has a worker

@@ -1,7 +1,7 @@
 """Split nested inputs into micro-batches, and gather nested outputs. Only this file knows how containers nest.
 
 A value that travels through the pipeline is flattened once, into its leaves (tensors and None) and the structure
-around them. Everything between two layers works on the leaves.
+around them. Everything between two partitions works on the leaves.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 
 
 class Batch:
-    """A value between two layers: its leaves, and the structure around them.
+    """A value between two partitions: its leaves, and the structure around them.
 
     Args:
         leaves: tensors and None

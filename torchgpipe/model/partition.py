@@ -26,12 +26,12 @@ class Partition(nn.Sequential):
 
     @property
     def _running(self) -> Partition:
-        """The partition that runs: this one, where it is not several that are joined."""
+        """This partition; for partitions that are joined, the one of them that runs now."""
         return self
 
     @property
     def _label(self) -> str:
-        """The index and the layers, for errors."""
+        """The index and the names of the layers, for errors."""
         names = list(self._modules)
         return f"partition {self._index} (layers '{names[0]}'..'{names[-1]}')"
 

@@ -24,7 +24,7 @@ class Accumulator:
 
     Attributes:
         parts: the moments of each run
-        group: the same
+        group: the processes whose moments count as well, or None
     """
 
     def __init__(self, norm: BatchNormBase, group: Any = None) -> None:

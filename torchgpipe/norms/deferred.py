@@ -178,15 +178,14 @@ class DeferredBatchNorm(BatchNormBase):
         """
         if not is_tracking(self):
             return super().forward(input)
-        mean, var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        running_mean, running_var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
         self._check_input_dim(input)
         if is_recomputing():
             return self._normalise(input, None, None)
         n = len(input) * math.prod(input.shape[2:])
-        dtype = accumulation_dtype(mean.dtype)
-        exact = mean.dtype == dtype
-        mean, var = torch.zeros_like(mean, dtype=dtype), torch.zeros_like(var, dtype=dtype)
-        if exact:
+        dtype = accumulation_dtype(running_mean.dtype)
+        mean, var = torch.zeros_like(running_mean, dtype=dtype), torch.zeros_like(running_var, dtype=dtype)
+        if running_mean.dtype == dtype:
             # With a momentum of 1 the kernel writes the moments that it normalises by into these tensors.
             output = self._normalise(input, mean, var)
         else:

@@ -43,7 +43,7 @@ class _Note(NamedTuple):
 
     states: list[Tensor]
     contents: list[bytes]
-    replays: list[int]  # how many replays the device of each had begun or ended
+    replays: list[int]  # for each generator, how many replays have begun or ended on its device
 
 
 class _Draw(NamedTuple):

@@ -1,4 +1,4 @@
-"""The order of cells in the paper: a pure function of two numbers, without tensors or devices.
+"""The order of cells in the paper of GPipe: a pure function of two numbers, without tensors or devices.
 
 A cell (i, j) is micro-batch i on partition j. It needs the output of (i, j-1), and its device is busy with (i-1, j)
 before. So all cells with i + j = k can run at the same time, clock k:

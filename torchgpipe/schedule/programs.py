@@ -55,7 +55,7 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Prog
 
     Args:
         schedule: the schedule
-        m: the number of micro-batches; None for as many as a program of its own has
+        m: the number of micro-batches; None for that of the program, or 1 if the schedule is a name or a function
         places: the index of the device of each partition
 
     Raises:

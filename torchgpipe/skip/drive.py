@@ -94,7 +94,7 @@ def _run(layer: Any, steps: Any, open_: _Open) -> Any:
             try:
                 reply = _do(layer, step, open_)
             except BaseException as error:
-                # Raised at the yield, so that the traceback shows that line, and with blocks of the layer are left.
+                # Raised at the yield, so that the traceback shows that line, and the layer leaves its `with` blocks.
                 step = steps.throw(error)
             else:
                 step = steps.send(reply)
