@@ -897,14 +897,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the views of a divided partition run backward in reverse",
-        "plan",
+        "agenda_of",
         "1 if kind == 'F' else -1",
         "1",
         "step_options",
     ),
     Mutation(
         "neighbours on one device are joined",
-        "plan",
+        "agenda_of",
         "columns[-1].append(view)",
         "columns.append([view])",
         "step_joined",

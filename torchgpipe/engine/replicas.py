@@ -80,11 +80,11 @@ class Replicas:
             # The hash of integers is the same in all processes.
             tensors = exchanged()
             places = list(dict.fromkeys([one.device for one in tensors]))
-            plan = hash(tuple([(*one.shape, one.element_size(), places.index(one.device)) for one in tensors]))
+            layout = hash(tuple([(*one.shape, one.element_size(), places.index(one.device)) for one in tensors]))
         except Exception:
             self._largest([1, 0, 0], what)
             raise
-        failed, highest, lowest = self._largest([0, plan, ~plan], what)
+        failed, highest, lowest = self._largest([0, layout, ~layout], what)
         if failed:
             raise RuntimeError(f"{what} failed in another replica, which raises the error; .grad is as it was before")
         if highest != ~lowest:

@@ -6,7 +6,8 @@ travels between cells is in four tables, each entry written by one action and ta
     activations (i, j)   from F(i, j-1) to F(i, j)          gradients (i, j)   from B(i, j+1) to B(i, j)
     skips (i, key)       from the stash to the pop          and their gradients, from the pop to the stash
 
-In a program, j is a partition. Here j is a view, which may be a part of a partition, or several partitions; see `plan`.
+In a program, j is a partition. Here j is a view, which may be a part of a partition, or several partitions; see
+`agenda`.
 
 A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
 their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
@@ -26,13 +27,13 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_back
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver, reduce
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage, facts_of, rows_of_largest
-from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.record import Step
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.workers import Task, run_in_workers
@@ -88,11 +89,12 @@ def run_step(
         views = tuple(map(tuple, views_of_each(partitions)))
         rows = rows_of_largest(inputs)
         facts = partial(facts_of, partitions, devices, len(inputs), rows, stops, schedule, program, backward=backward)
-        todo = plan(tuple(map(tuple, program)), views, joins, backward=backward)
-        columns = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in todo.views]
-        devices, stops = [devices[own[0]] for own in todo.views], [stops[own[0]] for own in todo.views]
-        cells = _Step(columns, devices, inputs, finish, mechanisms, stops, backward, replicas, step, facts)
-    return cells.run(todo, gather)
+        agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
+        columns = agenda.columns
+        joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]
+        devices, stops = [devices[own[0]] for own in columns], [stops[own[0]] for own in columns]
+        cells = _Step(joined, devices, inputs, finish, mechanisms, stops, backward, replicas, step, facts)
+    return cells.run(agenda, gather)
 
 
 class _Step:
@@ -140,13 +142,13 @@ class _Step:
         self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
         self._cells: dict[tuple[int, int], CutCell] = {}
 
-    def run(self, todo: Plan, gather: Callable[[], Any]) -> Any:
+    def run(self, agenda: Agenda, gather: Callable[[], Any]) -> Any:
         """Run all actions, and deliver the gradients, or leave ``.grad`` as it was."""
         try:
             with self._replicas.together("the step", self._reduced):
                 if self._backward_runs:
                     self._begin_gradients()
-                self._run_actions(todo)
+                self._run_actions(agenda)
                 if self._recomputed:
                     self._seeds.verify()
                 gathered = gather()
@@ -159,12 +161,12 @@ class _Step:
                     call.direct.restore()
             raise
 
-    def _run_actions(self, todo: Plan) -> None:
+    def _run_actions(self, agenda: Agenda) -> None:
         def run(number: int) -> None:
-            kind, i, j = todo.actions[number]
+            kind, i, j = agenda.actions[number]
             try:
                 if kind == "F":
-                    self._forward(i, j, (i, j) in todo.keeps)
+                    self._forward(i, j, (i, j) in agenda.keeps)
                 elif kind == "W":
                     with self._differentiating():
                         self._cells.pop((i, j)).differentiate_weights()
@@ -177,11 +179,11 @@ class _Step:
         calls = self._calls
         if len({call.device for call in calls}) == 1:
             with calls[0].stream.use():
-                for number in range(len(todo.actions)):
+                for number in range(len(agenda.actions)):
                     run(number)
         else:
-            streams = [calls[action.j].stream for action in todo.actions]
-            run_in_workers([Task(*task) for task in zip(streams, todo.needs)], run, self._ambient)
+            streams = [calls[action.j].stream for action in agenda.actions]
+            run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, self._ambient)
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.copy import copy_back, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
-from torchgpipe.engine.plan import Plan, plan
 from torchgpipe.engine.record import End, Kind, recorded
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.frames.cell import Arrival, Cell, Export
@@ -110,7 +110,7 @@ class MiniBatch:
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
         each = tuple((j,) for j in range(self._n))
-        self._plan = plan(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
+        self._agenda = agenda_of(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -121,14 +121,14 @@ class MiniBatch:
             BaseException: the error of the first action that failed, with a note of where it was.
         """
         try:
-            self._run_actions(self._plan, self._ambient, keep_graph=False)
+            self._run_actions(self._agenda, self._ambient, keep_graph=False)
         finally:
             self._drop()
 
     def run_forward(self) -> None:
         """Run all forward actions."""
         try:
-            self._run_actions(_only(self._plan, "F"), self._ambient, keep_graph=False)
+            self._run_actions(_only(self._agenda, "F"), self._ambient, keep_graph=False)
         finally:
             self._drop()
 
@@ -143,7 +143,7 @@ class MiniBatch:
     def run_backward(self, *, keep_graph: bool) -> None:
         """Run all backward actions, in the thread of an autograd node."""
         with self._aliases.installed():
-            self._run_actions(_only(self._plan, "BIW"), Ambient(), keep_graph=keep_graph)
+            self._run_actions(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
 
     def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
         """Yield the inputs that require grad, each a part of an argument, with their gradients, and forget these."""
@@ -154,27 +154,27 @@ class MiniBatch:
         """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
         return [(tensor, source) for entered in self._entered for tensor, source in entered]
 
-    def _run_actions(self, todo: Plan, ambient: Ambient, *, keep_graph: bool) -> None:
+    def _run_actions(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool) -> None:
         def run(number: int) -> None:
-            kind, i, j = todo.actions[number]
+            kind, i, j = agenda.actions[number]
             try:
                 if kind == "F":
                     self._run_forward(i, j)
                 else:
                     self._run_backward(i, j, kind, keep_graph)
             except BaseException as error:
-                add_shortage(error, self._facts, todo.actions[number])
+                add_shortage(error, self._facts, agenda.actions[number])
                 raise
 
         computing = self._columns.computing
         try:
             if len(set(self._columns.devices)) == 1:
                 with computing[0].use():
-                    for number in range(len(todo.actions)):
+                    for number in range(len(agenda.actions)):
                         run(number)
             else:
-                streams = [computing[action.j] for action in todo.actions]
-                run_in_workers([Task(*task) for task in zip(streams, todo.needs)], run, ambient)
+                streams = [computing[action.j] for action in agenda.actions]
+                run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, ambient)
         except BaseException:
             for frame in self._frames:
                 frame.cancel()
@@ -294,11 +294,11 @@ def _no_export(tensor: Tensor) -> Export:
     raise AssertionError("there is no backward")
 
 
-def _only(todo: Plan, kinds: str) -> Plan:
-    """Return the part of a plan with actions of these kinds; what they need of other kinds has run."""
-    numbers = [number for number, action in enumerate(todo.actions) if action.kind in kinds]
+def _only(agenda: Agenda, kinds: str) -> Agenda:
+    """Return the part of an agenda with actions of these kinds; what they need of other kinds has run."""
+    numbers = [number for number, action in enumerate(agenda.actions) if action.kind in kinds]
     new = {number: k for k, number in enumerate(numbers)}
-    return todo._replace(
-        actions=[todo.actions[number] for number in numbers],
-        needs=[[new[need] for need in todo.needs[number] if need in new] for number in numbers],
+    return agenda._replace(
+        actions=[agenda.actions[number] for number in numbers],
+        needs=[[new[need] for need in agenda.needs[number] if need in new] for number in numbers],
     )

@@ -1,4 +1,4 @@
-"""The plan of a step: the cells that there are, and all actions in their order, with what each of them needs.
+"""The agenda of a step: the cells that there are, and all actions in their order, with what each of them needs.
 
 A program knows partitions. The cells of a step are on views, which divide or join partitions. Neighbours are joined if
 the program runs them one directly after the other, forward and backward. Fewer cells take less of the host's time.
@@ -14,33 +14,33 @@ from torchgpipe.schedule import Action, simulate
 from torchgpipe.schedule.action import needs, splits_of
 from torchgpipe.schedule.position import at_once
 
-__all__ = ["FrozenProgram", "Plan", "plan"]
+__all__ = ["Agenda", "FrozenProgram", "agenda_of"]
 
 #: A program that can be the key of a cache.
 FrozenProgram: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
-class Plan(NamedTuple):
+class Agenda(NamedTuple):
     """What a step runs.
 
     Attributes:
-        views: for each column of cells, the positions of its views
+        columns: for each column of cells, the positions of its views
         actions: all actions, by clock and device: the order in which errors count
         needs: for each action, the numbers of the actions that it needs
         keeps: the cells whose backward follows their forward on their device
     """
 
-    views: list[list[int]]
+    columns: list[list[int]]
     actions: list[Action]
     needs: list[list[int]]
     keeps: set[tuple[int, int]]
 
 
 @lru_cache(maxsize=32)  # Simulating a program takes as long as many cells.
-def plan(
+def agenda_of(
     program: FrozenProgram, views: tuple[tuple[int, ...], ...], joinable: tuple[bool, ...], *, backward: bool
-) -> Plan:
-    """Return the plan of a step.
+) -> Agenda:
+    """Return the agenda of a step.
 
     Args:
         program: the actions of each device, in terms of partitions
@@ -72,7 +72,7 @@ def plan(
     actions = [action for _, _, action in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
     numbers = {action: number for number, action in enumerate(actions)}
     splits = splits_of(joined)
-    return Plan(
+    return Agenda(
         columns,
         actions,
         [[numbers[one] for one in needs(action, splits, len(columns))] for action in actions],
