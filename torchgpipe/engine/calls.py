@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.stream import Streams
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.partition_call import PartitionCall
@@ -84,7 +84,12 @@ def make_calls(
     computing = [streams.current(device) for device in devices]
 
     def route(a: int, c: int, load: str = "") -> Route | None:
-        return _route(streams, computing[a], computing[c], (partitions[a]._index, partitions[c]._index), load, step)
+        source, target = computing[a], computing[c]
+        if not streams.moves(source.device, target.device):
+            return None
+        leaving = streams.side(source.device, f"{load}leaving")
+        arriving = streams.side(target.device, f"{load}arriving")
+        return Route(source, leaving, arriving, target, (partitions[a]._index, partitions[c]._index), step)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
     modules = [list(partition.modules()) for partition in partitions]
@@ -111,13 +116,3 @@ def make_calls(
         )
         for j, partition in enumerate(partitions)
     ]
-
-
-def _route(
-    streams: Streams, source: Stream, target: Stream, ends: tuple[int, int], load: str, step: Step | None
-) -> Route | None:
-    if not streams.moves(source.device, target.device):
-        return None
-    leaving = streams.side(source.device, f"{load}leaving")
-    arriving = streams.side(target.device, f"{load}arriving")
-    return Route(source, leaving, arriving, target, ends, step)
