@@ -31,8 +31,8 @@ def test_devices_is_a_list_with_a_device_for_each_partition() -> None:
 @pytest.mark.parametrize("device", ["cpu", 0, torch.device("cpu")])
 def test_a_single_device_is_no_list(device: Any) -> None:
     """A string would be read letter by letter."""
-    with pytest.raises(TypeError, match=f"^devices must be a list .* but got {re.escape(repr(device))}$"):
-        GPipe(make_model(1), [1], devices=device)
+    with pytest.raises(TypeError, match=rf"^devices must be a list .* devices=\[{re.escape(repr(device))}\] \* 2$"):
+        GPipe(make_model(2), [1, 1], devices=device)
 
 
 def test_devices_may_come_from_a_generator() -> None:

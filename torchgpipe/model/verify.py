@@ -158,7 +158,10 @@ def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devic
         ValueError: one of the devices is the meta device.
     """
     if isinstance(devices, (str, int, torch.device)):
-        raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
+        raise TypeError(
+            f"devices must be a list with a device for each partition, but got {devices!r}; to have all partitions "
+            f"there, give devices=[{devices!r}] * {n}"
+        )
     known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
     if len(known) < n:
         there = known or default_devices(n)
