@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torchgpipe
 from tests.test_step import assert_equal, data, grads_of, mlp, plain_step, stepping
 from torchgpipe import GPipe
 from torchgpipe.engine import step as engine
+from torchgpipe.model.views import Joined
 from torchgpipe.schedule import Action, program
 
 
@@ -141,6 +143,15 @@ def test_a_value_between_joined_partitions_is_checked(columns: list[list[int]]) 
     with pytest.raises(TypeError, match=r"'name'.* is str"):
         four(nn.Sequential(*layers)).step(x, y)
     assert columns == [[0, 1, 2], [3]]
+
+
+def test_layers_may_have_the_names_of_attributes_of_joined_partitions() -> None:
+    """These attributes were set behind the layers, and a step raised an error of torch about child modules."""
+    names = [name for name in vars(Joined([GPipe(mlp(), [4]).partitions[0]])) if name not in vars(nn.Module())]
+    assert {"_at", "_parts"} <= {*names}
+    module = nn.Sequential(OrderedDict((name, nn.Linear(6, 6).double()) for name in names))
+    x, y = data()
+    stepping(module, ["cpu"] * len(names), checkpoint="never").step(x, y)
 
 
 def test_copies_and_more_programs_of_joined_partitions() -> None:

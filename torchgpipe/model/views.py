@@ -77,14 +77,14 @@ class Joined(Partition):
         super().__init__()
         self.training = parts[0].training
         self._index = parts[0]._index
-        for part in parts:
-            self._modules.update(part._modules)
         # In a tuple, because a module would become a layer.
         self._parts = tuple(parts)
         self._sources = [f"the output of {part._label}" for part in parts]
         #: The position of the part that runs, forward or backward.
         self._at = [0]
         self._markers = [_marker(self._at, k) for k in range(len(parts))]
+        for part in parts:  # Last, because a layer may have the name of one of these attributes.
+            self._modules.update(part._modules)
 
     @property
     def _running(self) -> Partition:
