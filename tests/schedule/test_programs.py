@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.schedule import NAMES, Action, ScheduleName, draw_svg, draw_text, program, simulate, verify
+from torchgpipe.schedule import NAMES, Action, ScheduleName, draw_svg, draw_text, program, program_of, simulate, verify
 
 #: The time of forward, with backward of twice that time, or of that time for each half.
 F = 1.0
@@ -105,6 +107,12 @@ def B_(i: int, j: int) -> Action:
 def test_a_program_that_cannot_run_is_refused(lists: list[list[Action]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify(lists, 1, [0, 1])
+
+
+@pytest.mark.parametrize("schedule", [5, [[("F", 0)]], ["F", "B"], lambda m, places: "1F1B"])
+def test_what_is_no_program_is_refused(schedule: Any) -> None:
+    with pytest.raises(TypeError, match=r"^a program is a list of actions \(kind, i, j\) for each device, .* but got "):
+        program_of(schedule, 1, [0])
 
 
 def test_costs_memory_and_transfers_of_a_simulation() -> None:

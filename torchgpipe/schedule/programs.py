@@ -59,13 +59,20 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Prog
         places: the index of the device of each partition
 
     Raises:
+        TypeError: the schedule is neither a name nor a program.
         ValueError: the schedule does not fit the places or the number of micro-batches, or the program cannot run.
     """
     if isinstance(schedule, str):
         return program(schedule, m or 1, places)
     # A program of a user may have plain tuples, lists or iterators in place of actions and lists.
-    program_of_user = schedule(m or 1, list(places)) if callable(schedule) else schedule
-    actions = tuple(tuple(map(Action._make, own)) for own in program_of_user)
+    given = schedule(m or 1, list(places)) if callable(schedule) else schedule
+    try:
+        actions = tuple(tuple(map(Action._make, own)) for own in given)
+    except TypeError as error:
+        raise TypeError(
+            "a program is a list of actions (kind, i, j) for each device, as schedule.program('1F1B', 4, [0, 1]) "
+            f"returns, but got {given!r:.200} ({error})"
+        ) from error
     count = 1 + max([action.i for own in actions for action in own], default=-1)
     if m is not None and count != m:
         raise ValueError(
