@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.frames.inputs import Splitter
+from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
-from torchgpipe.frames.mini_batch import Arguments
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.spine import Part, Trace, spine_of

@@ -10,15 +10,21 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.mini_batch import Arguments
 from torchgpipe.frames.values import each, is_cache, mapped
 
-__all__ = ["Splitter", "arguments_of", "chunk_sizes"]
+__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes"]
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call of the model: with a mini-batch, a micro-batch, or the sample."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def arguments_of(sample: Any) -> Arguments:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torchgpipe.frames.cell import Arrival, Cell, Export
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.random_numbers import RandomNumbers
@@ -36,14 +37,7 @@ from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Program
 
-__all__ = ["Arguments", "Finish", "MiniBatch"]
-
-
-class Arguments(NamedTuple):
-    """The arguments of a micro-batch."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+__all__ = ["Finish", "MiniBatch"]
 
 
 #: Takes a micro-batch's number, the output of the model, and a function that exports a tensor to the caller.

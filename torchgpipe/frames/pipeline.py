@@ -25,9 +25,9 @@ from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import open_door
 from torchgpipe.frames.exported import Exported
-from torchgpipe.frames.inputs import chunk_sizes
+from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
-from torchgpipe.frames.mini_batch import Arguments, MiniBatch
+from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.parameters import Aliases, Slot
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
@@ -168,9 +168,9 @@ class Pipeline:
         module: nn.Module,
         plain: Callable[..., Any],
         parts: Sequence[Arguments],
-        finish: Callable[[int, Any, Callable[[Tensor], Export]], None],
+        finish: Finish,
         aliases: Aliases,
-        actions: Any,
+        actions: Program,
         facts: Callable[[], MiniBatchFacts],
         *,
         backward: bool,

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.frames.inputs import Splitter
-from torchgpipe.frames.mini_batch import Arguments
+from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.frames.values import mapped

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import Splitter, arguments_of
-from torchgpipe.frames.mini_batch import Arguments
+from torchgpipe.frames.inputs import Arguments, Splitter, arguments_of
 from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
