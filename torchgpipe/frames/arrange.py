@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
 from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.settings import Settings, door_of
 from torchgpipe.frames.spine import Part, Trace, spine_of
+from torchgpipe.frames.values import dotted
 
 __all__ = ["arrange"]
 
@@ -212,11 +213,11 @@ def _homes(
     column_at = _column_at(traced, doors, names)
     homes: dict[str, int] = {}
     for name, child in module.named_modules():
-        if _covered(name, doors):
+        if door_of(name, doors) is not None:
             continue
         for own, tensor in [*child._parameters.items(), *child._buffers.items()]:
             if tensor is not None:
-                homes[f"{name}.{own}" if name else own] = column_at(traced.used.get(tensor, 0))
+                homes[dotted(name, own)] = column_at(traced.used.get(tensor, 0))
     return homes
 
 
@@ -226,14 +227,6 @@ def _column_at(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module
         [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
     )
     return lambda place: next((column for start, column in reversed(starts) if start <= place), 0)
-
-
-def _covered(name: str, doors: Mapping[str, int]) -> bool:
-    while name:
-        if name in doors:
-            return True
-        name = name.rpartition(".")[0]
-    return False
 
 
 def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
@@ -257,7 +250,7 @@ def _recomputed(names: Collection[str], doors: Mapping[str, int], checkpoint: bo
     unknown = [name for name in checkpoint if name not in names]
     if unknown:
         raise ValueError(f"checkpoint names {unknown}, but the parts of the spine are {[*doors]}")
-    apart = [name for name in checkpoint if not _covered(name, doors)]
+    apart = [name for name in checkpoint if door_of(name, doors) is None]
     across = [name for name in apart if len({doors[one] for one in doors if one.startswith(f"{name}.")}) != 1]
     if across:
         raise ValueError(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.values import dotted
 from torchgpipe.model.placement import give_memory
 
 __all__ = ["move"]
@@ -23,7 +24,7 @@ def move(module: nn.Module, settings: Settings) -> None:
         ValueError: a buffer on the meta device is in no ``state_dict``, so nothing could load it.
     """
     lost = [
-        f"{prefix}.{name}" if prefix else name
+        dotted(prefix, name)
         for prefix, child in module.named_modules()
         for name, buffer in child._buffers.items()
         if buffer is not None and buffer.is_meta and not is_saved(child, name)
@@ -36,10 +37,10 @@ def move(module: nn.Module, settings: Settings) -> None:
     for prefix, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                _move(parameter, settings.devices[settings.column_of(f"{prefix}.{name}" if prefix else name)])
+                _move(parameter, settings.devices[settings.column_of(dotted(prefix, name))])
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                device = settings.devices[settings.column_of(f"{prefix}.{name}" if prefix else name)]
+                device = settings.devices[settings.column_of(dotted(prefix, name))]
                 if buffer.is_meta:
                     child._buffers[name] = _unset(torch.empty_like(buffer, device=device))
                 elif not same_memory(buffer.device, device):

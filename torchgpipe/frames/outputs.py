@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import each, is_cache
+from torchgpipe.frames.values import dotted, each, is_cache
 
 __all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "own_loss", "verify_known"]
 
@@ -61,7 +61,7 @@ def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
     """Yield the lengths of lists and tuples, with their paths."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _lengths(item, _at(path, str(key)))
+            yield from _lengths(item, dotted(path, str(key)))
     elif type(value) in (list, tuple):
         yield path, len(value)
         for k, item in enumerate(value):
@@ -78,13 +78,13 @@ def verify_known(output: Any, path: str = "") -> None:
         return
     if isinstance(output, Mapping):
         for key, item in output.items():
-            verify_known(item, _at(path, str(key)))
+            verify_known(item, dotted(path, str(key)))
     elif isinstance(output, (tuple, list)):
         for k, item in enumerate(output):
             verify_known(item, f"{path}[{k}]")
     elif is_dataclass(output):
         for field in fields(output):
-            verify_known(getattr(output, field.name, None), _at(path, field.name))
+            verify_known(getattr(output, field.name, None), dotted(path, field.name))
     else:
         inside = [name for name, value in getattr(output, "__dict__", {}).items() if isinstance(value, Tensor)]
         if any([vars(output)[name].requires_grad for name in inside]):
@@ -127,7 +127,7 @@ class _Join:
             return self._done[key]
         if isinstance(first, tuple) and hasattr(first, "_fields"):
             return type(first)(
-                *[self.join([getattr(value, name) for value in values], _at(path, name)) for name in first._fields]
+                *[self.join([getattr(value, name) for value in values], dotted(path, name)) for name in first._fields]
             )
         if type(first) in (list, tuple) and self._has_rows(values, path):
             return type(first)([item for value in values for item in value])
@@ -141,14 +141,14 @@ class _Join:
                 raise _differs(path, [str([*value]) for value in values])
             joined: Any = copy.copy(first)
             for key in first:
-                joined[key] = self.join([value[key] for value in values], _at(path, str(key)))
+                joined[key] = self.join([value[key] for value in values], dotted(path, str(key)))
             return joined
         if is_dataclass(first) and not isinstance(first, type):
             changed = copy.copy(first)
             for field in fields(first):
                 if hasattr(first, field.name):
                     parts = [getattr(value, field.name) for value in values]
-                    object.__setattr__(changed, field.name, self.join(parts, _at(path, field.name)))
+                    object.__setattr__(changed, field.name, self.join(parts, dotted(path, field.name)))
             return changed
         if is_cache(first):
             return _lazily_joined(values, self._sizes)
@@ -201,10 +201,6 @@ class _Join:
 
 def _others(tensor: Tensor, dim: int) -> tuple[int, ...]:
     return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-
-
-def _at(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _differs(path: str, what: list[str]) -> ValueError:

@@ -5,7 +5,7 @@ It lies on the module, so that copies and pickles of the module are pipelined, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import nn
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.outputs import Kinds
+from torchgpipe.frames.values import dotted
 from torchgpipe.schedule import Schedule
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "door_of"]
 
 
 @dataclass
@@ -64,17 +65,20 @@ class Settings:
         """Return the column of a module, parameter or buffer, given its name in the model."""
         if name in self.homes:
             return self.homes[name]
-        prefix = name
-        while prefix:
-            if prefix in self.doors:
-                return self.doors[prefix]
-            prefix = prefix.rpartition(".")[0]
-        return 0
+        door = door_of(name, self.doors)
+        return 0 if door is None else self.doors[door]
 
     def slots(self, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
         """Return every place of a parameter, each with its column."""
         return [
-            (child, name, self.column_of(f"{prefix}.{name}" if prefix else name))
+            (child, name, self.column_of(dotted(prefix, name)))
             for prefix, child in module.named_modules()
             for name in child._parameters
         ]
+
+
+def door_of(name: str, doors: Container[str]) -> str | None:
+    """Return the door in front of a module, parameter or buffer, given its name in the model; None if there is none."""
+    while name and name not in doors:
+        name = name.rpartition(".")[0]
+    return name or None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["each", "is_cache", "mapped"]
+__all__ = ["dotted", "each", "is_cache", "mapped"]
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -91,13 +91,18 @@ def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield path or "value", value
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         for name in value._fields:
-            yield from each(getattr(value, name), f"{path}.{name}" if path else name)
+            yield from each(getattr(value, name), dotted(path, name))
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from each(item, f"{path}[{index}]")
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from each(item, f"{path}.{key}" if path else str(key))
+            yield from each(item, dotted(path, str(key)))
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from each(getattr(value, field.name, None), f"{path}.{field.name}" if path else field.name)
+            yield from each(getattr(value, field.name, None), dotted(path, field.name))
+
+
+def dotted(path: str, name: str) -> str:
+    """Return the path of what is at ``name`` within what is at ``path``: of a value, or of a module; '' is the top."""
+    return f"{path}.{name}" if path else name

@@ -24,6 +24,7 @@ from torchgpipe.devices.stream import Stream, Tick
 from torchgpipe.engine.record import End, Kind, Place, Recorder
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.frames.values import dotted
 from torchgpipe.gpipe import GPipe
 from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import Row, Span
@@ -123,7 +124,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe | Pipe
         yield name, pipeline
         return
     for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+        yield from _outermost(child, dotted(name, child_name))
 
 
 class _Recorder:
