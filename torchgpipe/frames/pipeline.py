@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -287,10 +287,8 @@ class Pipeline:
         columns = Columns(self._settings.devices, self.streams)
         if not columns.copies:
             return plain(*arguments.args, **arguments.kwargs)
-        with self._aliased(module, backward=False), ExitStack() as stack:
-            visitor = InOnePiece(columns, self)
-            stack.enter_context(visiting(visitor))
-            stack.enter_context(visitor)
+        visitor = InOnePiece(columns, self)
+        with self._aliased(module, backward=False), visiting(visitor), visitor:
             return plain(*arguments.args, **arguments.kwargs)
 
 

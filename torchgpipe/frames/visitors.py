@@ -164,7 +164,7 @@ class Recomputation:
 
     def __init__(self, columns: Columns, owner: object) -> None:
         self.owner = owner
-        self._copier = _copier(columns)
+        self._columns = columns
 
     def bring(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
@@ -172,57 +172,46 @@ class Recomputation:
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, which are those of the first run, and call the module."""
-        change = self._copier(door.column)
-        return (
-            door.call_module(mapped(args, change), mapped(kwargs, change)) if change else door.call_module(args, kwargs)
-        )
+        if not self._columns.copies:
+            return door.call_module(args, kwargs)
+        change = _copier(self._columns, door.column)
+        return door.call_module(mapped(args, change), mapped(kwargs, change))
 
 
 class InOnePiece(TorchFunctionMode):
     """The visitor of a run in one piece, in the caller's thread, which goes from device to device as the model does.
 
     Args:
-        columns: the columns
+        columns: the columns, some of them on different devices
         owner: the pipeline
     """
 
     def __init__(self, columns: Columns, owner: object) -> None:
         super().__init__()
         self.owner = owner
-        self._copier = _copier(columns)
-        self._change = self._copier(0)
+        self._columns = columns
+        self._change = _copier(columns, 0)
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
-        return value if self._change is None else mapped(value, self._change)
+        return mapped(value, self._change)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
-        self._change = self._copier(door.column)
-        if self._change is None:
-            return door.call_module(args, kwargs)
-        return door.call_module(mapped(args, self._change), mapped(kwargs, self._change))
+        self._change = _copier(self._columns, door.column)
+        return door.call_module(self.bring(args), self.bring(kwargs))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._change is not None:
-            args, kwargs = mapped(args, self._change), mapped(kwargs or {}, self._change)
-        return func(*args, **(kwargs or {}))
+        return func(*self.bring(args), **self.bring(kwargs or {}))
 
 
-def _copier(columns: Columns) -> Callable[[int], Callable[[Tensor], Tensor] | None]:
-    """Return a function that gives for a column what copies a tensor there; None if nothing has to be copied."""
+def _copier(columns: Columns, column: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a tensor from the device of any column to that of ``column``."""
     streams, devices = columns.streams, columns.devices
-    foreign: Sequence[torch.device] = devices if columns.copies else ()
+    device = devices[column]
 
-    def move_to(column: int) -> Callable[[Tensor], Tensor] | None:
-        device = devices[column]
+    def change(tensor: Tensor) -> Tensor:
+        there = streams.device_of(tensor)
+        return tensor.to(device) if there is not None and there in devices and streams.moves(there, device) else tensor
 
-        def change(tensor: Tensor) -> Tensor:
-            there = streams.device_of(tensor)
-            return (
-                tensor.to(device) if there is not None and there in foreign and streams.moves(there, device) else tensor
-            )
-
-        return change if foreign else None
-
-    return move_to
+    return change
