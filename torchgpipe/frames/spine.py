@@ -263,10 +263,14 @@ class _Spine:
                 return [self._part(modules) for modules in parts]
             finer = [one for module in spine for one in (self._inner(module) if module is candidate else [module])]
             finer = list(dict.fromkeys(finer))
-            holds_wanted = any(name.startswith(f"{self._names[candidate]}.") for name in wanted)
-            if len(self._grouped(finer)) > len(parts) or holds_wanted or len(self._inner(candidate)) == 1:
+            is_finer = len(self._grouped(finer)) > len(parts)
+            if is_finer or self._holds(candidate, wanted) or len(self._inner(candidate)) == 1:
                 spine = finer
             closed.add(candidate)
+
+    def _holds(self, module: nn.Module, names: set[str]) -> bool:
+        """Return whether one of these names is that of a module within a module."""
+        return any(name.startswith(f"{self._names[module]}.") for name in names)
 
     def _inner(self, module: nn.Module) -> list[nn.Module]:
         """Return the modules with parameters that a module calls itself; calls through modules without them count."""
@@ -283,7 +287,7 @@ class _Spine:
     def _to_open(self, parts: list[list[nn.Module]], closed: set[nn.Module], wanted: set[str]) -> nn.Module | None:
         able = [one for part in parts for one in part if one not in closed and self._inner(one)]
         for one in able:
-            if any(name.startswith(f"{self._names[one]}.") for name in wanted):
+            if self._holds(one, wanted):
                 return one
         for one in able:
             coarse = self._size[one] * 2 * self._n > self._total
@@ -303,20 +307,15 @@ class _Spine:
 
     def _grouped(self, spine: list[nn.Module]) -> list[list[nn.Module]]:
         """Return the modules in the order of their calls, together if they cannot be kept apart."""
-        inside = set(spine)
-        intervals = sorted(
-            [(min(call.start for call in self._calls[one]), max(call.end for call in self._calls[one]), k)
-             for k, one in enumerate(spine)]
-        )  # fmt: skip
+        first = {one: min([call.start for call in self._calls[one]]) for one in spine}
         groups: list[list[nn.Module]] = []
         end = -1
-        for start, last, k in intervals:
-            if start < end:
-                groups[-1].append(spine[k])
+        for one in sorted(spine, key=first.__getitem__):
+            if first[one] < end:
+                groups[-1].append(one)
             else:
-                groups.append([spine[k]])
-            end = max(end, last)
-        assert sum(map(len, groups)) == len(inside)
+                groups.append([one])
+            end = max(end, *[call.end for call in self._calls[one]])
         return groups
 
     def _part(self, modules: list[nn.Module]) -> Part:
