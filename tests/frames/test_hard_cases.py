@@ -217,6 +217,30 @@ def test_a_gpipe_within_the_glue() -> None:
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
+def test_modules_that_call_themselves_or_each_other() -> None:
+    """The search for elements of a container went round in them until Python gave up."""
+
+    class Calling(nn.Linear):
+        next: list[Callable[..., Tensor]]
+
+        def forward(self, x: Tensor, times: int = 2) -> Tensor:
+            return super().forward(self.next[0](x, times - 1) if times else x)
+
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alone, self.a, self.b, self.head = Calling(4, 4), Calling(4, 4), Calling(4, 4), nn.Linear(4, 4)
+            self.alone.next, self.a.next, self.b.next = [self.alone], [self.b], [self.a]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.head(self.b(self.a(self.alone(x))))
+            return x
+
+    model, plain = make(Recursive())
+    assert model.layout.spine == ["alone", "a..b", "head"]
+    expect_same(model, plain)
+
+
 def test_a_tensor_that_a_module_keeps_for_a_later_partition() -> None:
     class Keeps(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -241,14 +241,18 @@ class _Spine:
             for element in container.children()
         }
         self._calls: dict[nn.Module, list[_Call]] = {}
-        self._gather(traced.root)
+        #: The modules that are called within a call of themselves, which cannot be opened.
+        self._recursive: set[nn.Module] = set()
+        self._gather(traced.root, frozenset())
         self._size = {child: sum([parameter.numel() for parameter in child.parameters()]) for child in self._calls}
         self._total = max(1, self._size[module])
 
-    def _gather(self, call: _Call) -> None:
+    def _gather(self, call: _Call, around: frozenset[nn.Module]) -> None:
         self._calls.setdefault(call.module, []).append(call)
+        if call.module in around:
+            self._recursive.add(call.module)
         for inner in call.inner:
-            self._gather(inner)
+            self._gather(inner, around | {call.module})
 
     def parts(self, opened: list[str]) -> list[Part]:
         spine = self._inner(self._root)
@@ -274,6 +278,8 @@ class _Spine:
 
     def _inner(self, module: nn.Module) -> list[nn.Module]:
         """Return the modules with parameters that a module calls itself; calls through modules without them count."""
+        if module in self._recursive:
+            return []
         result: dict[nn.Module, None] = {}
         pending = [inner for call in self._calls[module] for inner in call.inner]
         while pending:
