@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.frames.models import Decoder, batch, gradients, plain_loss, same
 from torchgpipe import pipelined
@@ -87,3 +88,35 @@ def test_a_compiled_function_around_the_model() -> None:
     x = torch.randn(4, 2)
     torch.testing.assert_close(run(x), model(x) * 2)
     run(x).sum().backward()
+
+
+def test_a_mode_that_the_model_enters_reaches_compiled_blocks() -> None:
+    """The run of the sample that finds the spine took it off the stack in place of its own mode."""
+    runs: list[list[str]] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            runs[-1].append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(4, 4) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append([])
+            with Noting():
+                for block in self.blocks:
+                    x = block(x)
+            return x
+
+    model = Model()
+    for block in model.blocks:
+        block.compile(backend=Graphs())
+    pipelined(model, torch.randn(4, 4), chunks=2, devices=["cpu:0", "cpu:1"], balance="parameters")
+    assert len(runs) > 1 and runs[0] and all(run == runs[0] for run in runs)

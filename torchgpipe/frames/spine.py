@@ -130,12 +130,15 @@ class _Uses(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the mode off the stack for a ``with`` block, if it is on top."""
+        """Take this mode off the stack for a ``with`` block, unless the model has put one of its own on top."""
         mode = pop_function_mode()
+        if mode is not self:
+            push_function_mode(mode)
         try:
             yield
         finally:
-            push_function_mode(mode)
+            if mode is self:
+                push_function_mode(mode)
 
 
 def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
