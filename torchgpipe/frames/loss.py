@@ -16,27 +16,33 @@ from torchgpipe.frames.outputs import JoinScalar, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each
 
-__all__ = ["MicroBatchLoss", "labels_of", "mean_or_sum"]
+__all__ = ["MicroBatchLoss", "mean_or_sum"]
 
 #: What losses of transformers, and cross entropy, leave out.
 _IGNORED = -100
 
 
-def labels_of(named: Mapping[str, Any], *, shifts: bool) -> int | None:
-    """Return the number of labels that count among the arguments of a micro-batch; None if there are none."""
-    labels = named.get("labels")
+def _count(labels: Any, rows: int, *, shifts: bool) -> float:
+    """Return the number of labels that count; that of the rows if there are no labels."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
-        return None
+        return float(rows)
     if shifts and labels.dim() > 1:
         labels = labels[..., 1:]
-    return int((labels != _IGNORED).sum())
+    return float((labels != _IGNORED).sum())
 
 
 def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
+    """Return the weights of micro-batches in a mean of what the model itself returns."""
     if settings.weight is not None and settings.loss_fn is None:
         return [float(settings.weight(part)) for part in named]
-    counts = [labels_of(part, shifts=settings.shifts) for part in named]
-    return [float(size if count is None else count) for size, count in zip(sizes, counts)]
+    return [_count(part.get("labels"), size, shifts=settings.shifts) for part, size in zip(named, sizes)]
+
+
+def _weights_of_targets(settings: Settings, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Return the weights of micro-batches in a mean of what the loss function returns."""
+    if settings.weight is not None:
+        return [float(settings.weight(target)) for target in targets]
+    return [_count(target, size, shifts=False) for target, size in zip(targets, sizes)]
 
 
 def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
@@ -60,8 +66,8 @@ def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: S
         if _adds_up(settings, named):
             return stacked.sum()
         weights = _weights(settings, named, sizes)
-        shares = [weight / total for total in [sum(weights)] for weight in weights] if sum(weights) else weights
-        counted = [value * share for value, share in zip(values, shares) if share]
+        total = sum(weights)
+        counted = [value * (weight / total) for value, weight in zip(values, weights) if weight]
         return torch.stack(counted).sum() if counted else values[0]
 
     return joined
@@ -86,22 +92,15 @@ class MicroBatchLoss:
         self._targets = _split(target, sizes)
         self._losses: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
+        if settings.reduce == "sum" or (self._loss_fn is None and _adds_up(settings, named)):
+            self._shares = [1.0] * len(sizes)
+            return
         if self._loss_fn is None:
-            weights = [1.0] * len(sizes) if _adds_up(settings, named) else _weights(settings, named, sizes)
-            total = 1.0 if _adds_up(settings, named) else sum(weights)
+            weights = _weights(settings, named, sizes)
         else:
-            weights, total = self._weights(settings, sizes), 1.0
-            if settings.reduce != "sum":
-                total = sum(weights)
-        self._shares = [one / total if total else 0.0 for one in weights]
-
-    def _weights(self, settings: Settings, sizes: Sequence[int]) -> list[float]:
-        if settings.reduce == "sum":
-            return [1.0] * len(sizes)
-        if settings.weight is not None:
-            return [float(settings.weight(one)) for one in self._targets]
-        counts = [labels_of({"labels": target}, shifts=False) for target in self._targets]
-        return [float(size if count is None else count) for size, count in zip(sizes, counts)]
+            weights = _weights_of_targets(settings, self._targets, sizes)
+        total = sum(weights) or 1.0
+        self._shares = [weight / total for weight in weights]
 
     def of(self, i: int, output: Any) -> tuple[Tensor, float]:
         """Return the loss of micro-batch ``i``, and its weight in the loss of the mini-batch.
