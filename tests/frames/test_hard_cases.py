@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -404,6 +404,24 @@ def test_targets_that_do_not_count_have_no_weight() -> None:
     loss.backward()
     torch.testing.assert_close(model.step(X, target=target), loss.detach(), rtol=1e-12, atol=0)
     same(gradients(model), gradients(plain))
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_targets_in_a_named_tuple() -> None:
+    """The parts were made as a plain tuple is, which a named tuple refuses."""
+
+    def loss_fn(output: Tensor, target: Pair) -> Tensor:
+        return (output - target.first - target.second).square().mean()
+
+    model, plain = make(Chain(), loss_fn=loss_fn)
+    torch.testing.assert_close(model.step(X, target=Pair(X, X)), loss_fn(plain(X), Pair(X, X)).detach())
+    for target, shape in ((torch.tensor(1.0), r"\(\)"), (X[:5], r"\(5, 4\)")):
+        with pytest.raises(ValueError, match=f"has 6 rows in dimension 0, but the target is of shape {shape}"):
+            model.step(X, target=target)
 
 
 def test_losses_that_are_sums_are_added_up() -> None:

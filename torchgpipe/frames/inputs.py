@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.frames.values import each, is_cache, mapped
 
-__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes"]
+__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "rebuilt"]
 
 
 class Arguments(NamedTuple):
@@ -150,7 +150,7 @@ class Splitter:
             return [_cache_rows(value, rows, sizes, i) for i in range(len(sizes))]
         if isinstance(value, (tuple, list)):
             columns = [self._column(item, f"{path}[{k}]", rows, sizes, faults) for k, item in enumerate(value)]
-            return [_rebuilt(value, [column[i] for column in columns]) for i in range(len(sizes))]
+            return [rebuilt(value, [column[i] for column in columns]) for i in range(len(sizes))]
         if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
             pairs = {key: self._column(item, f"{path}.{key}", rows, sizes, faults) for key, item in value.items()}
             parts = []
@@ -202,7 +202,8 @@ def _is_list_of_rows(value: Any, rows: int) -> bool:
     return type(value) is list and len(value) == rows
 
 
-def _rebuilt(value: Any, items: list[Any]) -> Any:
+def rebuilt(value: Any, items: list[Any]) -> Any:
+    """Return a tuple or list of the class of ``value`` with other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 

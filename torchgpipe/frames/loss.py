@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.frames.inputs import rebuilt
 from torchgpipe.frames.outputs import JoinScalar, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each
@@ -156,13 +157,15 @@ def _nothing(output: Any) -> Tensor:
 
 def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(target, Tensor):
-        if len(target) != sum(sizes):
-            raise ValueError(f"the batch has {sum(sizes)} rows in dimension 0, but the target has {len(target)}")
+        if not target.dim() or len(target) != sum(sizes):
+            raise ValueError(
+                f"the batch has {sum(sizes)} rows in dimension 0, but the target is of shape {tuple(target.shape)}"
+            )
         return list(torch.split(target, list(sizes)))
     if isinstance(target, (tuple, list)):
-        columns = [_split(item, sizes) for item in target]
-        return [type(target)([column[i] for column in columns]) for i in range(len(sizes))]
+        items = [_split(item, sizes) for item in target]
+        return [rebuilt(target, [parts[i] for parts in items]) for i in range(len(sizes))]
     if isinstance(target, Mapping):
         pairs = {key: _split(item, sizes) for key, item in target.items()}
-        return [{key: column[i] for key, column in pairs.items()} for i in range(len(sizes))]
+        return [{key: parts[i] for key, parts in pairs.items()} for i in range(len(sizes))]
     return [target] * len(sizes)
