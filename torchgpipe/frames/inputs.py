@@ -107,8 +107,8 @@ class Splitter:
         """
         rows = sum(sizes)
         faults: list[str] = []
-        columns = {
-            name: [value] * len(sizes) if name in self._whole else self._column(value, name, rows, sizes, faults)
+        parts = {
+            name: [value] * len(sizes) if name in self._whole else self._divided(value, name, rows, sizes, faults)
             for name, value in self._named(arguments)
         }
         if faults:
@@ -116,12 +116,12 @@ class Splitter:
                 f"the batch has {rows} rows in dimension 0, but {', '.join(faults)}; name in no_chunk what every "
                 "micro-batch gets whole"
             )
-        names = list(columns)
+        names = list(parts)
         count = len(arguments.args)
         return [
             Arguments(
-                tuple([columns[name][i] for name in names[:count]]),
-                {name: columns[name][i] for name in names[count:]},
+                tuple([parts[name][i] for name in names[:count]]),
+                {name: parts[name][i] for name in names[count:]},
             )
             for i in range(len(sizes))
         ]
@@ -131,11 +131,12 @@ class Splitter:
             yield self._names[k] if k < len(self._names) else f"argument {k}", value
         yield from arguments.kwargs.items()
 
-    def _column(self, value: Any, path: str, rows: int, sizes: list[int], faults: list[str]) -> list[Any]:
+    def _divided(self, value: Any, path: str, rows: int, sizes: list[int], faults: list[str]) -> list[Any]:
+        """Return what each micro-batch gets of a value; ``faults`` takes what has another number of rows."""
         if isinstance(value, Tensor) or _is_list_of_rows(value, rows):
             length = _length(value)
             wanted = self._split.get(path, length == rows)
-            if not wanted or length <= 1 != rows:
+            if not wanted or (length <= 1 and rows != 1):  # A single row is broadcast.
                 return [value] * len(sizes)
             if length != rows:
                 faults.append(f"'{path}' has {length}")
@@ -149,17 +150,15 @@ class Splitter:
         if is_cache(value):
             return [_cache_rows(value, rows, sizes, i) for i in range(len(sizes))]
         if isinstance(value, (tuple, list)):
-            columns = [self._column(item, f"{path}[{k}]", rows, sizes, faults) for k, item in enumerate(value)]
-            return [rebuilt(value, [column[i] for column in columns]) for i in range(len(sizes))]
+            items = [self._divided(item, f"{path}[{k}]", rows, sizes, faults) for k, item in enumerate(value)]
+            return [rebuilt(value, [parts[i] for parts in items]) for i in range(len(sizes))]
         if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-            pairs = {key: self._column(item, f"{path}.{key}", rows, sizes, faults) for key, item in value.items()}
-            parts = []
-            for i in range(len(sizes)):
-                part: Any = copy.copy(value)
-                for key, column in pairs.items():
-                    part[key] = column[i]
-                parts.append(part)
-            return parts
+            pairs = {key: self._divided(item, f"{path}.{key}", rows, sizes, faults) for key, item in value.items()}
+            copies: list[Any] = [copy.copy(value) for _ in sizes]
+            for i, one in enumerate(copies):
+                for key, parts in pairs.items():
+                    one[key] = parts[i]
+            return copies
         return [value] * len(sizes)
 
 
