@@ -119,7 +119,7 @@ class MiniBatch:
         finally:
             self._drop()
 
-    def run_forward(self) -> None:
+    def run_forward_half(self) -> None:
         """Run all forward actions."""
         try:
             self._run_actions(_only(self._agenda, "F"), self._ambient, keep_graph=False)
@@ -134,7 +134,7 @@ class MiniBatch:
         if self._ambient.autocast_caches:
             torch.clear_autocast_cache()  # Of aliases that no later mini-batch has.
 
-    def run_backward(self, *, keep_graph: bool) -> None:
+    def run_backward_half(self, *, keep_graph: bool) -> None:
         """Run all backward actions, in the thread of an autograd node."""
         with self._aliases.installed():
             self._run_actions(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)

@@ -56,7 +56,7 @@ class Outer(Function):
         try:
             for export, grad in zip(ctx.exports, grads):
                 export.add(grad)
-            mini_batch.run_backward(keep_graph=keep)
+            mini_batch.run_backward_half(keep_graph=keep)
         except BaseException:
             ctx.mini_batch = None  # A part of its graph is used up.
             ctx.aliases.take()

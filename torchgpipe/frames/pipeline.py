@@ -62,21 +62,18 @@ class Pipeline:
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """Leave this out of copies, which get their own."""
-
     def __reduce__(self) -> Any:
+        """Leave this out of copies and pickles, which make their own."""
         return type(None), ()
 
     def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
-        arguments = Arguments(args, kwargs)
+        settings, arguments = self._settings, Arguments(args, kwargs)
         self._verify(arguments)
-        sizes = self._sizes(arguments)
-        if sizes is None:
+        rows = settings.splitter.rows_of(arguments)
+        if self._stays_whole(arguments, rows):
             return self._in_one_piece(module, plain, arguments)
-        settings = self._settings
-        parts = settings.splitter.split(arguments, sizes) if sizes != [0] else [arguments]
+        sizes, parts = self._micro_batches(arguments, rows)
         named = [settings.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
         exported = Exported(len(parts), backward=backward)
@@ -86,7 +83,7 @@ class Pipeline:
             mini_batch = self._mini_batch(
                 module, plain, parts, exported.take, aliases, actions, facts, backward=backward
             )
-            mini_batch.run_forward()
+            mini_batch.run_forward_half()
         self._end(module, mini_batch)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
         return join(outputs, sizes, settings.kinds, mean_or_sum(settings, named, sizes))
@@ -95,12 +92,9 @@ class Pipeline:
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
     ) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
-        arguments = Arguments(args, kwargs)
-        settings = self._settings
+        settings, arguments = self._settings, Arguments(args, kwargs)
         self._verify(arguments)
-        rows = settings.splitter.rows_of(arguments)
-        sizes = chunk_sizes(rows, settings.chunks) if rows else [1]
-        parts = settings.splitter.split(arguments, sizes) if rows else [arguments]
+        sizes, parts = self._micro_batches(arguments, settings.splitter.rows_of(arguments))
         backward = torch.is_grad_enabled()
         target = mapped(target, self._to(settings.devices[-1]))
         loss = MicroBatchLoss(settings, [settings.splitter.names(part) for part in parts], sizes, target)
@@ -249,12 +243,12 @@ class Pipeline:
         return bool(self._settings.recomputed) or switched
 
     def _verify(self, arguments: Arguments) -> None:
+        """Refuse what micro-batches that are under way at once would mix up."""
         if arguments.kwargs.get("adapter_names") is not None and len(self._settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
             )
-
         hooks = saved_tensors_hooks_in_use()
         if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and len(self._settings.devices) > 1:
             raise RuntimeError(
@@ -262,21 +256,26 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _sizes(self, arguments: Arguments) -> list[int] | None:
-        """Return the rows of each micro-batch, or None if the batch runs in one piece."""
-        settings = self._settings
-        rows = settings.splitter.rows_of(arguments)
+    def _stays_whole(self, arguments: Arguments, rows: int) -> bool:
+        """Return whether a mini-batch passes the partitions in one piece; what has no speed-up is told once."""
         if torch.is_grad_enabled():
             if rows == 0:
                 self._tell("a training call has nothing to split, so it runs as one micro-batch, without a speed-up")
-            return chunk_sizes(rows, settings.chunks) if rows else [0]
+            return False
         generates = arguments.kwargs.get("use_cache") is True or any(
             map(is_cache, (*arguments.args, *arguments.kwargs.values()))
         )
         if rows == 0 or generates:
             self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up")
-            return None
-        return chunk_sizes(rows, settings.chunks)
+            return True
+        return False
+
+    def _micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
+        """Return the rows of each micro-batch, and its arguments; one micro-batch if there is nothing to split."""
+        if rows == 0:
+            return [1], [arguments]
+        sizes = chunk_sizes(rows, self._settings.chunks)
+        return sizes, self._settings.splitter.split(arguments, sizes)
 
     def _tell(self, what: str) -> None:
         if what not in self._told and len(self._settings.devices) > 1:
