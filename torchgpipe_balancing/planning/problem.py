@@ -14,7 +14,7 @@ and of its device's memory, beside the state of its layers:
     from I to W         sum of waiting
     now and then        the largest kept among the layers that are recomputed, because they come back one by one
 
-Where the input of the model needs no gradient, the first partition has nothing to do in I and does all in W.
+The input of the model needs no gradient, so the first partition has nothing to do in I and does all in W.
 
 All of it is plain data: no tensor, no device of PyTorch.
 """
@@ -143,7 +143,6 @@ class Problem:
         latency: seconds that any transfer between devices takes
         per_byte: seconds that a transfer takes for each byte besides
         recomputes: whether layers may be recomputed; not in a program that splits backward
-        input_needs_grad: whether the input of the model needs a gradient
     """
 
     layers: tuple[Layer, ...]
@@ -154,7 +153,6 @@ class Problem:
     latency: float = 0.0
     per_byte: float = 0.0
     recomputes: bool = True
-    input_needs_grad: bool = False
 
     @property
     def splits_backward(self) -> bool:
@@ -174,7 +172,7 @@ class Problem:
             "I": cell["I"] + sum([layer.inputs for layer in own]),
             "W": cell["W"] + sum([layer.weights for layer in own]),
         }
-        if j == 0 and not self.input_needs_grad:
+        if j == 0:
             seconds |= {"I": 0.0, "W": cell["B"] + backward}
         kept = sum([layer.kept for layer in own]) - sum([layer.kept - layer.input for layer in again])
         return PartitionCost(

@@ -69,16 +69,16 @@ class Tables:
         self.bytes = np.zeros_like(self.excess)
         start, end = np.arange(size + 1)[:, None], np.arange(size + 1)[None, :]
         self.counts = np.ones(n)
+        transfers = problem.latency + problem.per_byte * np.array([layer.crossing for layer in layers])
         for j, place in enumerate(problem.places):
             for kind, name in enumerate("FBIW"):
                 self.prices[j, kind] = problem.cell[name] + work[kind]
-            if j == 0 and not problem.input_needs_grad:
+            if j == 0:
                 self.prices[j, 2] = 0.0
                 self.prices[j, 3] = problem.cell["B"] + work[1]
+            else:
+                self.prices[j, TRANSFER, 1:] = transfers[:, None]
             self.prices[j, :TRANSFER] *= problem.devices[place].slowness
-            if j:
-                crossing = np.array([layer.crossing for layer in layers])
-                self.prices[j, TRANSFER, 1:] = (problem.latency + problem.per_byte * crossing)[:, None]
             holding = self.holdings[place]
             own = np.unique(holding.counts[:, holding.partitions.index(j)], axis=0)
             self.counts[j] = own[:, 0].max()

@@ -79,7 +79,6 @@ def problems(draw: st.DrawFn) -> Problem:
         latency=draw(part),
         per_byte=draw(part),
         recomputes=recomputes,
-        input_needs_grad=draw(st.booleans()),
     )
 
 
