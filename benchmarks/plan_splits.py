@@ -25,6 +25,7 @@ from benchmarks.placement import even
 from benchmarks.program import Progress
 from benchmarks.records import spread, table
 from torchgpipe.schedule import NAMES, ScheduleName, program
+from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing import partition
 from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Problem
 from torchgpipe_balancing.planning.search import Misfit, Solution, solve
@@ -34,19 +35,10 @@ __all__ = ["plan_optimal", "plan_splits", "random_problem", "splits"]
 #: Sums are rounded in another order.
 NEAR = 1e-9
 
-#: The places of the partitions, for so many devices.
-PLACES: dict[ScheduleName, Any] = {
-    "GPipe": lambda d: [*range(d)],
-    "1F1B": lambda d: [*range(d)],
-    "Interleaved1F1B": lambda d: [*range(d), *range(d)],
-    "ZeroBubble": lambda d: [*range(d)],
-    "V-Half": lambda d: [*range(d), *reversed(range(d))],
-}
-
 
 def random_problem(name: ScheduleName, made: random.Random, size: int, devices: int, m: int, share: float) -> Problem:
     """Return random layers for a schedule, on devices with a share of the memory that all activations of 1F1B take."""
-    places = PLACES[name](devices)
+    places = usual_places(name, devices)
     costs = random_costs(made.choice(KINDS), made, size)
     layers = tuple(
         Layer(
@@ -95,7 +87,7 @@ def checked(count: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"schedule": name, "problems": 0, "misfits": 0, "optimal": 0, "proven": 0, "wrong": 0}
         row["worst"] = 1.0
         for _ in range(count):
-            devices = made.choice([1, 2] if len(PLACES[name](2)) > 2 else [2, 3])
+            devices = made.choice([1, 2] if len(usual_places(name, 2)) > 2 else [2, 3])
             size = made.randint(max(4, 2 * devices), 6)
             problem = random_problem(name, made, size, devices, made.randint(1, 5), made.uniform(0.4, 1.5))
             outcomes = (problem.outcome(choice) for choice in choices(problem))

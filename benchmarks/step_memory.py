@@ -23,9 +23,9 @@ from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
 from benchmarks.records import KIB, table
-from benchmarks.step_sleeping import places
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, program, simulate
+from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.planning.peaks import HeldBytes
 
 __all__ = ["memory", "step_memory"]
@@ -87,7 +87,7 @@ def saved_by(partitions: list[Counted], given: Tensor) -> list[int]:
 
 def answer(peer: str, request: Request) -> Answer:
     n, m, schedule = request["n"], request["m"], request["schedule"]
-    at = places(schedule, n)
+    at = usual_places(schedule, n)
     parts = layers(len(at), n)
     x = torch.randn(m * ROWS, WIDTH)
     units = saved_by(parts, x[:ROWS])

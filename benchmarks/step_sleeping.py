@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Any
 
@@ -26,8 +25,9 @@ from benchmarks.program import Progress
 from benchmarks.records import spread
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, program, simulate
+from torchgpipe.schedule.programs import usual_places
 
-__all__ = ["Sleeping", "places", "sleeping"]
+__all__ = ["Sleeping", "sleeping"]
 
 #: The least of simulated / measured, by the number of devices; 0.95 for others.
 AIMS = {8: 0.9}
@@ -59,12 +59,6 @@ class Sleeping(nn.Module):
         sleep(self.seconds)
 
 
-def places(schedule: str, n: int) -> list[int]:
-    """Return the index of the device of each partition, of ``n`` devices."""
-    laps: dict[str, Sequence[int]] = {"Interleaved1F1B": range(n), "V-Half": range(n - 1, -1, -1)}
-    return [*range(n), *laps.get(schedule, ())]
-
-
 def sleeping(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every schedule on each number of devices. A device sleeps as long whatever the schedule."""
     rows = []
@@ -91,7 +85,7 @@ def sleeping(args: argparse.Namespace) -> dict[str, Any]:
 
 def measured(schedule: Any, n: int, m: int, seconds: float, turns: int) -> Row:
     """Return the row of a schedule."""
-    at = places(schedule, n)
+    at = usual_places(schedule, n)
     each = seconds * n / len(at)
     simulated = simulate(program(schedule, m, at), {"F": each, "B": 2 * each, "I": each, "W": each})
     model = GPipe(

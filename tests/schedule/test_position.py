@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.test_programs import places_of
 from torchgpipe.schedule import NAMES, ScheduleName, program, simulate
 from torchgpipe.schedule.position import at_once, in_one_piece, position_of
+from torchgpipe.schedule.programs import usual_places
 from torchgpipe.schedule.simulation import changes
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(n=st.integers(1, 4), m=st.integers(1, 8))
 def test_what_is_held_is_what_the_simulation_counts(name: ScheduleName, n: int, m: int) -> None:
-    actions = program(name, m, places_of(name, n))
+    actions = program(name, m, usual_places(name, n))
     peaks = simulate(actions).peaks
     # Nothing but what waits between I and W.
-    cells = len(places_of(name, n))
+    cells = len(usual_places(name, n))
     for device, own in enumerate(actions):
         held, waiting = (
             list(accumulate([one for action in own for one in changes(action, memory, waits)]))

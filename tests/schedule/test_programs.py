@@ -9,27 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchgpipe.schedule import NAMES, Action, ScheduleName, draw_svg, draw_text, program, program_of, simulate, verify
+from torchgpipe.schedule.programs import SPLITTING, usual_places
 
 #: The time of forward, with backward of twice that time, or of that time for each half.
 F = 1.0
-
-
-def places_of(name: str, n: int) -> list[int]:
-    """Return the devices of the partitions of ``n`` devices, as the schedule wants them."""
-    if name == "Interleaved1F1B":
-        return [*range(n)] * 2
-    if name == "V-Half":
-        return [*range(n), *reversed(range(n))]
-    return [*range(n)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_program_deadlocks(name: ScheduleName) -> None:
     """All programs for up to eight devices and eight micro-batches."""
     for n in range(1, 9):
-        places = places_of(name, n)
+        places = usual_places(name, n)
         for m in range(1, 9):
-            verify(program(name, m, places), m, places)
+            made = program(name, m, places)
+            verify(made, m, places)
+            assert any(action.kind == "W" for own in made for action in own) == (name in SPLITTING)
 
 
 @given(n=st.integers(1, 4), laps=st.integers(1, 4), m=st.integers(1, 20))
@@ -45,11 +39,11 @@ def test_bubbles_and_peaks_are_those_of_the_papers(n: int, rounds: int) -> None:
 
     def bubble(name: ScheduleName) -> float:
         """The idle time of a device, as a share of its work."""
-        simulation = simulate(program(name, m, places_of(name, n)))
+        simulation = simulate(program(name, m, usual_places(name, n)))
         return simulation.seconds / simulation.busy[0] - 1
 
     def peaks(name: ScheduleName) -> list[float]:
-        return simulate(program(name, m, places_of(name, n))).peaks
+        return simulate(program(name, m, usual_places(name, n))).peaks
 
     assert bubble("GPipe") == pytest.approx((n - 1) / m)
     assert peaks("GPipe") == [m] * n

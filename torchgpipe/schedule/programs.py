@@ -25,10 +25,24 @@ from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.v_half import v_half
 
-__all__ = ["NAMES", "Schedule", "ScheduleName", "fill_drain", "places_of", "program", "program_of", "verify_name"]
+__all__ = [
+    "NAMES",
+    "SPLITTING",
+    "Schedule",
+    "ScheduleName",
+    "fill_drain",
+    "places_of",
+    "program",
+    "program_of",
+    "usual_places",
+    "verify_name",
+]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+#: The schedules that run backward in two halves.
+SPLITTING: tuple[ScheduleName, ...] = ("ZeroBubble", "V-Half")
 
 #: A name, a program, or a function that returns a program for a number of micro-batches and the places of partitions.
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
@@ -48,6 +62,15 @@ def places_of(devices: Sequence[object]) -> list[int]:
     """Return the index of the device of each partition; devices are counted in the order of their first partitions."""
     seen = list(dict.fromkeys(devices))
     return [seen.index(device) for device in devices]
+
+
+def usual_places(name: str, n: int) -> list[int]:
+    """Return the index of the device of each partition, with as few partitions as a schedule can use on ``n`` devices.
+
+    Interleaved1F1B could go round the devices more often.
+    """
+    second: dict[str, Sequence[int]] = {"Interleaved1F1B": range(n), "V-Half": range(n - 1, -1, -1)}
+    return [*range(n), *second.get(name, ())]
 
 
 def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Program:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchgpipe.schedule import NAMES, Action, Program, ScheduleName, places_of, program, simulate
+from torchgpipe.schedule.programs import SPLITTING
 from torchgpipe.timeline.span import Row, Span
 
 __all__ = ["Costs", "Prediction", "mean_costs", "predict", "schedule_of", "table"]
@@ -147,7 +148,7 @@ def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: flo
     again = " and recomputations" if any(span.kind == "recomputation" for span in cells) else ""
     yield f"simulated with the mean times of the recorded cells{again}; copies take no time"
     names = [one.schedule for one in predictions]
-    if not _has_halves(cells) and ("ZeroBubble" in names or "V-Half" in names):
+    if not _has_halves(cells) and not set(names).isdisjoint(SPLITTING):
         yield "backward was recorded whole: either half of it is taken to need half of its time"
     missing = [name for name in NAMES if name not in names]
     if missing:

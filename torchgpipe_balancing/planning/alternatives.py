@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchgpipe.schedule import NAMES, ScheduleName, program
+from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.planning.costs import CellCosts, Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
 from torchgpipe_balancing.planning.search import Misfit, lower_bound, solve
@@ -178,7 +179,7 @@ def default_chunks(batch: int, n: int) -> tuple[int, ...]:
 def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Problem | None:
     """Return the problem of a schedule with so many micro-batches; None if there are too few layers or devices."""
     costs, n = question.costs, len(question.devices)
-    places = _places(schedule, n)
+    places = usual_places(schedule, n)
     if len(places) > len(costs.layers) or (n == 1 and schedule != "1F1B"):
         return None
     rows = rows_of(question.batch, chunks)
@@ -198,10 +199,4 @@ def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Probl
 
 def most_partitions(schedules: Iterable[str], n: int) -> int:
     """Return the largest number of partitions that a schedule has on ``n`` devices."""
-    return max([len(_places(schedule, n)) for schedule in schedules])
-
-
-def _places(schedule: str, n: int) -> list[int]:
-    """Return the device of each partition, of ``n`` devices."""
-    second = {"Interleaved1F1B": range(n), "V-Half": range(n - 1, -1, -1)}
-    return [*range(n), *second.get(schedule, ())]
+    return max([len(usual_places(schedule, n)) for schedule in schedules])

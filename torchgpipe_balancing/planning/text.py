@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from torchgpipe.schedule.programs import SPLITTING
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, rows_of
 
 if TYPE_CHECKING:
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from torchgpipe_balancing.planning.result import Plan
 
 __all__ = ["described", "shown_size", "written"]
-
-#: The schedules that run backward in two halves.
-SPLITTING = ("ZeroBubble", "V-Half")
 
 #: Differences below this share of a step are not worth a word.
 _SAME = 0.001
