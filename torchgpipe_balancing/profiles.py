@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchgpipe.devices.memory import shown_size
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.sizes import Sizes, footprints
 from torchgpipe_balancing.times import Times
@@ -150,8 +151,8 @@ class Profile:
             "forward": _time,
             "recompute": _time,
             "backward": _time,
-            "activations": _size,
-            "parameters": _size,
+            "activations": shown_size,
+            "parameters": shown_size,
             "share": "{:.1%}".format,
         }
         rows = self.rows()
@@ -235,8 +236,3 @@ class Profile:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
-
-
-def _size(size: int) -> str:
-    power = min(max(size.bit_length() - 1, 0) // 10, 4)
-    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

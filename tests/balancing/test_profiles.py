@@ -39,11 +39,11 @@ def test_prints_as_a_table(profile: Profile) -> None:
     assert str(profile).splitlines() == [
         "layer   type     forward  recompute  backward  activations  parameters   share",
         "------  ------  --------  ---------  --------  -----------  ----------  ------",
-        "layer0  Linear  2.000 ms   2.000 ms  4.000 ms        6 MiB         0 B   66.7%",
-        "layer1  Linear  0.500 ms   0.500 ms  1.000 ms        2 MiB       3 MiB   16.7%",
-        "layer2  Linear  0.500 ms   0.500 ms  1.000 ms          0 B       1 MiB   16.7%",
+        "layer0  Linear  2.000 ms   2.000 ms  4.000 ms      6.0 MiB         0 B   66.7%",
+        "layer1  Linear  0.500 ms   0.500 ms  1.000 ms      2.0 MiB     3.0 MiB   16.7%",
+        "layer2  Linear  0.500 ms   0.500 ms  1.000 ms          0 B     1.0 MiB   16.7%",
         "------  ------  --------  ---------  --------  -----------  ----------  ------",
-        "total           3.000 ms   3.000 ms  6.000 ms        8 MiB       4 MiB  100.0%",
+        "total           3.000 ms   3.000 ms  6.000 ms      8.0 MiB     4.0 MiB  100.0%",
         "One run of (8, 4) float32 on cpu, medians of 3 rounds; 25% of the time is recomputation.",
     ]
 

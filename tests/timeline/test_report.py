@@ -68,7 +68,7 @@ def test_shares_of_a_device() -> None:
     assert (first.peak_memory, second.peak_memory) == (3 * 2**20, None)
     assert made.bubble == pytest.approx(0.6)
     assert made.ideal_bubble == 0.5
-    assert "3 MiB" in str(made)
+    assert "3.0 MiB" in str(made)
     assert "n/a" in str(made)
 
 

@@ -1,10 +1,10 @@
-"""The memory of a device: whether an error says that it has run out, and how much of it is in use."""
+"""The memory of a device: whether an error says that it has run out, how much is in use, and sizes for people."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["memory_in_use", "ran_out_of_memory"]
+__all__ = ["memory_in_use", "ran_out_of_memory", "shown_size"]
 
 #: What PyTorch's allocator of the CPU says, on Linux and on Windows; its errors have no type of their own.
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -31,3 +31,12 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int] | None:
     except RuntimeError:  # Not every kind of accelerator can tell, and this must not replace the error of the caller.
         return None
     return torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device), total
+
+
+def shown_size(size: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

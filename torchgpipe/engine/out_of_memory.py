@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
+from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory, shown_size
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
@@ -128,7 +128,7 @@ class _Shortage:
             yield self._alive()
         use = memory_in_use(device)
         if use is not None:
-            allocated, reserved, total = [f"{size / 2**30:.2f} GiB" for size in use]
+            allocated, reserved, total = map(shown_size, use)
             yield f"{device} has {total}: {allocated} in tensors, {reserved} reserved"
         if facts.backward:
             yield from self._other_schedule()

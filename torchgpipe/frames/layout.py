@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchgpipe.devices.memory import shown_size
+
 __all__ = ["Crossed", "Layout", "PartitionLayout", "SpinePart"]
 
 
@@ -101,7 +103,7 @@ class Layout:
                     str(len(parts)),
                     str(partition.device),
                     f"{sum(part.parameters for part in parts):,}",
-                    _size(sum(part.size for part in parts)),
+                    shown_size(sum(part.size for part in parts)),
                     f"{sum(part.seconds for part in parts) / total:.0%}",
                 )
             )
@@ -110,13 +112,5 @@ class Layout:
         lines += [f"tied: {' = '.join(names)}" for names in self.tied]
         for one in self.crossed:
             shape = "x".join(map(str, one.shape)) or "number"
-            lines.append(f"{one.source} to {one.target}: {shape} {str(one.dtype)[6:]}, {_size(one.size)}")
+            lines.append(f"{one.source} to {one.target}: {shape} {str(one.dtype)[6:]}, {shown_size(one.size)}")
         return "\n".join(lines)
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

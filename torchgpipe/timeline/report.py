@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import torch
 
+from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule import Program, places_of, program, simulate
 from torchgpipe.timeline.prediction import Costs, Prediction, mean_costs, predict, schedule_of, table
 from torchgpipe.timeline.span import Row, Span, covered
@@ -226,7 +227,7 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
     yield ""
     yield _columns(["device", "busy", "copying", "idle", "peak memory"])
     for use in report.devices:
-        peak = "n/a" if use.peak_memory is None else f"{use.peak_memory / 2**20:.0f} MiB"
+        peak = "n/a" if use.peak_memory is None else shown_size(use.peak_memory)
         yield _columns([str(use.device), *map(_percent, (use.busy, use.copying, use.idle)), peak])
     yield ""
     own = next((one for one in report.schedules if one.ran), None)

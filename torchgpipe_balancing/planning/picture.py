@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.drawing import COLOURS, INK, TEXT
 from torchgpipe.schedule.simulation import changes
 from torchgpipe_balancing.planning.alternatives import Alternative, Question
 from torchgpipe_balancing.planning.problem import Outcome
-from torchgpipe_balancing.planning.text import shown_size
 
 __all__ = ["draw"]
 

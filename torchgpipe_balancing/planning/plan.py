@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.memory import shown_size
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.inputs import chunk_sizes
@@ -33,7 +34,7 @@ from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
 from torchgpipe_balancing.planning.subject import Subject, released, subject_of
-from torchgpipe_balancing.planning.text import described, shown_size
+from torchgpipe_balancing.planning.text import described
 from torchgpipe_balancing.planning.trials import tried_out
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.programs import SPLITTING
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, rows_of
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torchgpipe_balancing.planning.problem import Outcome
     from torchgpipe_balancing.planning.result import Plan
 
-__all__ = ["described", "shown_size", "written"]
+__all__ = ["described", "written"]
 
 #: Differences below this share of a step are not worth a word.
 _SAME = 0.001
@@ -188,12 +189,3 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
-
-
-def shown_size(size: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
