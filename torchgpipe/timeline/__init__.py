@@ -1,3 +1,3 @@
-"""Record when each cell, copy and wait of a pipeline runs, and look at the timeline."""
+"""Record when each cell, copy and wait of a pipeline runs; `torchgpipe.record` is the way in."""
 
-__all__: list[str] = []  # The engine needs the recorder's protocol, and nothing that draws.
+__all__: list[str] = []

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchgpipe.schedule import NAMES, Action, Program, ScheduleName, places_of, program, simulate
+from torchgpipe.schedule import NAMES, Program, ScheduleName, places_of, program, simulate
 from torchgpipe.schedule.programs import SPLITTING
-from torchgpipe.timeline.span import Row, Span
+from torchgpipe.timeline.span import Row, Span, milliseconds, percent
 
 __all__ = ["Costs", "Prediction", "mean_costs", "predict", "schedule_of", "table"]
 
@@ -64,7 +64,7 @@ def predict(
     (m,) = counts
     places = places_of([row.device for row in rows])
     costs = mean_costs(cells, m * len(steps))
-    recorded = None if ran is None else [list(map(Action._make, own)) for own in ran]
+    recorded = None if ran is None else list(map(list, ran))
     programs: dict[str | None, Program] = {}
     for name in NAMES:
         made = _made(name, m, places)
@@ -91,7 +91,7 @@ def predict(
 
 def schedule_of(ran: Program, m: int, places: Sequence[int]) -> ScheduleName | None:
     """Return the name of the schedule that a program is of, or None for a program of the user's own."""
-    actions = [list(map(Action._make, own)) for own in ran]
+    actions = list(map(list, ran))
     return next((name for name in NAMES if _made(name, m, places) == actions), None)
 
 
@@ -140,11 +140,11 @@ def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: flo
         bubble: the measured bubble
     """
     yield _row("step under", "time", "bubble", "live micro-batches")
-    yield _row("(as recorded)", seconds, bubble)
+    yield _row("(as recorded)", milliseconds(seconds), percent(bubble))
     for one in predictions:
         name = one.schedule or "your program"
         live = f"{one.live:.1f}".removesuffix(".0")
-        yield _row(f"{name}{', which ran' if one.ran else ''}", one.seconds, one.bubble, live)
+        yield _row(f"{name}{', which ran' if one.ran else ''}", milliseconds(one.seconds), percent(one.bubble), live)
     again = " and recomputations" if any(span.kind == "recomputation" for span in cells) else ""
     yield f"simulated with the mean times of the recorded cells{again}; copies take no time"
     names = [one.schedule for one in predictions]
@@ -155,8 +155,5 @@ def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: flo
         yield f"with other devices: {', '.join(missing)}"
 
 
-def _row(name: str, *cells: str | float) -> str:
-    texts = [*cells, ""]
-    if isinstance(cells[0], float) and isinstance(cells[1], float):
-        texts[:2] = f"{cells[0] * 1000:.2f} ms", f"{cells[1] * 100:.1f} %"
-    return f"{name:<26}{texts[0]:>12}{texts[1]:>12}{texts[2]:>22}".rstrip()
+def _row(name: str, time: str, bubble: str, live: str = "") -> str:
+    return f"{name:<26}{time:>12}{bubble:>12}{live:>22}".rstrip()

@@ -21,7 +21,7 @@ import torch
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule import Program, places_of, program, simulate
 from torchgpipe.timeline.prediction import Costs, Prediction, mean_costs, predict, schedule_of, table
-from torchgpipe.timeline.span import Row, Span, covered
+from torchgpipe.timeline.span import Row, Span, covered, milliseconds, percent
 
 __all__ = ["Advice", "DeviceUse", "Report"]
 
@@ -157,7 +157,7 @@ class Report:
         # Where no backward ran, forward has not waited for it.
         kinds = "FBIW" if any(kind != "F" for kind, _ in costs) else "F"
         counts = Counter(
-            [tuple([tuple([action for action in own if action[0] in kinds]) for own in one]) for one in programs]
+            [tuple([tuple([action for action in own if action.kind in kinds]) for own in one]) for one in programs]
         )
         times = [
             count * simulate(one, lambda action: costs.get((action.kind, action.j), 0.0)).seconds
@@ -220,7 +220,7 @@ class Report:
 
 
 def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
-    yield f"{steps} {'step' if steps == 1 else 'steps'}, {_milliseconds(report.duration)} recorded"
+    yield f"{steps} {'step' if steps == 1 else 'steps'}, {milliseconds(report.duration)} recorded"
     if report.failed is not None:
         span = report.failed
         yield f"failed in {span.kind} of micro-batch {span.micro_batch} on partition {span.partition}"
@@ -228,22 +228,22 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
     yield _columns(["device", "busy", "copying", "idle", "peak memory"])
     for use in report.devices:
         peak = "n/a" if use.peak_memory is None else shown_size(use.peak_memory)
-        yield _columns([str(use.device), *map(_percent, (use.busy, use.copying, use.idle)), peak])
+        yield _columns([str(use.device), *map(percent, (use.busy, use.copying, use.idle)), peak])
     yield ""
     own = next((one for one in report.schedules if one.ran), None)
     ideal = (
-        f"ideal {_percent(report.ideal_bubble)}" if own is None else f"of the program {_percent(own.bubble)}, simulated"
+        f"ideal {percent(report.ideal_bubble)}" if own is None else f"of the program {percent(own.bubble)}, simulated"
     )
-    yield f"bubble           {_percent(report.bubble):>6}   {ideal}"
+    yield f"bubble           {percent(report.bubble):>6}   {ideal}"
     if report.take_turns:
         yield "                 CPU devices take turns: this is no bubble of a pipeline"
     names = rows[report.slowest].layers
     layers = f"layers '{names[0]}'..'{names[-1]}'" if names else "no layers"
     yield (
-        f"slowest          partition {report.slowest} ({layers}), {_milliseconds(report.costs[report.slowest])} a "
-        f"micro-batch, {_percent(report.slowest_by).strip()} above the average"
+        f"slowest          partition {report.slowest} ({layers}), {milliseconds(report.costs[report.slowest])} a "
+        f"micro-batch, {percent(report.slowest_by)} above the average"
     )
-    yield f"recomputation    {_percent(report.recomputation):>6}   of the computing time"
+    yield f"recomputation    {percent(report.recomputation):>6}   of the computing time"
     if report.schedules:
         yield ""
         yield from table(report.schedules, report._cells, report.duration / steps, report.bubble)
@@ -254,7 +254,7 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
     else:
         yield "to try           nothing that is known to gain a hundredth of a step's time"
     for advice in found:
-        yield f"{_percent(advice.gain):>16}   {advice.what}"
+        yield f"{percent(advice.gain):>16}   {advice.what}"
 
 
 def _advice(what: str, seconds: float, before: float) -> Advice:
@@ -264,14 +264,6 @@ def _advice(what: str, seconds: float, before: float) -> Advice:
 def _columns(cells: Sequence[str]) -> str:
     first, *others = cells
     return f"{first:<12}" + "".join(f"{cell:>14}" for cell in others)
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.1f} %"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms"
 
 
 def _window(spans: Sequence[Span]) -> Span:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from torchgpipe.engine.record import Kind
-from torchgpipe.timeline.span import Row, Span
+from torchgpipe.timeline.span import Row, Span, milliseconds
 
 __all__ = ["schedule"]
 
@@ -38,7 +38,7 @@ def _lines(cells: Sequence[Span], rows: Sequence[Row]) -> Iterator[str]:
 
     halves = " (I of the input, W of the weights)" if any(_name(span)[0] in "IW" for span in cells) else ""
     kinds = "F forward, R recomputation, B backward"
-    yield f"step {cells[0].step}, {seconds * 1000:.2f} ms: {kinds}{halves}; . nothing computed"
+    yield f"step {cells[0].step}, {milliseconds(seconds)}: {kinds}{halves}; . nothing computed"
     for span in cells:
         if span.failed:
             yield f"! failed: {span.kind} of micro-batch {span.micro_batch} on partition {span.partition}"
@@ -48,7 +48,7 @@ def _lines(cells: Sequence[Span], rows: Sequence[Row]) -> Iterator[str]:
     ]
     for band in range(bands):
         if bands > 1:
-            yield f"{'':{margin}}{band * seconds / bands * 1000:.2f} ms"
+            yield f"{'':{margin}}{milliseconds(band * seconds / bands)}"
         for name, strip in zip(names, strips):
             yield f"{name:{margin}}{strip[band * columns : (band + 1) * columns]}"
 

@@ -10,10 +10,10 @@ import torch
 
 from torchgpipe.engine.record import Kind
 
-__all__ = ["COMPUTING", "KINDS", "Row", "Span", "covered"]
+__all__ = ["KINDS", "Row", "Span", "covered", "milliseconds", "percent"]
 
 #: The kinds of spans in which a device computes.
-COMPUTING: tuple[Kind, ...] = (
+_COMPUTING: tuple[Kind, ...] = (
     "forward",
     "recomputation",
     "backward",
@@ -22,7 +22,7 @@ COMPUTING: tuple[Kind, ...] = (
 )
 
 #: All kinds of spans.
-KINDS: tuple[Kind, ...] = (*COMPUTING, "copy", "wait")
+KINDS: tuple[Kind, ...] = (*_COMPUTING, "copy", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Span:
     @property
     def computes(self) -> bool:
         """Whether the span is a cell, not a copy or a wait."""
-        return self.kind in COMPUTING
+        return self.kind in _COMPUTING
 
 
 def covered(spans: Iterable[Span]) -> float:
@@ -90,3 +90,13 @@ def covered(spans: Iterable[Span]) -> float:
         seconds += max(0.0, end - max(start, last))
         last = max(last, end)
     return seconds
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time for people."""
+    return f"{seconds * 1000:.2f} ms"
+
+
+def percent(share: float) -> str:
+    """Return a share for people."""
+    return f"{share * 100:.1f} %"
