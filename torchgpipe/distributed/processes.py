@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Disagreement", "Processes", "listed"]
-
-
-class Disagreement(RuntimeError):
-    """The processes are not ready for the same step. Nothing was sent."""
+__all__ = ["Processes"]
 
 
 class Processes:
@@ -54,7 +50,7 @@ class Processes:
     @property
     def place(self) -> str:
         """The rank and the stages of this process, as text."""
-        place = f"rank {dist.get_rank()}, stage {listed(self.stages)} of {self._partitions}"
+        place = f"rank {dist.get_rank()}, stage {_listed(self.stages)} of {self._partitions}"
         return place if self.replica_group is None else f"{place} in replica {self.replica}"
 
     @property
@@ -84,8 +80,7 @@ class Processes:
             the weight of the targets of all replicas
 
         Raises:
-            Disagreement: another process has failed, or prepares another step.
-            RuntimeError: another process has ended or does not answer.
+            RuntimeError: another process has failed, prepares another step, has ended, or does not answer.
         """
         mine = torch.tensor([float(failed), float(checksum), weight], dtype=torch.float64, device=device)
         replies = [torch.empty_like(mine) for _ in range(self.size)]
@@ -99,17 +94,17 @@ class Processes:
         faults, total = map(float, together.tolist())
         if failed or not faults:
             return total
-        ranks = listed([dist.get_global_rank(self.pipeline_group, rank) for rank in (refused or others)])
+        ranks = _listed([dist.get_global_rank(self.pipeline_group, rank) for rank in (refused or others)])
         if refused:
-            raise Disagreement(f"rank {ranks} could not prepare the step, and says why; nothing was sent")
+            raise RuntimeError(f"rank {ranks} could not prepare the step, and says why; nothing was sent")
         if others:
-            raise Disagreement(
+            raise RuntimeError(
                 f"rank {ranks} prepares another step: balance, schedule, chunks, checkpoint, the shapes of the input, "
                 "train() or eval(), grad mode and what requires grad must be the same in all processes; measure a "
                 "balance in one process and send it to the others, and freeze layers before the model is wrapped. "
                 "Nothing was sent"
             )
-        raise Disagreement("another replica could not prepare the step, and says why; nothing was sent")
+        raise RuntimeError("another replica could not prepare the step, and says why; nothing was sent")
 
     def receive_from_last(self, tensor: Tensor, what: str) -> None:
         """Give ``tensor`` the values that it has in the process of the last stage."""
@@ -151,7 +146,7 @@ class Processes:
         """
         ranks = [dist.get_global_rank(group or self.pipeline_group, peer) for peer in peers]
         raise RuntimeError(
-            f"{self.place} has waited in step {self.step} for {what} from rank {listed(ranks)}, in vain: {error}; "
+            f"{self.place} has waited in step {self.step} for {what} from rank {_listed(ranks)}, in vain: {error}; "
             "read the error of that process, and start all of them again from the last checkpoint"
         ) from error
 
@@ -176,6 +171,6 @@ def _groups(mesh: DeviceMesh | None, timeout: timedelta | None) -> tuple[dist.Pr
     return groups[0], (groups[1] if mesh.ndim == 2 else None)
 
 
-def listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     """Return numbers as text, with commas."""
     return ", ".join(map(str, numbers))

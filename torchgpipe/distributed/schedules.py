@@ -62,7 +62,7 @@ def verify_schedule(name: str, partitions: int, processes: int) -> Any:
 
 
 def name_of(schedule: Any) -> str:
-    """Return the name of PyTorch's class of a schedule."""
+    """Return the name that PyTorch's class of a schedule has here."""
     return _NAMES[schedule]
 
 
