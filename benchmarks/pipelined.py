@@ -78,16 +78,7 @@ def main() -> None:
     command.add("--steps", type=int, default=3, help="in a turn")
     command.add("--draw", action="store_true", help="measure nothing, print the tables of the JSON that is there")
     args = command.parse()
-
-    parts = command.known().get("parts", {})
-    content: dict[str, Any] = {}
-    for name in args.only:
-        about = {"environment": command.environment, "turns": args.turns, "steps": args.steps}
-        parts[name] = {**about, **PARTS[name](args)}
-        # After each part, so that a run that is cut short leaves the parts before.
-        content = {"parts": {name: parts[name] for name in PARTS if name in parts}}
-        command.write(**content)
-    command.finish(**content)
+    command.finish_parts(PARTS, args.only, args, turns=args.turns, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.pipelined_models import Glued, Tiny, place_naively, split_by_export
 from benchmarks.program import Progress
-from benchmarks.records import ratios, shown, spread, table
+from benchmarks.records import of_part, ratios, shown, spread, table
 
 __all__ = ["host", "pipelined_host"]
 
@@ -157,7 +157,7 @@ def pipelined_host(result: dict[str, Any]) -> str:
     names = {"step": "step", "call": "forward and backward"}
     lines = [
         [row["threads"], names[row["way"]], *(shown(row[what]) for what in ("call", "glue", "micro-batch"))]
-        for row in result.get("parts", {}).get("host", {}).get("costs", [])
+        for row in of_part(result, "host", "costs")
     ]
     header = ["threads", "way", "spine call, us", "glue operation, us", "micro-batch, us"]
     return table(lines, header) if lines else ""
@@ -173,7 +173,7 @@ def pipelined_times(result: dict[str, Any]) -> str:
             *(f"{row[name]['median']:.0f}" if name in row else "-" for name in names),
             *(shown(row[f"{name}/plain"], 2) for name in ("step", "call")),
         ]
-        for row in result.get("parts", {}).get("host", {}).get("rows", [])
+        for row in of_part(result, "host")
     ]
     ways = ["plain, us", "naive, us", "export, us", "step, us", "forward and backward, us"]
     header = ["threads", "layers", "glue", *ways, "step / plain", "forward and backward / plain"]

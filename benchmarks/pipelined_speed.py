@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.pipelined_models import VOCABULARY, language_model, place_naively, split_by_export
 from benchmarks.program import Progress
-from benchmarks.records import ratios, shown, spread, table
+from benchmarks.records import of_part, ratios, shown, spread, table
 from benchmarks.speed import KEEP_MEMORY
 from benchmarks.step_speed import verify_losses
 
@@ -214,7 +214,7 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
 def pipelined_speed(result: dict[str, Any]) -> str:
     """Return a table of all ways of a step."""
     lines = []
-    for row in result.get("parts", {}).get("speed", {}).get("rows", []):
+    for row in of_part(result, "speed"):
         for way, seconds in row["seconds"].items():
             figures = {key: seconds[key] * 1e3 for key in ("median", "low", "high")}
             columns = ("over naive", "over micro-batches", "of allowed", "cpu / micro-batches")
@@ -232,7 +232,7 @@ def pipelined_splits(result: dict[str, Any]) -> str:
     def told(one: dict[str, Any]) -> str:
         return one["fails"] if "fails" in one else f"{one['seconds']:.2f} s, returns {one['output']}"
 
-    rows = result.get("parts", {}).get("splits", {}).get("rows", [])
+    rows = of_part(result, "splits")
     lines = [[row["model"], told(row["export"]), told(row["pipelined"])] for row in rows]
     return table(lines, ["model", "split by export", "pipelined"]) if lines else ""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
-from benchmarks.records import KIB, shown, spread, table
+from benchmarks.records import KIB, of_part, shown, spread, table
 from benchmarks.step_memory import ROWS, WIDTH, layers, reports, saved_by
 from benchmarks.step_sleeping import Sleeping
 from torchgpipe.schedule import program, simulate
@@ -131,7 +131,7 @@ def pipelined_sleeping(result: dict[str, Any]) -> str:
             shown(row["measured"], 3),
             shown(row["simulated/measured"], 3),
         ]
-        for row in result.get("parts", {}).get("sleeping", {}).get("rows", [])
+        for row in of_part(result, "sleeping")
     ]
     return table(lines, ["devices", "step", "simulated, s", "measured, s", "ratio"]) if lines else ""
 
@@ -196,7 +196,7 @@ def pipelined_memory(result: dict[str, Any]) -> str:
             ", ".join(f"{count / KIB:.0f}" for count in row["simulated"]),
             f"{row['allocated'] / KIB:.0f}",
         ]
-        for row in result.get("parts", {}).get("memory", {}).get("rows", [])
+        for row in of_part(result, "memory")
     ]
     header = ["step", "saved by each device, KiB", "simulated", "allocated by all, KiB"]
     return table(lines, header) if lines else ""

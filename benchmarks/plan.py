@@ -24,6 +24,7 @@ from benchmarks.plan_prediction import plan_memory, plan_prediction, prediction
 from benchmarks.plan_search import plan_search, plan_search_single, search
 from benchmarks.plan_splits import plan_optimal, plan_splits, splits
 from benchmarks.program import Command
+from benchmarks.records import of_part
 from benchmarks.step import step_aims as plan_aims
 
 __all__ = [
@@ -46,10 +47,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def show(result: dict[str, Any]) -> dict[str, str]:
-    beyond = result.get("parts", {}).get("prediction", {}).get("beyond", [])
     told = {
         "predicted and measured steps": plan_prediction(result),
-        "more than 20% off": ", ".join(beyond),
+        "more than 20% off": ", ".join(of_part(result, "prediction", "beyond")),
         "predicted and counted activations": plan_memory(result),
         "the planned way among all": plan_choice(result),
         "the search beside all choices": plan_optimal(result),
@@ -75,15 +75,7 @@ def main() -> None:
     command.add("--search", nargs=2, type=int, default=[100, 8], metavar=("LAYERS", "DEVICES"))
     command.add("--draw", action="store_true", help="measure nothing, print the tables of the JSON that is there")
     args = command.parse()
-
-    parts = command.known().get("parts", {})
-    content: dict[str, Any] = {}
-    for name in args.only:
-        parts[name] = {"environment": command.environment, **PARTS[name](args)}
-        # After each part, so that a run that is cut short leaves the parts before.
-        content = {"parts": {name: parts[name] for name in PARTS if name in parts}}
-        command.write(**content)
-    command.finish(**content)
+    command.finish_parts(PARTS, args.only, args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import mean_of_squares, plan_model
 from benchmarks.program import Progress
-from benchmarks.records import spread, table
+from benchmarks.records import of_part, spread, table
 from torchgpipe_balancing.planning.alternatives import problem_of, rows_of
 from torchgpipe_balancing.planning.problem import Choice
 from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
@@ -151,7 +151,7 @@ def row(request: Request, found: Answer) -> Row:
 
 def plan_choice(result: dict[str, Any]) -> str:
     """Return a table of the planned way beside the best of all, and beside the others."""
-    rows: Sequence[Row] = result.get("parts", {}).get("choice", {}).get("rows", [])
+    rows: Sequence[Row] = of_part(result, "choice")
     lines = [
         [
             *(row["model"], row["planned"], row["best"], f"{row['rank']} of {row['ways']}"),

@@ -23,7 +23,7 @@ import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import FAMILIES, mean_of_squares, plan_model
 from benchmarks.program import Progress
-from benchmarks.records import MIB, shown, spread, table
+from benchmarks.records import MIB, of_part, shown, spread, table
 from torchgpipe_balancing.planning.alternatives import alternatives
 
 __all__ = ["plan_memory", "plan_prediction", "prediction"]
@@ -174,15 +174,10 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 # ---- Tables.
 
 
-def _rows(result: dict[str, Any]) -> list[Row]:
-    rows: list[Row] = result.get("parts", {}).get("prediction", {}).get("rows", [])
-    return rows
-
-
 def plan_prediction(result: dict[str, Any]) -> str:
     """Return a table of the predicted and the measured step of each model; the choice is that of the last turn."""
     lines = []
-    for row in _rows(result):
+    for row in of_part(result, "prediction"):
         choice = row["turns"][-1]["choice"]
         times = [statistics.median(one[key] for one in row["turns"]) * 1e3 for key in ("predicted", "measured")]
         lines.append(
@@ -199,14 +194,14 @@ def plan_prediction(result: dict[str, Any]) -> str:
 
 def plan_memory(result: dict[str, Any]) -> str:
     """Return a table of the activations of the models with a limit, by device, and of the worst of the others."""
-    rows = [row for row in _rows(result) if row["limit"]]
+    rows = [row for row in of_part(result, "prediction") if row["limit"]]
     lines = []
     for row in rows:
         last = row["turns"][-1]
         both = [" / ".join(f"{own / MIB:.2f}" for own in last[f"{key}_bytes"]) for key in ("predicted", "measured")]
         recomputed = f"{last['choice']['recomputed']} of {row['layers']}"
         lines.append([row["model"], f"{row['limit']:.0%}", recomputed, *both, f"{row['off bytes']:.1%}"])
-    others = [row["off bytes"] for row in _rows(result) if not row["limit"]]
+    others = [row["off bytes"] for row in of_part(result, "prediction") if not row["limit"]]
     if others:
         lines.append([f"{len(others)} others", "-", "-", "-", "-", f"{max(others):.1%}"])
     header = ["model", "memory", "recomputed", "predicted, MiB", "counted, MiB", "largest difference"]

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.balance import random_costs
 from benchmarks.plan_splits import random_problem
 from benchmarks.program import Progress
-from benchmarks.records import table
+from benchmarks.records import of_part, table
 from torchgpipe.schedule import NAMES
 from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
@@ -124,7 +124,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
 def plan_search(result: dict[str, Any]) -> str:
     """Return a table of whole questions."""
     lines = []
-    for row in result.get("parts", {}).get("search", {}).get("rows", []):
+    for row in of_part(result, "search"):
         gaps = ["-" if row[key] is None else f"{row[key]:.2%}" for key in ("gap", "worst_gap")]
         lines.append(
             [
@@ -141,7 +141,7 @@ def plan_search(result: dict[str, Any]) -> str:
 
 def plan_search_single(result: dict[str, Any]) -> str:
     """Return a table of single schedules, over several numbers of micro-batches."""
-    rows = result.get("parts", {}).get("search", {}).get("single", [])
+    rows = of_part(result, "search", "single")
     lines = []
     for name in dict.fromkeys(row["schedule"] for row in rows):
         own = [row for row in rows if row["schedule"] == name]

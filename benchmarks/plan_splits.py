@@ -23,7 +23,7 @@ from benchmarks.balance import KINDS, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
-from benchmarks.records import spread, table
+from benchmarks.records import of_part, spread, table
 from torchgpipe.schedule import NAMES, ScheduleName, program
 from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing import partition
@@ -201,15 +201,10 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
     return {"checked": small, "compared": compared(args.tables, args.limit), "aims": aims}
 
 
-def _part(result: dict[str, Any]) -> dict[str, Any]:
-    part: dict[str, Any] = result.get("parts", {}).get("splits", {})
-    return part
-
-
 def plan_optimal(result: dict[str, Any]) -> str:
     """Return a table of the small problems, all of whose choices were compared."""
     keys = ["schedule", "problems", "misfits", "optimal", "proven", "wrong"]
-    lines = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in _part(result).get("checked", [])]
+    lines = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in of_part(result, "splits", "checked")]
     header = ["schedule", "problems", "nothing fits", "best found", "proven", "wrong", "worst ratio"]
     return table(lines, header) if lines else ""
 
@@ -217,7 +212,8 @@ def plan_optimal(result: dict[str, Any]) -> str:
 def plan_splits(result: dict[str, Any]) -> str:
     """Return a table of balances that are found in other ways."""
     lines = []
-    for row in _part(result).get("compared", {}).get("rows", []):
+    answers = of_part(result, "splits", "compared")
+    for row in answers["rows"] if answers else ():
         ratio = row["ratio"]
         shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
         lines.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])

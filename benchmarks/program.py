@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -103,6 +103,30 @@ class Command:
     def finish(self, **content: Any) -> None:
         """Write a result, print its tables and draw its picture."""
         self._present(self.write(**content))
+
+    def finish_parts(
+        self,
+        parts: Mapping[str, Callable[[argparse.Namespace], Result]],
+        wanted: Iterable[str],
+        args: argparse.Namespace,
+        **about: Any,
+    ) -> None:
+        """Measure some parts, write them beside those that were measured before, and print and draw all of them.
+
+        Args:
+            parts: what measures a part, given the options, in the order of the result
+            wanted: the names of the parts to measure
+            args: the options
+            **about: is written into each part that is measured
+        """
+        measured = self.known().get("parts", {})
+        content: Result = {}
+        for name in wanted:
+            measured[name] = {"environment": self.environment, **about, **parts[name](args)}
+            # After each part, so that a run that is cut short leaves the parts before.
+            content = {"parts": {name: measured[name] for name in parts if name in measured}}
+            self.write(**content)
+        self.finish(**content)
 
     def _present(self, result: Result) -> None:
         for title, text in self._show(result).items():

@@ -19,7 +19,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["GIB", "KIB", "MIB", "PARTS", "RESULTS", "environment", "ratios", "shown", "spread", "table", "write"]
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "PARTS",
+    "RESULTS",
+    "environment",
+    "of_part",
+    "ratios",
+    "shown",
+    "spread",
+    "table",
+    "write",
+]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -45,6 +58,11 @@ def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
     if figures is None:
         return "-"
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
+
+
+def of_part(result: dict[str, Any], part: str, key: str = "rows") -> Any:
+    """Return what is under a key in a part of a result; an empty list if that was not measured."""
+    return result.get("parts", {}).get(part, {}).get(key, [])
 
 
 def environment() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.pictures import COLORS, INK, new_figure, open_axes, shared_legend
 from benchmarks.program import Command
-from benchmarks.records import shown, table
+from benchmarks.records import of_part, shown, table
 from benchmarks.step_host import host, step_host
 from benchmarks.step_memory import memory, step_memory
 from benchmarks.step_sleeping import sleeping
@@ -46,14 +46,9 @@ ONLY_CPU = ("machine", "sleeping", "memory")
 # ---- Tables and the picture of a result.
 
 
-def _rows(result: dict[str, Any], part: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = result.get("parts", {}).get(part, {}).get("rows", [])
-    return rows
-
-
 def step_machine(result: dict[str, Any]) -> str:
     """Return a table of the halves of the models."""
-    rows = _rows(result, "machine")
+    rows = of_part(result, "machine")
     lines = [[row["model"], row["m"], shown(row["limit"], 2), shown(row["first/second"], 2)] for row in rows]
     header = ["model", "m", "two threads over one", "first half / second half"]
     return table(lines, header) if lines else ""
@@ -62,7 +57,7 @@ def step_machine(result: dict[str, Any]) -> str:
 def step_speed(result: dict[str, Any]) -> str:
     """Return a table of all ways of a step: milliseconds, and the speed-up over the plain micro-batches."""
     lines = []
-    for row in _rows(result, "speed"):
+    for row in of_part(result, "speed"):
         for name, seconds in row["seconds"].items():
             figures = {key: seconds[key] * 1e3 for key in ("median", "low", "high")}
             over = shown(row.get("over the same", {}).get(name), 2)
@@ -86,7 +81,7 @@ def step_sleeping(result: dict[str, Any]) -> str:
             f"{row['bubble']:.1%}",
             f"{row['measured bubble']:.1%}",
         ]
-        for row in _rows(result, "sleeping")
+        for row in of_part(result, "sleeping")
     ]
     header = ["devices", "schedule", "simulated, s", "measured, s", "ratio", "bubble", "measured"]
     return table(lines, header) if lines else ""
@@ -116,7 +111,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 def draw(result: dict[str, Any]) -> Any:
     """Draw the speed-up over the plain micro-batches for each model, and what two threads allow."""
-    rows = [row for row in _rows(result, "speed") if "limit" in row]
+    rows = [row for row in of_part(result, "speed") if "limit" in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
     if not models:
         return None
@@ -162,15 +157,7 @@ def main() -> None:
     if args.device != "cpu" and set(wanted) & set(ONLY_CPU):
         command.error(f"{', '.join(ONLY_CPU)} need no GPU; leave --device out for them")
 
-    parts = command.known().get("parts", {})
-    about = {name: getattr(args, name) for name in ("device", "turns", "steps")}
-    content: dict[str, Any] = {}
-    for name in wanted:
-        parts[name] = {"environment": command.environment, **about, **PARTS[name](args)}
-        # After each part, so that a run that is cut short leaves the parts before.
-        content = {"parts": {name: parts[name] for name in PARTS if name in parts}}
-        command.write(**content)
-    command.finish(**content)
+    command.finish_parts(PARTS, wanted, args, device=args.device, turns=args.turns, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.cost import MODES
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.placement import threaded
 from benchmarks.program import Progress
-from benchmarks.records import ratios, shown, spread, table
+from benchmarks.records import of_part, ratios, shown, spread, table
 from benchmarks.tiny_steps import tiny_layers, tiny_shape
 from benchmarks.training import synchronize
 
@@ -136,7 +136,7 @@ def step_host(result: dict[str, Any]) -> str:
             *(f"{row[name]['median']:.0f}" if name in row else "-" for name in ("plain", "call", "step")),
             shown(row["step/call"], 2),
         ]
-        for row in result.get("parts", {}).get("host", {}).get("rows", [])
+        for row in of_part(result, "host")
     ]
     header = [
         "threads",

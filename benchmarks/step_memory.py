@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
-from benchmarks.records import KIB, table
+from benchmarks.records import KIB, of_part, table
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
@@ -154,7 +154,7 @@ def aims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def step_memory(result: dict[str, Any]) -> str:
     """Return a table of the activations of each device."""
-    rows = result.get("parts", {}).get("memory", {}).get("rows", [])
+    rows = of_part(result, "memory")
     lines = [
         [
             row["schedule"],
