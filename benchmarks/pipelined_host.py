@@ -18,9 +18,7 @@ the mini-batch micro-batch by micro-batch, too.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.pipelined_models import Glued, Tiny, place_naively, split_by_export
 from benchmarks.program import Progress
 from benchmarks.records import of_part, ratios, shown, spread, table
+from benchmarks.tiny_steps import lowest
 
 __all__ = ["host", "pipelined_host"]
 
@@ -77,22 +76,8 @@ def answer(peer: str, request: Request) -> Answer:
         split = split_by_export(made(), x[:ROWS], {f"blocks.{count // 2}": 1})
         runs["export"] = micro_batches(lambda part: split(part)[0])  # It makes a tuple of the output.
 
-    def timed(run: Callable[[], None]) -> float:
-        start = perf_counter()
-        run()
-        return perf_counter() - start
-
-    for run in [*runs.values()] * 2:
-        timed(run)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        times = [[timed(run) for run in runs.values()] for _ in range(request["steps"])]
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return {name: min(own) / m * 1e6 for name, own in zip(runs, zip(*times))}
+    found = lowest(runs, request["steps"], start=lambda: None)
+    return {name: own / m * 1e6 for name, own in found.items()}
 
 
 # ---- The rows of the result.

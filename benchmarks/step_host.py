@@ -9,9 +9,6 @@ recomputation: a backward pass for each micro-batch takes longer than one for al
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.placement import threaded
 from benchmarks.program import Progress
 from benchmarks.records import of_part, ratios, shown, spread, table
-from benchmarks.tiny_steps import tiny_layers, tiny_shape
+from benchmarks.tiny_steps import lowest, tiny_layers, tiny_shape
 from benchmarks.training import synchronize
 
 __all__ = ["host", "step_host"]
@@ -67,24 +64,11 @@ def answer(peer: str, request: Request) -> Answer:
     if len({torch.device(device).type for device in devices}) == 1:
         runs["plain"] = plain
 
-    def timed(run: Callable[[], None]) -> float:
+    def start() -> None:
         model.zero_grad(set_to_none=True)
         synchronize(devices)
-        start = perf_counter()
-        run()
-        return perf_counter() - start
 
-    for run in [*runs.values()] * 2:
-        timed(run)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        times = [[timed(run) for run in runs.values()] for _ in range(request["steps"])]
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return {name: min(own) / (m * n) * 1e6 for name, own in zip(runs, zip(*times))}
+    return {name: own / (m * n) * 1e6 for name, own in lowest(runs, request["steps"], start).items()}
 
 
 # ---- The rows of the result.

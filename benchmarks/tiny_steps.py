@@ -16,7 +16,8 @@ import gc
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter, process_time
 
 import torch
@@ -84,6 +85,35 @@ def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> 
     }
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector off in a ``with`` block. Objects that are there are not visited again."""
+    gc.collect()
+    gc.freeze()  # So collecting is cheap in the block.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def lowest(runs: Mapping[str, Callable[[], object]], turns: int, start: Callable[[], object]) -> dict[str, float]:
+    """Return the lowest seconds of each run; in a turn, each of them runs once, after ``start``, which is not timed."""
+
+    def timed(run: Callable[[], object]) -> float:
+        start()
+        begin = perf_counter()
+        run()
+        return perf_counter() - begin
+
+    for run in [*runs.values()] * 2:
+        timed(run)
+    with uncollected():
+        times = [[timed(run) for run in runs.values()] for _ in range(turns)]
+    return {name: min(own) for name, own in zip(runs, zip(*times))}
+
+
 def step(peer: str, request: Request) -> Answer:
     """Return microseconds per cell: of each figure the lowest of all steps, and the median."""
     first, last = request["devices"][0], request["devices"][-1]
@@ -96,13 +126,8 @@ def step(peer: str, request: Request) -> Answer:
     for _ in range(2):
         timed_step(layers, model, x, grad)
 
-    gc.collect()
-    gc.freeze()  # Objects of the warm-up are not visited again, so collecting is cheap.
-    gc.disable()
-    times = [timed_step(layers, model, x, grad) for _ in range(request["steps"])]
-    gc.enable()
-    gc.unfreeze()
-
+    with uncollected():
+        times = [timed_step(layers, model, x, grad) for _ in range(request["steps"])]
     cells = m * len(request["balance"])
     answer: Answer = {}
     for name in times[0]:
