@@ -7,10 +7,7 @@ The blocks are those of these two files, in a model that is no `nn.Sequential`. 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
 from collections.abc import Callable, Iterable
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,9 +15,9 @@ from torch import Tensor, nn
 
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
-from benchmarks.records import KIB, of_part, shown, spread, table
-from benchmarks.step_memory import ROWS, WIDTH, layers, reports, saved_by
-from benchmarks.step_sleeping import Sleeping
+from benchmarks.records import of_part, shown, table
+from benchmarks.step_memory import ROWS, WIDTH, counted, in_kib, layers, reports, saved_by
+from benchmarks.step_sleeping import Sleeping, beside, overlap
 from torchgpipe.schedule import program, simulate
 from torchgpipe_balancing.planning.peaks import HeldBytes
 
@@ -29,8 +26,8 @@ __all__ = ["memory", "pipelined_memory", "pipelined_sleeping", "sleeping"]
 #: The ways of a step.
 WAYS = ("1F1B", "GPipe", "call")
 
-#: The least of simulated / measured, and the most activations of 1F1B over those of GPipe.
-OVERLAP, KEPT = 0.95, 0.35
+#: The most activations of 1F1B over those of GPipe.
+KEPT = 0.35
 
 
 class Blocks(nn.Module):
@@ -83,17 +80,7 @@ def sleeping(args: argparse.Namespace) -> dict[str, Any]:
         for way in WAYS:
             progress(f"sleeping blocks, {n} devices, {way}")
             rows.append(slept(way, n, args.sleeping, args.sleep, args.turns))
-    lowest = {n: min(row["simulated/measured"]["median"] for row in rows if row["n"] == n) for n in args.partitions}
-    aims = [
-        {
-            "aim": f"simulated / measured, {n} devices, lowest way",
-            "at least": OVERLAP,
-            "reached": reached,
-            "met": reached >= OVERLAP,
-        }
-        for n, reached in lowest.items()
-    ]
-    return {"seconds of F, I and W on a device": args.sleep, "rows": rows, "aims": aims}
+    return {"seconds of F, I and W on a device": args.sleep, "rows": rows, "aims": overlap(rows, "way", {})}
 
 
 def slept(way: str, n: int, m: int, seconds: float, turns: int) -> dict[str, Any]:
@@ -103,22 +90,7 @@ def slept(way: str, n: int, m: int, seconds: float, turns: int) -> dict[str, Any
     # With a gradient of the input, backward takes as long in the first partition as in the others.
     x = torch.zeros(2 * m, 1, requires_grad=True)
     step = stepping([Sleeping(seconds) for _ in range(n)], way, m, x)
-    step()
-    found = []
-    for _ in range(turns):
-        start = perf_counter()
-        step()
-        found.append(perf_counter() - start)
-    return {
-        "way": way,
-        "n": n,
-        "m": m,
-        "simulated": simulated.seconds,
-        "bubble": simulated.bubble,
-        "measured": spread(found),
-        "measured bubble": 1 - statistics.fmean(simulated.busy) / statistics.median(found),
-        "simulated/measured": spread(simulated.seconds / one for one in found),
-    }
+    return {"way": way, "n": n, "m": m, **beside(simulated, step, turns)}
 
 
 def pipelined_sleeping(result: dict[str, Any]) -> str:
@@ -149,19 +121,9 @@ def answer(peer: str, request: Request) -> Answer:
     for block, device in zip(blocks, devices):
         block.device, block.given = device, x
     step = stepping(blocks, way, m, x)
-    step()  # What is made once and kept is made here, gradients among it.
-    saved, together = [], []
-    for _ in range(request["steps"]):
-        gc.collect()
-        for device in devices:
-            device.peak = 0
-        together.append(reports().peak(step))
-        saved.append([device.peak for device in devices])
     return {
-        "saved": saved[0],
-        "same_each_step": all(one == saved[0] for one in saved),
+        **counted(step, devices, request["steps"]),
         "simulated": simulate(program(order(way), m, list(range(n))), memory=units).peaks,
-        "allocated": max(together),
     }
 
 
@@ -192,9 +154,9 @@ def pipelined_memory(result: dict[str, Any]) -> str:
     lines = [
         [
             _named(row["way"]),
-            ", ".join(f"{count / KIB:.0f}" for count in row["saved"]),
-            ", ".join(f"{count / KIB:.0f}" for count in row["simulated"]),
-            f"{row['allocated'] / KIB:.0f}",
+            in_kib(*row["saved"]),
+            in_kib(*row["simulated"]),
+            in_kib(row["allocated"]),
         ]
         for row in of_part(result, "memory")
     ]

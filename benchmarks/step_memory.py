@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.planning.peaks import HeldBytes
 
-__all__ = ["memory", "step_memory"]
+__all__ = ["counted", "in_kib", "memory", "step_memory"]
 
 #: Layers of a device, their width, and the rows of a micro-batch: activations are many times larger than parameters.
 LAYERS, WIDTH, ROWS = 4, 32, 512
@@ -103,19 +104,23 @@ def answer(peer: str, request: Request) -> Answer:
         schedule=schedule,
         loss_fn=lambda output, _: output.mean(),
     )
-    model.step(x)  # What is made once and kept is made here, gradients among it.
+    simulated = simulate(program(schedule, m, at), memory=units).peaks
+    return {**counted(lambda: model.step(x), devices, request["steps"]), "simulated": simulated}
+
+
+def counted(step: Callable[[], object], devices: Sequence[HeldBytes], steps: int) -> Answer:
+    """Return the bytes that devices hold at the peak of a step, and the most that the allocator has handed out."""
+    step()  # What is made once and kept is made here, gradients among it.
     saved, together = [], []
-    for _ in range(request["steps"]):
+    for _ in range(steps):
         gc.collect()
         for device in devices:
             device.peak = 0
-        together.append(reports().peak(lambda: model.step(x)))
+        together.append(reports().peak(step))
         saved.append([device.peak for device in devices])
-    simulated = simulate(program(schedule, m, at), memory=units).peaks
     return {
         "saved": saved[0],
         "same_each_step": all(one == saved[0] for one in saved),
-        "simulated": simulated,
         "allocated": max(together),
     }
 
@@ -152,6 +157,11 @@ def aims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def in_kib(*sizes: float) -> str:
+    """Return sizes as the cell of a table."""
+    return ", ".join(f"{size / KIB:.0f}" for size in sizes)
+
+
 def step_memory(result: dict[str, Any]) -> str:
     """Return a table of the activations of each device."""
     rows = of_part(result, "memory")
@@ -159,9 +169,9 @@ def step_memory(result: dict[str, Any]) -> str:
         [
             row["schedule"],
             row["mode"],
-            ", ".join(f"{count / KIB:.0f}" for count in row["saved"]),
-            ", ".join(f"{count / KIB:.0f}" for count in row["simulated"]) if row["mode"] == "never" else "-",
-            f"{row['allocated'] / KIB:.0f}",
+            in_kib(*row["saved"]),
+            in_kib(*row["simulated"]) if row["mode"] == "never" else "-",
+            in_kib(row["allocated"]),
         ]
         for row in rows
     ]

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import ablation, capacity, footprint, peers
+from benchmarks import ablation, capacity, footprint, peers, step_memory
 from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
 from benchmarks.random_models import random_model
@@ -42,6 +42,25 @@ class Here:
 
     def __exit__(self, *exc_info: object) -> None:
         pass
+
+
+class Silent:
+    """An allocator that reports nothing."""
+
+    def peak(self, step: Callable[[], object]) -> int:
+        step()
+        return 0
+
+
+def run_parts(name: str, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """Return the result of a benchmark with parts. It runs in this process, and does not ask the allocator."""
+    monkeypatch.setattr(peers, "Peer", Here)
+    monkeypatch.setattr(step_memory, "reports", Silent)
+    path = tmp_path / f"{name}.json"
+    monkeypatch.setattr(sys, "argv", [name, *tiny.split(), "--json", str(path), *arguments])
+    importlib.import_module(f"benchmarks.{name}").main()
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 class Run(Protocol):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import peers, pipelined_host, pipelined_models, pipelined_steps
-from tests.benchmarks.test_benchmarks import Here
-from tests.benchmarks.test_step import Silent
+from benchmarks import peers, pipelined_host, pipelined_models, pipelined_steps, step_memory
+from tests.benchmarks.test_benchmarks import Silent, run_parts
 
 pytestmark = pytest.mark.slow
 
@@ -23,27 +18,15 @@ SIZES = "--models gpt --blocks 2 --width 8 --context 4 --rows 2 --chunks 2 --par
 TINY = f"{SIZES} --layers 2 4 --micro-batches 2 --no-export --turns 1 --steps 1"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Return the result of a run in this process. The allocator is not asked."""
-    module = importlib.import_module("benchmarks.pipelined")
-    monkeypatch.setattr(peers, "Peer", Here)
-    monkeypatch.setattr(pipelined_steps, "reports", Silent)
-    path = tmp_path / "pipelined.json"
-    monkeypatch.setattr(sys, "argv", ["pipelined", *TINY.split(), "--json", str(path), *arguments])
-    module.main()
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
 def test_parts_are_run_one_by_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    run(monkeypatch, tmp_path, "--only", "memory", "speed")
+    run_parts("pipelined", TINY, monkeypatch, tmp_path, "--only", "memory", "speed")
     assert torch.get_num_threads() == 1
     torch.set_num_threads(threads)
-    result = run(monkeypatch, tmp_path, "--only", "sleeping", "host")
+    result = run_parts("pipelined", TINY, monkeypatch, tmp_path, "--only", "sleeping", "host")
     assert [*result["parts"]] == ["host", "sleeping", "memory", "speed"]
     (row,) = result["parts"]["speed"]["rows"]
     assert set(row["over naive"]) == {"micro-batches", "call", "1F1B", "GPipe", "halves"}
@@ -55,7 +38,7 @@ def test_parts_are_run_one_by_one(
 
 @pytest.mark.parametrize("way", pipelined_steps.WAYS)
 def test_saved_activations_are_those_of_the_simulation(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelined_steps, "reports", Silent)
+    monkeypatch.setattr(step_memory, "reports", Silent)
     monkeypatch.setattr(pipelined_steps, "ROWS", 2)
     answer = pipelined_steps.answer("ours", {"n": 3, "m": 5, "way": way, "steps": 2})
     assert answer["same_each_step"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import peers, plan, plan_choice, plan_models, plan_prediction, plan_search, plan_splits
-from tests.benchmarks.test_benchmarks import Here
+from benchmarks import plan, plan_choice, plan_models, plan_prediction, plan_search, plan_splits
+from tests.benchmarks.test_benchmarks import run_parts
 
 pytestmark = pytest.mark.slow
 
@@ -26,16 +24,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Return the result of a run in this process, but for the original."""
-    monkeypatch.setattr(peers, "Peer", Here)
-    path = tmp_path / "plan.json"
-    monkeypatch.setattr(sys, "argv", ["plan", *TINY.split(), "--json", str(path), *arguments])
-    plan.main()
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
 def test_parts_are_run_one_by_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,8 +34,8 @@ def test_parts_are_run_one_by_one(
     monkeypatch.setattr(plan_choice, "SCHEDULES", ("1F1B",))
     monkeypatch.setattr(plan_search, "SHARES", (0.9,))
     monkeypatch.setattr(plan_splits, "by_original", lambda tables, limit: [None] * len(tables))
-    run(monkeypatch, tmp_path, "--only", "search", "choice")
-    result = run(monkeypatch, tmp_path, "--only", "splits", "prediction")
+    run_parts("plan", TINY, monkeypatch, tmp_path, "--only", "search", "choice")
+    result = run_parts("plan", TINY, monkeypatch, tmp_path, "--only", "splits", "prediction")
     parts = result["parts"]
     assert [*parts] == ["prediction", "choice", "splits", "search"]
     assert all(plan.show(result).values())

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +10,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import peers, step_memory, step_speed
+from benchmarks import step_memory, step_speed
 from benchmarks.step_sleeping import Sleeping
-from tests.benchmarks.test_benchmarks import Here
+from tests.benchmarks.test_benchmarks import Silent, run_parts
 from torchgpipe import GPipe
 from torchgpipe.schedule import NAMES, Action
 
@@ -27,32 +22,12 @@ SIZES = "--models gpt --chunks 2 --shrink 16 --partitions 2 --micro-batches 3 --
 TINY = f"{SIZES} --turns 1 --steps 1"
 
 
-class Silent:
-    """An allocator that reports nothing."""
-
-    def peak(self, step: Callable[[], object]) -> int:
-        step()
-        return 0
-
-
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Return the result of a run in this process, but for PyTorch's own pipelines. The allocator is not asked."""
-    module = importlib.import_module("benchmarks.step")
-    monkeypatch.setattr(peers, "Peer", Here)
-    monkeypatch.setattr(step_memory, "reports", Silent)
-    path = tmp_path / "step.json"
-    monkeypatch.setattr(sys, "argv", ["step", *TINY.split(), "--json", str(path), *arguments])
-    module.main()
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
 def test_parts_are_run_one_by_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, tmp_path, "--only", "memory", "host")
+    run_parts("step", TINY, monkeypatch, tmp_path, "--only", "memory", "host")
     threads = torch.get_num_threads()
-    result = run(monkeypatch, tmp_path, "--only", "speed", "sleeping", "machine")
+    result = run_parts("step", TINY, monkeypatch, tmp_path, "--only", "speed", "sleeping", "machine")
     assert torch.get_num_threads() == threads
     assert [*result["parts"]] == ["machine", "speed", "sleeping", "memory", "host"]
     assert (tmp_path / "step.svg").read_text().count("<svg") == 1
