@@ -13,29 +13,30 @@ from os import PathLike
 from typing import IO, TYPE_CHECKING, Any
 
 from torchgpipe.engine.record import Kind
+from torchgpipe.schedule.drawing import COLOURS, INK
 from torchgpipe.timeline.span import KINDS, Row, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "FAILED", "INK", "draw", "save"]
+__all__ = ["FAILED", "KIND_COLOURS", "KIND_INK", "draw", "save"]
 
-COLOURS: dict[Kind, str] = {
-    "forward": "#56B4E9",
+KIND_COLOURS: dict[Kind, str] = {
+    "forward": COLOURS["F"],
     "recomputation": "#F5D76E",
-    "backward": "#009E73",
-    "backward of the input": "#00604A",
-    "backward of the weights": "#9BDCC4",
+    "backward": COLOURS["B"],
+    "backward of the input": COLOURS["I"],
+    "backward of the weights": COLOURS["W"],
     "copy": "#CC79A7",
     "wait": "#C8C8C8",
 }
-INK: dict[Kind, str] = {
-    "forward": "black",
-    "recomputation": "black",
-    "backward": "white",
-    "backward of the input": "white",
-    "backward of the weights": "black",
+KIND_INK: dict[Kind, str] = {
+    "forward": INK["F"],
+    "recomputation": "#000",
+    "backward": INK["B"],
+    "backward of the input": INK["I"],
+    "backward of the weights": INK["W"],
 }
 FAILED = "#D00000"
 _MOST_BANDS = 4
@@ -157,7 +158,7 @@ def _draw_span(
     if span.failed:
         frame = {"edgecolor": FAILED, "linewidth": 2, "zorder": 3}
     corner = (start, span.partition + top)
-    axes.add_patch(Rectangle(corner, end - start, height, facecolor=COLOURS[span.kind], **frame))
+    axes.add_patch(Rectangle(corner, end - start, height, facecolor=KIND_COLOURS[span.kind], **frame))
     if span.failed and start >= time[0]:
         where = (start + end) / 2, span.partition + top
         axes.plot(*where, marker="v", color=FAILED, markersize=7, clip_on=False, zorder=4)
@@ -167,9 +168,9 @@ def _write_number(axes: Axes, span: Span, start: float, end: float, size: float,
     """Write the micro-batch into the box, if there is room for it."""
     number = str(span.micro_batch)
     font_size = min(9.0, (end - start) * size / _points(number, 1.0))
-    if span.kind in INK and font_size >= _SMALLEST:
+    if span.kind in KIND_INK and font_size >= _SMALLEST:
         at = ((start + end) / 2, span.partition + (-0.12 if has_copies else 0.0))
-        colour = INK[span.kind]
+        colour = KIND_INK[span.kind]
         axes.annotate(number, at, ha="center", va="center_baseline", fontsize=font_size, color=colour, zorder=3.5)
 
 
@@ -179,6 +180,6 @@ def _legend(spans: Sequence[Span]) -> Iterator[Any]:
 
     for kind in KINDS:
         if any(span.kind == kind for span in spans):
-            yield Patch(facecolor=COLOURS[kind], label=kind.replace(" of the", ":"))
+            yield Patch(facecolor=KIND_COLOURS[kind], label=kind.replace(" of the", ":"))
     if any(span.failed for span in spans):
         yield Line2D([], [], marker="v", color=FAILED, linestyle="", markersize=7, label="failed")

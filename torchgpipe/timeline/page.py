@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchgpipe.schedule.drawing import Box, draw_boxes
-from torchgpipe.timeline.drawing import COLOURS, FAILED, INK
+from torchgpipe.timeline.drawing import FAILED, KIND_COLOURS, KIND_INK
 from torchgpipe.timeline.span import KINDS, Row, Span
 
 __all__ = ["draw"]
@@ -29,7 +29,9 @@ def draw(spans: Sequence[Span], rows: Sequence[Row], width: int = 720) -> str:
         )
         for row in rows
     ]
-    legend = {kind.replace(" of the", ":"): COLOURS[kind] for kind in KINDS if any(span.kind == kind for span in spans)}
+    legend = {
+        kind.replace(" of the", ":"): KIND_COLOURS[kind] for kind in KINDS if any(span.kind == kind for span in spans)
+    }
     legend |= {"failed": FAILED} if any(span.failed for span in spans) else {}
     return draw_boxes(drawn, seconds, width, f"Step {spans[0].step}: {seconds * 1000:.1f} ms", legend)
 
@@ -37,6 +39,6 @@ def draw(spans: Sequence[Span], rows: Sequence[Row], width: int = 720) -> str:
 def _box(span: Span, begin: float) -> Box:
     title = f"{span.kind} of micro-batch {span.micro_batch}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
     number = str(span.micro_batch) if span.computes else ""
-    colour = FAILED if span.failed else COLOURS[span.kind]
-    ink = "#fff" if span.failed else INK.get(span.kind, "")
+    colour = FAILED if span.failed else KIND_COLOURS[span.kind]
+    ink = "#fff" if span.failed else KIND_INK.get(span.kind, "")
     return Box(span.start - begin, span.end - begin, number, title, colour, ink, span.kind == "copy")
