@@ -406,6 +406,13 @@ def test_targets_that_do_not_count_have_no_weight() -> None:
     same(gradients(model), gradients(plain))
 
 
+def test_a_map_of_devices_of_the_users_own_stays() -> None:
+    """unpipelined() took it for the map that tells trainers of several accelerators."""
+    model = Chain()
+    model.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+    assert make(model)[0].unpipelined().hf_device_map == {"": "cpu"}
+
+
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor

@@ -239,8 +239,13 @@ def verify_module(module: Any) -> None:
 
 def _tell_trainers(module: Any, settings: Settings) -> None:
     """Note the devices where trainers look, so that they neither move nor wrap the module."""
-    if len({device for device in settings.devices if device.type != "cpu"}) > 1:
-        module.hf_device_map = {name: settings.devices[column] for name, column in settings.doors.items()}
+    told = _device_map(settings)
+    if len({device for device in told.values() if device.type != "cpu"}) > 1:
+        module.hf_device_map = told
+
+
+def _device_map(settings: Settings) -> dict[str, torch.device]:
+    return {name: settings.devices[column] for name, column in settings.doors.items()}
 
 
 class _Pipelined(nn.Module):
@@ -297,7 +302,7 @@ class _Pipelined(nn.Module):
             close_door(child)
         vars(self).pop(_RUNS, None)
         settings = vars(self).pop(_SETTINGS)
-        if vars(self).get("hf_device_map") is not None and len(set(settings.devices)) > 1:
+        if vars(self).get("hf_device_map") == _device_map(settings):
             del self.hf_device_map
         self.__class__ = _plain(self)
         return self
