@@ -35,10 +35,19 @@ def arrange(
     found: Study | None = None,
     **settings: Any,
 ) -> Settings:
-    """Return the settings of a module, given a device for each partition, or for each one at most if not ``fixed``.
+    """Return the settings of a module.
 
-    Every partition is a column of its own if they are to be ``apart``; otherwise neighbours on one device are one. The
-    sample runs unless it is known what it has ``found``: a module whose parameters lie on several devices cannot run.
+    Args:
+        module: the module
+        sample: the arguments of one micro-batch
+        devices: the device of each partition
+        fixed: whether there must be a partition for each device; if not, a short spine leaves the last ones out
+        balance: as for `pipelined`
+        no_chunk: as for `pipelined`
+        checkpoint: as for `pipelined`
+        apart: whether every partition is a column of its own; otherwise neighbours on one device are one column
+        found: what the sample has shown before; without it the sample runs, which a module on several devices cannot
+        **settings: the other settings
 
     Raises:
         ValueError: the sample has one row, the spine is shorter than the partitions, or the balance or ``checkpoint``
@@ -261,7 +270,7 @@ def _recomputed(names: Collection[str], doors: Mapping[str, int], checkpoint: bo
 
 
 def _tied(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of parameters that are in several places."""
+    """Return the names of each parameter that has several."""
     places: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(parameter, []).append(name)

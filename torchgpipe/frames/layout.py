@@ -72,7 +72,7 @@ class Layout:
 
     Attributes:
         partitions: the partitions
-        tied: names of parameters that several partitions share
+        tied: for each parameter that has several names, its names
         crossed: what the first micro-batch has carried from column to column, each with a gradient to come back; empty
             until a mini-batch has run
     """

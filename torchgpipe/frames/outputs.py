@@ -27,7 +27,7 @@ JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 def own_loss(output: Any) -> Any:
-    """Return the loss that a model has put in its output, under this name; None if there is none."""
+    """Return the ``loss`` of a model's output; None if the output has none."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 

@@ -131,7 +131,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------- pieces
 
     def prepare(self, module: nn.Module) -> None:
-        """Look up the modules of the spine, which may have been replaced, and open their doors."""
+        """Put doors in front of the modules of the spine, which may have been replaced since the last mini-batch."""
         settings = self._settings
         structure = tuple(map(id, module.modules()))
         if structure != self._structure:

@@ -206,7 +206,7 @@ def verify_module(module: Any) -> None:
     """Refuse what cannot be pipelined.
 
     Raises:
-        TypeError: the module is none, or is compiled, wrapped or pipelined already.
+        TypeError: this is no module, or one that is compiled, wrapped or pipelined already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}")
