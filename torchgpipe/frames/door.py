@@ -2,7 +2,7 @@
 
 Whoever runs the model in a thread visits its doors: a frame of a mini-batch, a recomputation at backward, or a run in
 one piece. The visitor brings the arguments to the column of the module; then the door calls the module, whose hooks,
-compiled code and checkpointing are behind the door. Without a visitor a door is open.
+compiled code and checkpointing are behind the door. Without a visitor a door only calls its module.
 
 A door takes the place of the module's own call. So a copy or a pickle of the model has no doors, until it runs.
 """
@@ -19,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.devices.torch_internals import own_call, plain_call, replace_call
 
-__all__ = ["Door", "Visitor", "close_door", "here", "open_door"]
+__all__ = ["Door", "Visitor", "here", "put_door", "remove_door"]
 
 
 class Visitor(Protocol):
     """Whoever runs the model in a thread.
 
     Attributes:
-        owner: the pipeline of the model; doors of other pipelines are open
+        owner: the pipeline of the model; the doors of other pipelines do not ask this visitor
     """
 
     owner: object
@@ -59,6 +59,8 @@ class Door:
     Attributes:
         name: the name of the module
         column: the column of the module
+        recomputes: whether the module keeps only its inputs, and runs again at backward
+        owner: the pipeline
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
@@ -93,23 +95,23 @@ class Door:
         assert module is not None, "a module is called, so it is there"
         return module
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Give the module its own call back."""
         replace_call(self._there(), self._behind)
 
 
-def open_door(module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
-    """Let calls of ``module`` go through a door, which is renewed if it is another one, or covered by compiled code."""
+def put_door(module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
+    """Put a door in front of ``module``, unless it is there; another one is removed, and compiled code is behind it."""
     door: Any = own_call(module)
     if isinstance(door, Door):
         if (door.name, door.column, door.recomputes) == (name, column, recomputes) and door.owner is owner:
             return
-        door.close()
+        door.remove()
     replace_call(module, Door(module, name, column, recomputes=recomputes, owner=owner))
 
 
-def close_door(module: nn.Module) -> None:
+def remove_door(module: nn.Module) -> None:
     """Remove the door of ``module``, if it has one."""
     door: Any = own_call(module)
     if isinstance(door, Door):
-        door.close()
+        door.remove()

@@ -23,7 +23,7 @@ from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
-from torchgpipe.frames.door import open_door
+from torchgpipe.frames.door import put_door
 from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
@@ -142,11 +142,11 @@ class Pipeline:
             self._slots = settings.slots(module)
             self._structure = structure
         for child, name, column in self._doors:
-            open_door(child, name, column, recomputes=name in settings.recomputed, owner=self)
+            put_door(child, name, column, recomputes=name in settings.recomputed, owner=self)
 
     @contextmanager
     def _aliased(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
-        """Open the doors, and let the modules have aliases of their parameters in a ``with`` block."""
+        """Put doors in front of the spine, and let the modules have aliases of their parameters in a ``with`` block."""
         refuse_transforms()
         with self._lock:
             self.prepare(module)

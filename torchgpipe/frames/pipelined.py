@@ -14,7 +14,7 @@ from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.door import close_door, here
+from torchgpipe.frames.door import here, remove_door
 from torchgpipe.frames.inputs import arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
@@ -299,7 +299,7 @@ class _Pipelined(nn.Module):
                 "fully_shard; undo that first"
             )
         for child in self.modules():
-            close_door(child)
+            remove_door(child)
         vars(self).pop(_RUNS, None)
         settings = vars(self).pop(_SETTINGS)
         if vars(self).get("hf_device_map") == _device_map(settings):
