@@ -668,8 +668,9 @@ def test_a_call_in_one_piece_says_so_once() -> None:
 
     model: Any = pipelined(Cached(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="pass the partitions in one piece"):
+        with pytest.warns(UserWarning, match="pass the partitions in one piece") as caught:
             model(X, use_cache=True)
+        assert caught[0].filename == __file__  # The line that calls the model.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(X, use_cache=True)

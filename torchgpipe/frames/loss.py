@@ -112,7 +112,9 @@ class MicroBatchLoss:
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss of a micro-batch must be a tensor of one number, but is {got}")
+            raise ValueError(
+                f"the loss of a micro-batch must be a tensor of one number, such as its mean, but is {got}"
+            )
         if not self._shares[i]:  # The mean over no labels is nan, and so would be its gradient.
             loss = _nothing(output)
         self._losses[i] = loss.detach().reshape(())
@@ -145,7 +147,9 @@ class MicroBatchLoss:
             return total
         values = [self._values[i] for i in sorted(self._values)]
         if len(values) < len(self._sizes):
-            raise ValueError("loss_fn returned other values beside the loss for some micro-batches only")
+            raise ValueError(
+                "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
+            )
         return total, join(values, self._sizes, {}, lambda _, numbers: torch.stack(list(numbers)))
 
 

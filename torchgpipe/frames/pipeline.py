@@ -265,10 +265,11 @@ class Pipeline:
         generates = arguments.kwargs.get("use_cache") is True or any(
             map(is_cache, (*arguments.args, *arguments.kwargs.values()))
         )
-        if rows == 0 or generates:
+        if generates:
             self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up")
-            return True
-        return False
+        elif rows == 0:
+            self._tell("a call has nothing to split, so it passes the partitions in one piece, without a speed-up")
+        return generates or rows == 0
 
     def _micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
         """Return the rows of each micro-batch, and its arguments; one micro-batch if there is nothing to split."""
@@ -280,7 +281,7 @@ class Pipeline:
     def _tell(self, what: str) -> None:
         if what not in self._told and len(self._settings.devices) > 1:
             self._told.add(what)
-            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=6)
+            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=8)  # the caller of the model
 
     def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
         columns = Columns(self._settings.devices, self.streams)

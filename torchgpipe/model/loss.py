@@ -114,7 +114,9 @@ class MeanLoss:
         if not self._values:
             return None
         if len(self._values) < len(self._weights):
-            raise ValueError("loss_fn returned other values beside the loss for some micro-batches only")
+            raise ValueError(
+                "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
+            )
         return gather([self._values[i] for i in sorted(self._values)], "loss_fn")
 
     def _says_what_is_wrong(self, loss: Any) -> str:
