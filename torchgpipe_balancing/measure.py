@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.devices.device import default_device
 from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.profiles import LayerProfile, Profile
 from torchgpipe_balancing.sizes import SizeCounter, Sizes
@@ -110,8 +111,7 @@ def _place(device: Device | None, module: nn.Module, sample: Any) -> torch.devic
     """Return the device to profile on, with its index."""
     if device is None:
         used = (tensor.device for tensor in chain(module.parameters(), module.buffers(), tensors_in(sample)))
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = next((place for place in used if place.type not in ("cpu", "meta")), accelerator or "cpu")
+        device = next((place for place in used if place.type not in ("cpu", "meta")), default_device())
     return torch.empty(0, device=device).device
 
 
