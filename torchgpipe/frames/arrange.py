@@ -191,7 +191,7 @@ def _labels(layout: Layout, columns: Sequence[int]) -> list[str]:
 def _coarser(
     module: nn.Module, traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]
 ) -> dict[str, int]:
-    """Return fewer doors: one for a module all of whose doors are in one column, and nothing else is called in it."""
+    """Return fewer doors: where all doors within a module lead to one column, a door of the module replaces them."""
     inside: dict[nn.Module, set[int]] = {}
 
     def visit(call: Any) -> set[int]:

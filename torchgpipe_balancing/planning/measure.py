@@ -132,8 +132,8 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> list[float]:
     """Return what stands for the times of a layer on the meta device: the bytes of its parameters times rows.
 
-    A few rows more are added to each micro-batch, or the smallest would always be the best. With so many, and with the
-    largest that are tried by default, about four micro-batches a device are.
+    Each micro-batch counts as a few rows more than it has, or the smallest would always be the best. With so many more,
+    about four micro-batches a device are the best of those that are tried by default.
     """
     seconds = _bytes(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
     return [seconds, 2 * seconds, seconds, seconds, 0.0]

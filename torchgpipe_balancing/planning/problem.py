@@ -43,8 +43,8 @@ class Layer:
         inputs: seconds of the first half of a split backward
         weights: seconds of the second half
         kept: bytes that it keeps for backward, and that no layer before it keeps
-        again: bytes that layers before it keep for backward, and layers from it on keep, too: a partition that begins
-            with it has a copy of its own
+        again: bytes that layers before it keep for backward, and layers from it on keep as well; a partition that
+            begins with it holds a copy of them
         input: bytes that it keeps where it is recomputed: its input, unless the layer before keeps that
         waiting: bytes of the gradients that wait for the second half of backward
         crossing: bytes that go to the next layer if that is on another device

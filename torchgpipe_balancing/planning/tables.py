@@ -30,8 +30,8 @@ class Tables:
         prices: lower bounds of the prices, [n, PRICES, start, end]; those of a partition that recomputes nothing, where
             that fits
         exact: where the prices are those of a partition that recomputes nothing
-        excess: the bytes by which the partition exceeds its device even if it has the device for itself; exact where it
-            has; infinite where a partition would be empty or would leave too few layers to others
+        excess: the least bytes by which a partition exceeds its device, if layers are recomputed where that helps, and
+            nothing else is on the device; infinite where it would be empty, or leave too few layers to others
         bytes: what a partition takes if it recomputes nothing
         saved: for each layer, the bytes that recomputing it saves for each micro-batch
         extra: for each layer, the seconds that recomputing it adds to B
