@@ -1,10 +1,9 @@
 """The prices and the memory of every partition that could be: in any place, from any layer to any other.
 
 Where a device has too little memory, some layers of a partition are recomputed. Which ones are best is a knapsack, too
-slow for every partition, so the tables hold lower bounds of its answer, from the layers sorted in three ways:
+slow for every partition, so the tables hold lower bounds of its answer, from the layers sorted in two ways:
 
     by bytes                  no set with fewer layers saves enough
-    by seconds                no set of so many layers is cheaper
     by seconds for each byte  no set is cheaper than the beginning of this list, its last layer taken in part
 """
 
@@ -118,11 +117,9 @@ class Tables:
             saved, extra = within * self.saved[own], within * self.extra[own]
             by_ratio = np.argsort(self.extra[own] / self.saved[own], kind="stable")
             by_bytes = np.argsort(-self.saved[own], kind="stable")
-            by_extra = np.argsort(self.extra[own], kind="stable")
             by_kept = np.argsort(kept[own], kind="stable")
             ratio_saved, ratio_extra = saved[:, by_ratio].cumsum(1), extra[:, by_ratio].cumsum(1)
             bytes_saved, bytes_count = saved[:, by_bytes].cumsum(1), within[:, by_bytes].cumsum(1)
-            extra_count, extra_extra = within[:, by_extra].cumsum(1), extra[:, by_extra].cumsum(1)
             kept_saved = saved[:, by_kept].cumsum(1)
             kept_room = np.where(within[:, by_kept], kept[own][by_kept], math.inf)
             rows = np.arange(len(ends))
@@ -144,8 +141,5 @@ class Tables:
                 ratio = (self.extra[own] / self.saved[own])[by_ratio][at]
                 by_part = ratio_extra[rows, at] - np.maximum(past, 0.0) * ratio
                 number = np.maximum(bytes_count[rows, first(bytes_saved, want)], 1)
-                by_number = extra_extra[rows, first(extra_count, number.astype(float))]
                 self.prices[j, 0, start, start + 1 :] += np.where(fits, slow[j] * cell * number, 0.0)
-                self.prices[j, 1, start, start + 1 :] += np.where(
-                    fits, slow[j] * np.maximum(np.maximum(by_part, by_number), 0.0), 0.0
-                )
+                self.prices[j, 1, start, start + 1 :] += np.where(fits, slow[j] * np.maximum(by_part, 0.0), 0.0)
