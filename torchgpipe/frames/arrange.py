@@ -50,15 +50,9 @@ def arrange(
         **settings: the other settings
 
     Raises:
-        ValueError: the sample has one row, the spine is shorter than the partitions, or the balance or ``checkpoint``
-            does not fit it.
+        ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
     splitter = Splitter(module.forward, sample, no_chunk)
-    if splitter.rows == 1:
-        raise ValueError(
-            "the sample has one row in dimension 0, which tells neither what belongs to the batch nor which outputs "
-            "couple its rows; give a sample of two rows or more"
-        )
     began = balance if isinstance(balance, Mapping) else {}
     found = found or study(module, sample, splitter, rounds=_ROUNDS if balance == "time" else 1)
     traces = found.traces

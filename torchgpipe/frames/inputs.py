@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.frames.values import each, is_cache, mapped
 
-__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "rebuilt"]
+__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "rebuilt", "resized"]
 
 
 class Arguments(NamedTuple):
@@ -126,6 +126,13 @@ class Splitter:
             for i in range(len(sizes))
         ]
 
+    def resized(self, sample: Arguments, rows: int) -> Arguments:
+        """Return the sample with so many rows; what is passed whole stays as it is."""
+        named = self._named(sample)
+        values = [value if name in self._whole else resized(value, self.rows, rows) for name, value in named]
+        count = len(sample.args)
+        return Arguments(tuple(values[:count]), dict(zip(sample.kwargs, values[count:])))
+
     def _named(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         for k, value in enumerate(arguments.args):
             yield self._names[k] if k < len(self._names) else f"argument {k}", value
@@ -213,6 +220,21 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
         return torch.split(tensor, sizes)[i] if tensor.dim() and len(tensor) == rows > 0 else tensor
 
     return mapped(value, part, caches=True)
+
+
+def resized(value: Any, before: int, rows: int) -> Any:
+    """Return a value of ``before`` rows with ``rows`` of them: rows are left out, or repeated."""
+    index = torch.arange(rows) % before
+
+    def chosen(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != before:
+            return tensor
+        # Detached, or a backward would add gradients to what the caller's sample was made of.
+        return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
+
+    if _is_list_of_rows(value, before):
+        return [value[k % before] for k in range(rows)]
+    return mapped(value, chosen, caches=True)
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:

@@ -31,26 +31,25 @@ def own_loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def kinds_of(output: Any, rows: int, smaller: Any, fewer: int) -> Kinds:
+def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
     """Return how outputs depend on the rows.
 
     Args:
         output: the output for ``rows`` rows
         rows: a number of rows
-        smaller: the output for ``fewer`` rows
-        fewer: another number of rows
+        other: the output for ``other_rows`` rows
+        other_rows: another number of rows
     """
-    other = dict(each(smaller))
-    lengths = dict(_lengths(smaller, ""))
-    kinds: Kinds = {path: 0 for path, n in _lengths(output, "") if (n, lengths.get(path)) == (rows, fewer)}
+    tensors, lengths = dict(each(other)), dict(_lengths(other, ""))
+    kinds: Kinds = {path: 0 for path, n in _lengths(output, "") if (n, lengths.get(path)) == (rows, other_rows)}
     for path, tensor in each(output):
-        there = other.get(path)
+        there = tensors.get(path)
         if there is None or there.dim() != tensor.dim() or tensor.dim() == 0:
             continue
         varying = [d for d in range(tensor.dim()) if tensor.shape[d] != there.shape[d]]
         if not varying:
             kinds[path] = None
-        elif len(varying) == 1 and tensor.shape[varying[0]] * fewer == there.shape[varying[0]] * rows:
+        elif len(varying) == 1 and tensor.shape[varying[0]] * other_rows == there.shape[varying[0]] * rows:
             kinds[path] = varying[0]
         else:
             kinds[path] = "coupled"

@@ -84,7 +84,7 @@ class Pipeline:
                 module, plain, parts, exported.take, aliases, actions, facts, backward=backward
             )
             mini_batch.run_forward_half()
-        self._end(module, mini_batch)
+        self._end(module, mini_batch, rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
         return join(outputs, sizes, settings.kinds, mean_or_sum(settings, named, sizes))
 
@@ -94,7 +94,8 @@ class Pipeline:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings, arguments = self._settings, Arguments(args, kwargs)
         self._verify(arguments)
-        sizes, parts = self._micro_batches(arguments, settings.splitter.rows_of(arguments))
+        rows = settings.splitter.rows_of(arguments)
+        sizes, parts = self._micro_batches(arguments, rows)
         backward = torch.is_grad_enabled()
         target = mapped(target, self._to(settings.devices[-1]))
         loss = MicroBatchLoss(settings, [settings.splitter.names(part) for part in parts], sizes, target)
@@ -116,7 +117,7 @@ class Pipeline:
                 mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, facts, backward=backward)
                 mini_batch.run()
                 result = loss.result()
-                self._end(module, mini_batch)
+                self._end(module, mini_batch, rows)
             except BaseException:
                 aliases.take()
                 raise
@@ -222,7 +223,7 @@ class Pipeline:
             advises=None if recomputes or not backward else "pipelined",
         )
 
-    def _end(self, module: nn.Module, mini_batch: MiniBatch) -> None:
+    def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
         random_numbers = mini_batch.random_numbers
         modes = _modes(module)
         if random_numbers.has_drawn_unseen():
@@ -233,7 +234,9 @@ class Pipeline:
                 "random numbers were drawn from the CPU's generator in this mini-batch, though the model drew none "
                 "before, so a recomputation may draw others; run it again: from now on, micro-batches have seeds"
             )
-        self._draws[modes] = random_numbers.end()
+        draws = random_numbers.end()
+        if rows:  # Without rows, layers that draw have drawn nothing.
+            self._draws[modes] = draws
         if not self._settings.layout.crossed:
             self._settings.layout.crossed = mini_batch.crossed
 

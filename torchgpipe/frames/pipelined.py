@@ -74,7 +74,7 @@ def pipelined(
 
     Args:
         module: the model; its parameters are moved to their devices
-        sample: the arguments of one micro-batch, of at least two rows: a tuple, a dict, or (tuple, dict)
+        sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict)
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
         partitions: the number of partitions (default: one for each device)

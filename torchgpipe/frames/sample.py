@@ -91,16 +91,17 @@ def _traced(module: nn.Module, sample: Arguments) -> Trace:
 
 
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter, traced: Trace) -> Kinds:
-    """Return how the outputs depend on the rows; nothing is known from a sample of one row."""
-    if splitter.rows < 2:
+    """Return how the outputs depend on the rows: beside those of another number of rows."""
+    rows = splitter.rows
+    if not rows:
         return {}
-    fewer, _ = splitter.split(sample, [splitter.rows - 1, 1])
-    args, kwargs = mapped(tuple(fewer), torch.Tensor.clone, caches=True)
+    other = rows - 1 or 2
+    args, kwargs = mapped(tuple(splitter.resized(sample, other)), torch.Tensor.clone, caches=True)
     try:
-        smaller = module.forward(*args, **kwargs)
+        output = module.forward(*args, **kwargs)
     except Exception:
-        return {}  # The model wants more rows, as a batch norm does in training; sizes will tell.
-    return kinds_of(traced.output, splitter.rows, smaller, splitter.rows - 1)
+        return {}  # The model wants as many rows, as a batch norm does in training; sizes will tell.
+    return kinds_of(traced.output, rows, output, other)
 
 
 def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:

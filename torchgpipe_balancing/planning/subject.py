@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import Arguments, Splitter, arguments_of
+from torchgpipe.frames.inputs import Splitter, arguments_of, resized
 from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
@@ -171,15 +171,15 @@ class Layers:
         input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
         with SkipTracker():
             output = self._model(_beside(self._model, input))
-        return self._options["loss_fn"](output, _beside(self._model, _resized(self._target, self.rows, rows)))
+        return self._options["loss_fn"](output, _beside(self._model, resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
         model = apply(self._model, self.layers, way, None, self._options)
-        return model, lambda rows: model.step(self._input(rows), _resized(self._target, self.rows, rows))
+        return model, lambda rows: model.step(self._input(rows), resized(self._target, self.rows, rows))
 
     def _input(self, rows: int) -> Any:
-        return _resized(self._sample, self.rows, rows)
+        return resized(self._sample, self.rows, rows)
 
 
 class AnyModule:
@@ -240,11 +240,11 @@ class AnyModule:
 
     def plain(self, rows: int) -> Any:
         """See `Subject`."""
-        args, kwargs = _beside(self._model, self._arguments(rows))
+        args, kwargs = _beside(self._model, self._splitter.resized(self._sample, rows))
         output, loss_fn = self._model(*args, **kwargs), self._options.get("loss_fn")
         if loss_fn is None:
             return own_loss(output)
-        return loss_fn(output, _beside(self._model, _resized(self._target, self.rows, rows)))
+        return loss_fn(output, _beside(self._model, resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
@@ -253,19 +253,10 @@ class AnyModule:
         model = self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), self._options, self._found)
 
         def step(rows: int) -> Any:
-            args, kwargs = self._arguments(rows)
-            return model.step(*args, target=_resized(self._target, self.rows, rows), **kwargs)
+            args, kwargs = self._splitter.resized(self._sample, rows)
+            return model.step(*args, target=resized(self._target, self.rows, rows), **kwargs)
 
         return model, step
-
-    def _arguments(self, rows: int) -> Any:
-        whole = self._options.get("no_chunk", ())
-        values = [
-            value if name in whole else _resized(value, self.rows, rows)
-            for name, value in self._splitter.names(self._sample).items()
-        ]
-        args, kwargs = self._sample
-        return Arguments(tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :])))
 
 
 def _beside(model: nn.Module, value: Any) -> Any:
@@ -292,22 +283,6 @@ def _verified(rows: int) -> int:
     if not rows:
         raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
     return rows
-
-
-def _resized(value: Any, before: int, rows: int) -> Any:
-    """Return a value with so many rows: rows are left out, or repeated."""
-    index = torch.arange(rows) % before
-
-    def resized(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != before:
-            return tensor
-        # Detached, or the steps that are measured would add gradients to what the caller's sample was made of.
-        return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
-
-    if type(value) is list and len(value) == before:  # An element for each row, such as the targets of a detector.
-        return [value[k % before] for k in range(rows)]
-
-    return mapped(value, resized, caches=True)
 
 
 def _copied(model: nn.Module) -> Any:
