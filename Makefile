@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.ready-clients
 
-.PHONY: help demo test quick rounding coverage lint format types bench gpu docs clean
+.PHONY: help demo test quick rounding coverage lint format types bench gpu notebooks docs clean
 
 help:
 	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
@@ -19,6 +19,7 @@ help:
 	@echo "make types     check the types"
 	@echo "make bench     measure the time that the pipeline itself takes"
 	@echo "make gpu       run all that needs a GPU, with the interpreter that is there (DRY=1: tiny, on the CPU)"
+	@echo "make notebooks  run the notebooks of the documentation, and write their outputs"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     remove .venv and everything else that was made here"
 
@@ -81,6 +82,9 @@ bench: $(READY)
 # On a machine that is lent for an hour there is no time for .venv, and perhaps no network.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
+
+notebooks: $(CLIENTS)
+	$(RUN) -m tests.test_notebooks
 
 docs: $(CLIENTS)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -19,9 +19,10 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.doctest",  # only for testsetup; tests/test_docs.py runs the code
     "sphinx_copybutton",
-    "myst_parser",
+    "myst_nb",
     "house",
 ]
+nb_execution_mode = "off"  # the outputs are in the notebooks
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 
 autodoc_member_order = "bysource"

@@ -1,4 +1,4 @@
-"""Add two directives: drawings in the colours of the page, and tables of measured figures; and read notebooks as pages.
+"""Add two directives: drawings in the colours of the page, and tables of measured figures.
 
 .. drawing:: pipeline          embeds docs/images/pipeline.svg; the content is the caption
 
@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from html import escape
 from math import ceil
 from pathlib import Path
@@ -37,10 +35,6 @@ def least_width(svg: str) -> int:
     return ceil(float(box[1]) * LEAST_LETTERS / min(sizes))
 
 
-def framed(svg: str) -> str:
-    return f'<div class="drawing-frame" style="--least: {least_width(svg)}px">{svg}</div>'
-
-
 #: A cell with more characters is prose, whose lines break.
 _LONG = 80
 
@@ -54,7 +48,9 @@ class Drawing(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         path = HERE / "images" / f"{self.arguments[0]}.svg"
         self.env.note_dependency(str(path))
-        figure = nodes.figure("", nodes.raw("", framed(path.read_text()), format="html"), classes=["drawing"])
+        svg = path.read_text()
+        frame = f'<div class="drawing-frame" style="--least: {least_width(svg)}px">{svg}</div>'
+        figure = nodes.figure("", nodes.raw("", frame, format="html"), classes=["drawing"])
         if self.content:
             text, messages = self.parse_inline(" ".join(self.content), lineno=self.content_offset + 1)
             figure += nodes.caption("", "", *text)
@@ -99,39 +95,7 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def read_notebook(app: Sphinx, name: str, source: list[str]) -> None:
-    path = Path(app.env.doc2path(name))
-    if path.suffix == ".ipynb":
-        source[0] = page_of(path.name, source[0])
-
-
-def page_of(name: str, notebook: str) -> str:
-    """Return a notebook as a page in MyST, with the outputs that are committed."""
-    title, *others = [part for cell in json.loads(notebook)["cells"] for part in _parts_of(cell)]
-    link = f"{{download}}`Download this notebook <{name}>`"
-    return "\n\n".join([title, link, *others]) + "\n"
-
-
-def _parts_of(cell: dict[str, Any]) -> Iterator[str]:
-    """Yield a cell and its outputs."""
-    text = "".join(cell["source"])
-    if cell["cell_type"] == "markdown":
-        yield text
-        return
-    yield f"````{{code-block}} python\n{text}\n````"
-    for output in cell["outputs"]:
-        data = output.get("data", output)
-        if "text/html" in data:
-            html = re.sub(r"(?s)<svg.*?</svg>", lambda svg: framed(svg[0]), "".join(data["text/html"]))
-            yield f'````{{raw}} html\n<div class="output">{html}</div>\n````'
-        else:
-            text = "".join(data.get("text", data.get("text/plain", [])))
-            yield f"````{{code-block}} text\n:class: output\n\n{text}\n````"
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_source_suffix(".ipynb", "markdown")
-    app.connect("source-read", read_notebook)
     app.add_directive("drawing", Drawing)
     app.add_directive("results", Results)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,5 +7,5 @@ window.addEventListener("DOMContentLoaded", () => {
     else place.removeAttribute("tabindex");
   };
   const observer = new ResizeObserver((entries) => entries.forEach((entry) => mark(entry.target)));
-  document.querySelectorAll(".table-wrapper, .drawing-frame, figure.measured").forEach((place) => observer.observe(place));
+  document.querySelectorAll(".table-wrapper, .drawing-frame, figure.measured, .text_html").forEach((place) => observer.observe(place));
 });
