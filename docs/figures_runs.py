@@ -259,7 +259,7 @@ def frames() -> Picture:
     for name in model.layout.spine:
         model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: note(name))
     model(words)
-    left, unit, pitch = 66, 48, 80
+    left, unit, pitch = 66, 54, 80
     picture = Picture("Three frames on two devices: each goes on where its next module is", left + 12 * unit, 136)
     for j in range(2):
         picture.text(0, 39 + pitch * j, f"device {j}")
