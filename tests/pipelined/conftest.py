@@ -13,6 +13,12 @@ register_missing()
 from tests.pipelined import helpers  # noqa: E402
 
 
+@pytest.fixture(scope="session")
+def variant() -> str:
+    """Return the devices that have workers: what clients do to a model is the same on one device."""
+    return "workers"
+
+
 @pytest.fixture
 def losses_in_float64() -> Iterator[None]:
     """Let models of transformers compute their losses in float64."""
