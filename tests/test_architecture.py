@@ -170,7 +170,7 @@ def test_contributors_are_shown_the_rooms() -> None:
 
 
 def test_the_package_imports_no_front_that_is_not_asked_for() -> None:
-    fronts = {"timeline", "distributed", "compat", *THIN}
+    fronts = {"frames", "timeline", "distributed", "compat", *THIN}
     for imported in imports(OURS["__init__"], top_level_only=True):
         package, _, inner = imported.partition(".")
         assert package != "torchgpipe_balancing"
@@ -202,9 +202,14 @@ def test_both_packages_import_from_a_bare_checkout_in_any_order() -> None:
             for name in [name for name in sys.modules if name.startswith("torchgpipe")]:
                 del sys.modules[name]
 
+        import torch
+        before = set(sys.modules)
         import torchgpipe
         assert "torchgpipe_balancing" not in sys.modules
         import torchgpipe_balancing
+        costly = {{"html", "torchgpipe.frames", "torchgpipe.timeline", "torchgpipe_balancing.planning"}}
+        assert not costly & (set(sys.modules) - before), "an import takes longer than it needs to"
+        assert {{"pipelined", "plan", "record"}} < set(dir(torchgpipe))
         forget()
         import torchgpipe_balancing
         assert "torchgpipe.balance" not in sys.modules

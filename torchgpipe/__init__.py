@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torchgpipe.frames.pipelined import pipelined
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
 if TYPE_CHECKING:
+    from torchgpipe.frames.pipelined import pipelined
     from torchgpipe.timeline.recorder import record
     from torchgpipe_balancing.planning.plan import plan
 
@@ -17,7 +17,12 @@ __version__ = "1.0.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "record":  # A front: imported by those who ask for it.
+    # Fronts: imported by those who ask for them.
+    if name == "pipelined":
+        from torchgpipe.frames.pipelined import pipelined
+
+        return pipelined
+    if name == "record":
         from torchgpipe.timeline.recorder import record
 
         return record
@@ -26,3 +31,7 @@ def __getattr__(name: str) -> Any:
 
         return plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

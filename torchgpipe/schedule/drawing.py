@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -121,7 +120,7 @@ def draw_boxes(
             above, tall = (y + height - strip + 1, strip - 1) if box.thin else (y, height - strip)
             parts.append(
                 f'<rect x="{x:.1f}" y="{above}" width="{max(0.5, wide - 1):.1f}" height="{tall}" '
-                f'fill="{box.colour}"><title>{escape(box.title)}</title></rect>'
+                f'fill="{box.colour}"><title>{_escaped(box.title)}</title></rect>'
             )
             if wide > 14 and box.number:
                 middle = f'x="{x + wide / 2:.1f}" y="{y + 16 - strip // 2}" text-anchor="middle"'
@@ -132,7 +131,13 @@ def draw_boxes(
 
 
 def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" style="fill:{TEXT}">{escape(text)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" style="fill:{TEXT}">{_escaped(text)}</text>'
+
+
+def _escaped(text: str) -> str:
+    from html import escape  # It has all entities of HTML, which whoever draws nothing need not wait for.
+
+    return escape(text)
 
 
 def _boxes(simulation: Simulation, device: int | None = None) -> Iterator[tuple[Action, float, float]]:
