@@ -144,6 +144,16 @@ def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         snippets.run(snippet, name, names)
 
 
+def test_a_package_index_shows_the_readme_without_links_to_nowhere() -> None:
+    """Outside of the repository, a relative link or picture of the README leads nowhere."""
+    pytest.importorskip("setuptools")
+    text, readme = runpy.run_path(str(ROOT / "setup.py"))["description"](), (ROOT / "README.md").read_text()
+    assert not re.search(r"\]\((?!https?:)", text)
+    assert snippets.in_markdown(text) == snippets.in_markdown(readme)
+    assert "balance=[...], chunks=8)` (guide)" in text
+    assert "\n*Picture: " in text and "(`docs/images/plan.svg` of the source distribution).*\n" in text
+
+
 def test_tables_are_those_of_the_results() -> None:
     """`python -m benchmarks.tables` writes them."""
     pytest.importorskip("matplotlib")
