@@ -23,6 +23,7 @@ from benchmarks import (
     faults,
     memory,
     overhead,
+    packages,
     pipelined,
     plan,
     profile_cell,
@@ -149,6 +150,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "architectures": _of("architectures", report.counts),
     "supported_models": _of("architectures", report.supported_models),
     "unsupported_models": _of("architectures", report.unsupported_models),
+    "packages": _of("packages", packages.packages),
+    "import_times": _of("packages", packages.import_times),
     "gpu": gpu_table,
     "summary": summary,
 }

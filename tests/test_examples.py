@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import torchgpipe
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, needs_stages
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,7 @@ def distributed_language_model(arguments: list[str]) -> str:
     return said.getvalue()
 
 
+@needs_stages
 def test_distributed_language_model_learns_what_the_pipeline_in_one_process_learns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,7 +324,9 @@ class GPipe(nn.Module):
         The pipeline itself is not compiled, not even by ``torch.compile(model)`` or in a compiled function that calls
         the model. Single layers can be compiled as well: ``layer.compile()``.
 
-        Each partition has its own limit of recompilations, unless ``isolate_recompiles=False``.
+        Each partition has its own limit of recompilations, unless ``isolate_recompiles=False``. Before PyTorch 2.13 all
+        partitions share one limit, and the rest of a longer pipeline stays uncompiled: raise
+        ``torch._dynamo.config.recompile_limit``.
         """
         for partition in self.partitions:
             partition.compile(*args, **kwargs)

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, needs_stages
 from tests.distributed.models import data, mlp
 from torchgpipe.distributed import DistributedGPipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_stages]
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -144,6 +145,14 @@ def test_wrong_arguments_raise_when_the_model_is_made() -> None:
         assert "(stages,) or (replicas, stages)" in said["mesh"]
         assert "loss_fn=..." in said["loss"]
         assert "'partitions.0.0.weight' and 'partitions.1.0.weight' would both be of layer '0'" in said["keys"]
+
+
+def test_a_release_whose_stages_lack_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cpu"))
+    with pytest.raises(
+        RuntimeError, match=r"needs PyTorch 2\.13 or later.* this is 2\.12\.1\+cpu\. GPipe and pipelined"
+    ):
+        DistributedGPipe(nn.Sequential(nn.Linear(1, 1)), [1])
 
 
 def test_steps_that_do_not_fit_raise_in_all_processes_and_the_next_one_works() -> None:

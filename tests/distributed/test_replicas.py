@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, needs_stages
 from tests.distributed.models import (
     assert_gradients,
     cross_entropy,
@@ -26,7 +26,7 @@ from tests.distributed.models import (
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.distributed import DistributedGPipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_stages]
 
 
 def mean_over_all(model: nn.Module, parts: list[tuple[Tensor, Tensor]], loss_fn: Any, weight: Any) -> Tensor:

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.faults import lines, trial
 from benchmarks.interrupted import Harm, train
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, needs_stages
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_stages]
 
 
 def train_without_harm(folder: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, needs_stages
 from tests.distributed.models import (
     Counter,
     assert_gradients,
@@ -25,7 +25,7 @@ from tests.distributed.models import (
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
 from torchgpipe.distributed import DistributedGPipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_stages]
 
 
 def steps(schedule: str, balance: list[int], checkpoint: str = "never") -> None:

@@ -16,6 +16,9 @@ from benchmarks.architectures.precision import in_float64
 from benchmarks.architectures.trial import Way, pipeline, try_way
 from tests.conftest import Devices
 
+for library in ("diffusers", "timm", "torchvision", "transformers"):
+    pytest.importorskip(library)
+
 #: The libraries' own, about their own.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

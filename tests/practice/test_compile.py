@@ -300,6 +300,7 @@ def test_code_around_a_pipeline_is_compiled_again_for_no_more_than_a_dynamic_siz
 
 
 @workers
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="all partitions share one limit")
 def test_many_partitions_are_all_compiled(pipe: Pipe) -> None:
     """The compiler gives up after eight graphs of one piece of code, and all partitions had the same."""
     model, graphs = pipe(blocks(5), [1] * 5, chunks=2, checkpoint="always"), Graphs()

@@ -27,7 +27,7 @@ from torchgpipe.distributed.preparation import Preparation
 from torchgpipe.distributed.prepared_step import PreparedStep
 from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, verify_schedule
-from torchgpipe.distributed.stage import StepCall
+from torchgpipe.distributed.stage import StepCall, verify_release
 from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
 from torchgpipe.model import microbatch
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
@@ -90,7 +90,7 @@ class DistributedGPipe(nn.Module):
         TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` is not an integer.
         ValueError: the balance does not fit the module or the processes, another argument is out of its range, or
             partitions share a parameter.
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group, or PyTorch is older than 2.13.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class DistributedGPipe(nn.Module):
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
+        verify_release()
         verify_module(module)
         verify_skippables(module)
         self._balance = verify_balance(balance, len(module))

@@ -27,7 +27,17 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.skip.layout import SkipLayout
 
-__all__ = ["StepCall", "WatchedPipelineStage", "WiredPartition"]
+__all__ = ["StepCall", "WatchedPipelineStage", "WiredPartition", "verify_release"]
+
+
+def verify_release() -> None:
+    """Raise a :exc:`RuntimeError` if PyTorch's stages cannot do what the stages of a pipeline need."""
+    # A function: tests take the place of the version.
+    if torch.__version__ < "2.13":
+        raise RuntimeError(
+            "DistributedGPipe needs PyTorch 2.13 or later, because stages of older releases cannot receive tensors "
+            f"without gradients; this is {torch.__version__}. GPipe and pipelined run with it."
+        )
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -53,7 +54,8 @@ class Partition(nn.Sequential):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile these layers, with the arguments of :func:`torch.compile`, apart from the other partitions."""
         # All partitions share the code of forward. Counted together, they would exceed the limit of eight graphs.
-        kwargs.setdefault("isolate_recompiles", True)
+        if "isolate_recompiles" in signature(torch.compile).parameters:  # since PyTorch 2.13
+            kwargs.setdefault("isolate_recompiles", True)
         super().compile(*args, **kwargs)
 
     def follow(self, layers: Mapping[str, nn.Module], training: bool) -> None:

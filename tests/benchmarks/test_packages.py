@@ -1,0 +1,77 @@
+"""Both distributions are made of this checkout, and the README runs from the wheel; nothing is fetched."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("setuptools", minversion="77")
+packages = importlib.import_module("benchmarks.packages")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    if not (packages.ROOT / ".git").exists():
+        pytest.skip("git tells which files belong to the repository")
+    wheel, archive, source = packages.build(tmp_path_factory.mktemp("built"))
+    return wheel, archive, source
+
+
+def test_the_distributions_have_what_they_should(made: tuple[Path, Path, Path]) -> None:
+    wheel, archive, source = made
+    found = packages.contents(wheel, archive)
+    ours = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in (source / package).rglob("*.py")]
+    assert found["wheel"]["modules"] == len(ours)
+    others = [name.partition(".dist-info/")[2] or name for name in found["wheel"]["others"]]
+    metadata = ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"]
+    assert sorted(others) == [*metadata, "torchgpipe/py.typed", "torchgpipe_balancing/py.typed"]
+    assert found["wheel"]["relative links of the description"] == []
+    assert [name for name in found["sdist"]["left out"] if not name.startswith(".")] == []
+
+
+def test_the_readme_runs_from_the_wheel_and_imports_are_timed(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    with zipfile.ZipFile(made[0]) as wheel:
+        wheel.extractall(tmp_path / "site")
+    path = {"PYTHONPATH": str(tmp_path / "site")}
+    facts = packages.smoke(sys.executable, tmp_path, **path)
+    assert facts["typed"] and set(facts) == {"python", "torch", "typed"}
+    times = packages.imports(sys.executable, tmp_path, packages.IMPORTS[:1], 1, **path)
+    assert times["import torchgpipe"]["cpu"]["median"] > 0
+
+
+def test_tests_are_counted_and_rows_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*command: Any, folder: Path, check: bool = True, **variables: str) -> str:
+        if "pytest" in command:
+            return "..F\nFAILED tests/test_x.py::test_y - no\n1 failed, 20 passed, 3 skipped, 1 error in 2.00s\n"
+        return "numpy==2.4.6\ntorch==2.15.0\n" if "freeze" in command else ""
+
+    monkeypatch.setattr(packages, "call", call)
+    tests = packages.run_tests(Path("python"), tmp_path)
+    assert tests == {"failed": 1, "passed": 20, "skipped": 3, "error": 1, "not passed": ["tests/test_x.py::test_y"]}
+    pins = (tmp_path / "pins.txt").read_text().splitlines()
+    assert [pin for pin in pins if pin.startswith("torch")] == ["torch==2.15.0"]
+
+    times = {"import torchgpipe": {way: {"median": 9.0, "low": 8.0, "high": 10.0} for way in ("cpu", "wall")}}
+    found = {"wheel": {"bytes": 1024}, "sdist": {"bytes": 2048}}
+    for torch, more in [("2.15.0", {"tests": tests}), ("2.9.0+cpu", {}), ("2.9.0+cpu", {})]:
+        row = {"python": "3.11.7", "torch": torch, "imports": times, **more}
+        monkeypatch.setattr(packages, "measure", lambda *arguments, row=row: (found, row))
+        monkeypatch.setattr(sys, "argv", ["packages", "--json", str(tmp_path / "packages.json")])
+        packages.main()
+    assert [row["torch"] for row in json.loads((tmp_path / "packages.json").read_text())["rows"]] == [
+        "2.9.0+cpu",
+        "2.15.0",
+    ]
+    said = capsys.readouterr().out
+    assert "|  2.15.0 | 3.11.7 |           20 |       3 |      2 |" in said
+    assert "the wheel has 1 KiB, the source distribution 2 KiB" in said
