@@ -123,9 +123,11 @@ def imports(
 
 def run_tests(python: Path, source: Path) -> dict[str, Any]:
     """Run the tests of the unpacked source distribution, and return how they have ended."""
-    names = call(python, "-m", "pip", "freeze", folder=source)
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch")]
-    (source / "pins.txt").write_text("\n".join([*pins, *re.findall(r"^torch==.*$", names, re.MULTILINE)]))
+    # What PyTorch has brought stays: an older one may not allow the versions of `constraints.txt`.
+    there = re.findall(r"^(\S+)==(\S+)$", call(python, "-m", "pip", "freeze", "--all", folder=source), re.MULTILINE)
+    pinned = re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pins = {name: version for name, version in pinned if not name.startswith("torch")} | dict(there)
+    (source / "pins.txt").write_text("\n".join([f"{name}=={version}" for name, version in pins.items()]))
     call(python, "-m", "pip", "install", "-q", "--constraint", "pins.txt", f"{source}[dev]", folder=source)
     options = ["-q", "--numprocesses", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "--show-capture=no"]
     said = call(python, "-m", "pytest", *options, folder=source, check=False)
