@@ -96,7 +96,8 @@ def test_a_mode_that_the_model_enters_reaches_compiled_blocks() -> None:
 
     class Noting(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            runs[-1].append(func.__name__)
+            if func.__name__ in ("linear", "relu"):  # and not what the compiler of an older PyTorch calls
+                runs[-1].append(func.__name__)
             return func(*args, **(kwargs or {}))
 
     class Block(nn.Linear):
