@@ -243,7 +243,7 @@ def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> 
     assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("compiled", ["script", "trace"])
 def test_layers_of_torch_script(pipe: Pipe, checkpoint: str, compiled: str) -> None:
     """The container of their parameters and buffers lacks parts of a dict: `get` failed, and so did `in`."""

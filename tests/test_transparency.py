@@ -108,6 +108,12 @@ def doubling(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def complexly(tensor: Tensor) -> Tensor:
+    """Compute with complex numbers, which PyTorch lacks for bfloat16, or has without their operations."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return (wide * (1 + 2j)).exp().imag
+
+
 class First(nn.Module):
     """A first layer with several arguments."""
 
@@ -170,7 +176,7 @@ RECIPES = [
     recipe("linear twice", "vector", "vector", lambda: Using(lambda f, x: f(f(x))), "exact", "sums"),
     recipe("two linear", "vector", "vector", lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))),
     recipe("weight norm", "vector", "vector", lambda: weight_norm(nn.Linear(4, 4))),
-    recipe("complex numbers inside", "vector", "vector", lambda: Using(lambda f, x: (f(x) * (1 + 2j)).exp().imag)),
+    recipe("complex numbers inside", "vector", "vector", lambda: Using(lambda f, x: complexly(f(x)))),
     recipe("function of Python", "vector", "vector", lambda: Using(lambda f, x: Cubed.apply(f(x)))),
     recipe("hook on the input", "vector", "vector", lambda: Using(lambda f, x: f(doubling(x * 1))), "exact"),
     recipe("hook on the output", "vector", "vector", lambda: Using(lambda f, x: doubling(f(x))), "exact"),
