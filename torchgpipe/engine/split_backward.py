@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe.engine.function import Edge, accumulate, gradients, unshare, without_gradient
 
-__all__ = ["SplitBackward"]
+__all__ = ["SplitBackward", "nodes_below"]
 
 
 class SplitBackward:
@@ -87,7 +87,7 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
     None, if the graph has a function of Python, a root that does not lead to ``leaf``, a weight of several nodes, or a
     group norm.
     """
-    order = _nodes_below(roots)
+    order = nodes_below(roots)
     leads: dict[Any, bool] = {}
     for node in reversed(order):
         if isinstance(node, BackwardCFunction) and not _is_entrance(node):
@@ -106,7 +106,7 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
             return None
         if sides:
             branches[node] = []
-            for below in _nodes_below([GradientEdge(side, 0) for side in sides]):
+            for below in nodes_below([GradientEdge(side, 0) for side in sides]):
                 if hasattr(below, "variable"):
                     if owners.setdefault(id(below), node) is not node:
                         return None
@@ -118,7 +118,7 @@ def _is_entrance(node: Any) -> bool:
     return type(node).__name__ in ("EnterBackward", "ImportBackward")
 
 
-def _nodes_below(roots: Sequence[Edge]) -> list[Any]:
+def nodes_below(roots: Sequence[Edge]) -> list[Any]:
     """Return all nodes of a graph, each before the nodes that it leads to."""
     order: list[Any] = []
     seen: set[Any] = set()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.frames.inputs import Arguments, Splitter
+from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings, door_of
@@ -52,9 +52,8 @@ def arrange(
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
-    splitter = Splitter(module.forward, sample, no_chunk)
     began = balance if isinstance(balance, Mapping) else {}
-    found = found or study(module, sample, splitter, rounds=_ROUNDS if balance == "time" else 1)
+    found = found or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
     traces = found.traces
     if found.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
@@ -97,10 +96,15 @@ def arrange(
         doors=doors,
         homes=homes,
         recomputed=recomputed,
-        splitter=splitter,
+        splitter=found.splitter,
         kinds=found.kinds,
+        counted=traces[0].labels or ("labels", -100),
         shifts=found.shifts,
         takes_items=found.takes_items,
+        draws_elsewhere=found.draws_elsewhere,
+        epsilon=traces[0].epsilon,
+        on_meta=found.on_meta,
+        keeps_tensors=any([one.keeps_tensors for one in traces]),
         layout=layout,
         **settings,
     )

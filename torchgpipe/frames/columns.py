@@ -41,6 +41,10 @@ class Columns:
         """Return the route from column ``a`` to column ``c``, or None if they share a memory."""
         return self._routes.get((a, c))
 
+    def crosses(self, a: int, c: int) -> bool:
+        """Return whether the devices of two columns, in any order, have separate memory."""
+        return (min(a, c), max(a, c)) in self._routes
+
     def leaving(self, a: int) -> list[Route]:
         """Return the routes that begin at column ``a``."""
         return [route for (source, _), route in self._routes.items() if source == a]

@@ -36,6 +36,14 @@ class _Known(NamedTuple):
     version: int
 
 
+class _Changed(NamedTuple):
+    """A tensor whose import or copy, the ``alias``, was changed in place in a column."""
+
+    tensor: Tensor
+    alias: Tensor
+    column: int
+
+
 class Crossing:
     """What one frame brings from column to column.
 
@@ -59,7 +67,7 @@ class Crossing:
     ) -> None:
         self._buffers = buffers
         #: By address, the tensors whose imports were changed in place.
-        self._changed: dict[int, Tensor] = {}
+        self._changed: dict[int, _Changed] = {}
         self._noted = noted
         self._frame = frame
         self._cells = cells
@@ -68,42 +76,71 @@ class Crossing:
         self._known: dict[tuple[int, bool], _Known] = {}
         self._moves = columns.copies
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether any tensor can need an import or a copy; without both, the model may run as if alone."""
+        return bool(self._cells) or self._moves
+
+    def note_changes(self) -> None:
+        """Note the imports and copies that a module of this column has changed in place."""
+        for one in list(self._known.values()):
+            if one.column == self._frame.column and versions([one.alias]) != [one.version]:
+                self.note_change(one.tensor)
+
     def note_change(self, tensor: Tensor) -> None:
         """Note that the import or the copy of ``tensor`` was changed in place, if there is one.
 
         Raises:
             RuntimeError: ``tensor`` is a buffer, which the change would not reach.
         """
-        if (id(tensor), True) not in self._known and (id(tensor), False) not in self._known:
+        known = self._known.get((id(tensor), True)) or self._known.get((id(tensor), False))
+        if known is None:
             return
         if id(tensor) in self._buffers:
             raise RuntimeError(
                 f"the model changes a buffer of shape {tuple(tensor.shape)} in partition {self._frame.column}, but it "
                 "is on the device of another one; give a balance that keeps the buffer's module and its user together"
             )
-        self._changed[tensor.untyped_storage().data_ptr()] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        self._changed.setdefault(address, _Changed(tensor, known.alias, self._frame.column))
 
     def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""
         self._known = {key: one for key, one in self._known.items() if versions([one.alias]) != [one.version]}
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Return what stands for ``tensor`` in the current column."""
+        """Return what stands for ``tensor`` in the current column.
+
+        Raises:
+            RuntimeError: another view of its memory was changed in place, which does not reach this view.
+        """
+        if self._changed:
+            changed = self._changed.get(tensor.untyped_storage().data_ptr())
+            if changed is not None and self._is_stale(tensor, changed):
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in partition "
+                    f"{changed.column}, which does not reach the view of the same memory of shape "
+                    f"{tuple(tensor.shape)} from an earlier partition; change a copy (tensor.clone()), or give a "
+                    "balance that keeps both in one partition"
+                )
+        return self._brought(tensor)
+
+    def _is_stale(self, tensor: Tensor, changed: _Changed) -> bool:
+        """Return whether a change that its own alias got has not reached a tensor of the same memory."""
+        if tensor is changed.tensor or tensor is changed.alias:
+            return False
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            return self._frame.home(tensor.grad_fn) < changed.column
+        return changed.alias.untyped_storage().data_ptr() != changed.tensor.untyped_storage().data_ptr()
+
+    def _brought(self, tensor: Tensor) -> Tensor:
         frame = self._frame
         column, records = frame.column, torch.is_grad_enabled()
-        if self._changed:
-            changed = self._changed.get(tensor.untyped_storage().data_ptr(), tensor)
-            if changed is not tensor and (id(tensor), records) not in self._known and self._moves:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(changed.shape)} was changed in place in partition {column}, which does "
-                    f"not reach the view of it of shape {tuple(tensor.shape)} from an earlier partition; change a "
-                    "copy (tensor.clone()), or give a balance that keeps both in one partition"
-                )
         key = (id(tensor), records)
         known = self._known.get(key)
         if known is not None:
             if versions([known.alias]) != [known.version]:
-                return self.bring(known.alias)
+                return self._brought(known.alias)
             if known.column == column:
                 return known.alias
         home = column
@@ -116,6 +153,8 @@ class Crossing:
         if home != column:
             if not records:
                 alias = self._moved(tensor.detach(), home, column)
+            elif not self._cells:  # The model builds a graph of its own under no_grad(), and no other.
+                alias = self._on_this_device(tensor, column) if self._moves else tensor
             else:
                 export = self._cells[home].export(tensor)
                 moved = self._moved(tensor.detach(), home, column)

@@ -4,7 +4,8 @@ Whoever runs the model in a thread visits its doors: a frame of a mini-batch, a 
 one piece. The visitor brings the arguments to the column of the module; then the door calls the module, whose hooks,
 compiled code and checkpointing are behind the door. Without a visitor a door only calls its module.
 
-A door takes the place of the module's own call. So a copy or a pickle of the model has no doors, until it runs.
+A door takes the place of the module's own call. A copy or a pickle of the model has no doors until it runs, whatever a
+module puts into its state: a copied door would lead to the module of the original.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.devices.torch_internals import own_call, plain_call, replace_call
 
-__all__ = ["Door", "Visitor", "here", "put_door", "remove_door"]
+__all__ = ["Door", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
 
 
 class Visitor(Protocol):
     """Whoever runs the model in a thread.
 
     Attributes:
-        owner: the pipeline of the model; the doors of other pipelines do not ask this visitor
+        owner: the identity of the pipeline of the model; the doors of other pipelines do not ask this visitor
     """
 
     owner: object
@@ -54,26 +55,31 @@ class Door:
         name: its name in the model
         column: its column
         recomputes: whether the module keeps only its inputs, and runs again at backward
-        owner: the pipeline
+        owner: the identity of the pipeline
 
     Attributes:
         name: the name of the module
         column: the column of the module
         recomputes: whether the module keeps only its inputs, and runs again at backward
-        owner: the pipeline
+        owner: the identity of the pipeline, not the pipeline itself, which holds the model: a cycle would keep a model
+            alive that nobody has any more
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
     __slots__ = ("_behind", "_module", "column", "layers", "name", "owner", "recomputes")
 
     def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
-        # Weakly, as the module holds its door: a cycle would keep a model alive that nobody has any more.
+        # Weakly, as the module holds its door.
         self._module = weakref.ref(module)
         self.owner = owner
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
         numbers = [getattr(one, "layer_idx", None) for one in module.modules()]
         self.layers = sorted({number for number in numbers if isinstance(number, int)})
+
+    def __reduce__(self) -> Any:
+        """Leave doors out of copies and pickles; an RNN, for one, copies everything that it has."""
+        return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         visitor = here.visitor
@@ -108,6 +114,12 @@ def put_door(module: nn.Module, name: str, column: int, *, recomputes: bool, own
             return
         door.remove()
     replace_call(module, Door(module, name, column, recomputes=recomputes, owner=owner))
+
+
+def has_compiled_code(module: nn.Module) -> bool:
+    """Return whether calling ``module`` runs compiled code, in front of which there may be a door."""
+    call: Any = own_call(module)
+    return (call._behind if isinstance(call, Door) else call) is not None
 
 
 def remove_door(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.devices.torch_internals import has_gradient_hooks
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outer import Outer
@@ -55,10 +56,23 @@ class Exported:
             return self._outputs
         tensors, exports = zip(*found)
         inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
-        outer = iter(Outer.apply(mini_batch, aliases, exports, *tensors, *aliases.trained, *inputs))
+        trained = _heard(mini_batch, aliases)
+        outer = iter(Outer.apply(mini_batch, aliases, trained, exports, *tensors, *trained, *inputs))
         return [
             _exchanged(output, {key: next(outer) for key in own}) for output, own in zip(self._outputs, self._exports)
         ]
+
+
+def _heard(mini_batch: MiniBatch, aliases: Aliases) -> list[Tensor]:
+    """Return the trained parameters, but for those with hooks that this mini-batch has not used.
+
+    Autograd calls the hooks of an input also when its gradient is None, and an optimizer that steps in a hook would
+    move a layer that was not used. Looking at the graphs takes long, so that only hooks are worth it.
+    """
+    if not any(map(has_gradient_hooks, aliases.trained)):
+        return aliases.trained
+    used = aliases.used(mini_batch.leaves())
+    return [one for one in aliases.trained if one in used or not has_gradient_hooks(one)]
 
 
 def _exchanged(output: Any, tensors: dict[int, Tensor]) -> Any:

@@ -136,6 +136,17 @@ class Frame:
             self._turn.release()
             self._pause.acquire()
 
+    def span(self, column: int) -> tuple[int, int]:
+        """Return the numbers of the autograd nodes made in a column: the first, and the one behind the last.
+
+        Called in the frame's own thread, when the model's forward has returned.
+        """
+        if column not in self._columns:
+            return 0, 0
+        starts = [*self._starts, next_sequence_number()]
+        k = self._columns.index(column)
+        return starts[k], starts[k + 1]
+
     def home(self, node: Any) -> int:
         """Return the column in which a node of autograd was made."""
         number = sequence_number(node)

@@ -12,28 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import here
 from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
 from torchgpipe.frames.values import mapped
 
 __all__ = ["Glue"]
-
-#: What reads nothing of a tensor that an import would change.
-_READS = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.__len__,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.stride,
-}
-
-
-_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
 class Glue(TorchFunctionMode):
@@ -57,15 +39,14 @@ class Glue(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = self._frame
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
-        if not frame.column or self.is_off or getattr(here.visitor, "frame", None) is not frame or func in _READS:
+        is_else = self.is_off or getattr(here.visitor, "frame", None) is not frame
+        if not frame.column or is_else or func in OF_THE_ORIGINAL:
             return func(*args, **(kwargs or {}))
-        if func in _DIFFERENTIATES:
+        if func in DIFFERENTIATES:
             raise RuntimeError(
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
                 "cut; give a balance that keeps what it differentiates in one partition"
             )
-        name = func.__name__
-        changes = name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__") or name[:3] == "__i"
         before, args = args, mapped(args, self._crossing.bring)
         if kwargs:
             kwargs = mapped(kwargs, self._crossing.bring)
@@ -74,7 +55,14 @@ class Glue(TorchFunctionMode):
                 kwargs = {**kwargs, "device": self._devices[frame.column]}
         if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
             args = (args[0], self._devices[frame.column], *args[2:])
+        is_changed = bool(before) and isinstance(before[0], Tensor) and before[0] is not args[0]
+        if is_changed and changes_shape(func):
+            raise RuntimeError(
+                f"the model calls '{getattr(func, '__name__', func)}' in partition {frame.column} on a tensor of shape "
+                f"{tuple(before[0].shape)} from another partition, which it does not reach; use the form that returns "
+                "a new tensor (x = x.detach(), x.unsqueeze(1), ...), or give a balance that keeps both in one partition"
+            )
         result = func(*args, **(kwargs or {}))
-        if changes and before and isinstance(before[0], Tensor) and before[0] is not args[0]:
+        if is_changed and changes_values(func):
             self._crossing.note_change(before[0])
         return result

@@ -1,23 +1,28 @@
 """Splitting the arguments of a model into those of micro-batches.
 
-Which arguments are split along dimension 0 is decided once, from the sample, by name: a table that is no part of the
-batch may happen to have as many rows as the batch.
+What is split is decided once, from the sample, by name: a table that is no part of the batch may happen to have as many
+rows as the batch. One rule:
+
+1. Dimension 0 of the first tensor among the arguments is the batch, and its size the number of rows.
+2. Every other tensor whose dimension 0 has that size in the sample is split, wherever it is: in a tuple, a named tuple,
+   a dict or a dataclass, each item is an argument of its own. All other tensors are passed whole.
+3. A list that has an item for each row, such as the images of a detection model, is split into shorter lists, unless
+   its items are tensors that are split themselves. If there are only lists, two runs of the sample tell: if the rows of
+   the output follow the number of items, then the items are the rows.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import each, is_cache, mapped
+from torchgpipe.frames.values import container, dotted, is_cache, mapped
 
-__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "rebuilt", "resized"]
+__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "has_an_item_for_each", "resized", "split_rows"]
 
 
 class Arguments(NamedTuple):
@@ -37,13 +42,13 @@ def arguments_of(sample: Any) -> Arguments:
         return Arguments((), dict(sample))
     if isinstance(sample, Tensor):
         return Arguments((sample,), {})
-    if isinstance(sample, tuple):
+    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
         if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
             return Arguments(*sample)
         return Arguments(sample, {})
     raise TypeError(
         "sample must be the arguments of one micro-batch: a tuple of positional ones, a dict of keyword ones, or "
-        f"(tuple, dict), but got {type(sample).__name__}"
+        f"(tuple, dict), but got {type(sample).__name__}; for a model that takes one such argument, give (sample,)"
     )
 
 
@@ -57,6 +62,8 @@ class Splitter:
 
     Attributes:
         rows: the number of rows of the sample; 0 if it has nothing to split
+        batch: the name of the argument whose dimension 0 is the batch; '' if there is none
+        is_ambiguous: whether only a run can tell if the items of a list are the rows; see `take_items_apart`
 
     Raises:
         ValueError: ``no_chunk`` names no argument of the sample.
@@ -69,14 +76,37 @@ class Splitter:
         if unknown:
             raise ValueError(f"no_chunk names {unknown}, but the arguments of the sample are {[*named]}")
         self._whole = {*no_chunk}
-        self.rows = _rows(value for name, value in named.items() if name not in self._whole)
+        parts = [part for name, value in named.items() if name not in self._whole for part in _parts(value, name)]
+        lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
+        in_lists = tuple([f"{path}[" for path, _ in lists])
+        apart = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
+        alone = [(path, length) for path, length in apart if not path.startswith(in_lists or "[")]
+        inside = [(path, length) for path, length in apart if path.startswith(in_lists or "[")]
+        self.is_ambiguous = not alone and bool(lists and inside)
+        self._inside = inside[0] if inside else ("", 0)
+        self.batch, self.rows = next(iter(alone), (lists[0][0], len(lists[0][1])) if lists else ("", 0))
         #: For each path in the sample, whether it is split.
-        self._split = {
-            path: _is_split(value, self.rows)
-            for name, argument in named.items()
-            if name not in self._whole
-            for path, value in _parts(argument, name)
-        }
+        self._split: dict[str, bool] = {}
+        self._decide(parts)
+
+    def _decide(self, parts: list[tuple[str, Any]]) -> None:
+        self._parts = parts
+        self._split = {path: _length(value) == self.rows > 0 for path, value in parts}
+        for path, value in parts:
+            if type(value) is list and self._split[path]:
+                inner = [own for name, own in self._split.items() if name.startswith(f"{path}[")]
+                tensors = all([isinstance(item, Tensor) for item in value])
+                if tensors and all(inner) and not self.is_ambiguous:
+                    self._split[path] = False  # Each item has all rows.
+                else:
+                    self._split.update({name: False for name in self._split if name.startswith(f"{path}[")})
+
+    def take_items_apart(self) -> None:
+        """Take the items of lists for arguments of their own, whose dimension 0 is the batch."""
+        self.is_ambiguous = False
+        self.batch, self.rows = self._inside
+        self._decide(self._parts)
+        self._split.update({path: False for path, value in self._parts if type(value) is list})
 
     def names(self, arguments: Arguments) -> dict[str, Any]:
         """Return arguments by their names."""
@@ -84,16 +114,9 @@ class Splitter:
 
     def rows_of(self, arguments: Arguments) -> int:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
-        parts = [
-            (path, value)
-            for name, argument in self._named(arguments)
-            if name not in self._whole
-            for path, value in _parts(argument, name)
-        ]
+        parts = [part for name, value in self._chunked(arguments) for part in _parts(value, name)]
         known = [_length(value) for path, value in parts if self._split.get(path)]
-        if known:
-            return max(known)
-        return _rows(argument for name, argument in self._named(arguments) if name not in self._whole)
+        return max(known) if known else next((_length(value) for _, value in parts if _length(value)), 0)
 
     def split(self, arguments: Arguments, sizes: list[int]) -> list[Arguments]:
         """Return the arguments of each micro-batch.
@@ -127,46 +150,65 @@ class Splitter:
         ]
 
     def resized(self, sample: Arguments, rows: int) -> Arguments:
-        """Return the sample with so many rows; what is passed whole stays as it is."""
-        named = self._named(sample)
-        values = [value if name in self._whole else resized(value, self.rows, rows) for name, value in named]
+        """Return the sample with so many rows; what is passed whole stays as it is.
+
+        Rows are left out, or repeated: rolled along dimension 1, so that no two rows are the same.
+        """
+        index = [k % max(1, self.rows) for k in range(rows)]
+
+        def chosen(value: Any, path: str) -> Any:
+            if self._split.get(path) and isinstance(value, (Tensor, list)):
+                return _chosen(value, index)
+            opened = container(value, caches=True)
+            if opened is None:
+                return value
+            return opened.rebuilt([chosen(item, dotted(path, name)) for name, item in zip(opened.names, opened.items)])
+
+        values = [value if name in self._whole else chosen(value, name) for name, value in self._named(sample)]
         count = len(sample.args)
         return Arguments(tuple(values[:count]), dict(zip(sample.kwargs, values[count:])))
+
+    def decisions(self) -> str:
+        """Say what is split and how, for errors."""
+        items = [path for path, value in self._parts if type(value) is list and self._split[path]]
+        tensors = [path for path, value in self._parts if isinstance(value, Tensor) and self._split[path]]
+        tensors = [path for path in tensors if not path.startswith(tuple([f"{one}[" for one in items]))]
+        whole = [path for path, value in self._parts if isinstance(value, Tensor) and not self._split[path]]
+        said = [f"split along dimension 0: {tensors}"] if tensors else []
+        said += [f"lists with an item for each row: {items}"] if items else []
+        said += [f"passed whole: {sorted({*whole, *self._whole})}"] if whole or self._whole else []
+        return "; ".join(said) or "nothing is split"
 
     def _named(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         for k, value in enumerate(arguments.args):
             yield self._names[k] if k < len(self._names) else f"argument {k}", value
         yield from arguments.kwargs.items()
 
+    def _chunked(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in self._named(arguments) if name not in self._whole)
+
     def _divided(self, value: Any, path: str, rows: int, sizes: list[int], faults: list[str]) -> list[Any]:
         """Return what each micro-batch gets of a value; ``faults`` takes what has another number of rows."""
-        if isinstance(value, Tensor) or _is_list_of_rows(value, rows):
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor or (type(value) is list and self._split.get(path, has_an_item_for_each(value, rows))):
             length = _length(value)
             wanted = self._split.get(path, length == rows)
-            if not wanted or (length <= 1 and rows != 1):  # A single row is broadcast.
+            if not wanted or (is_tensor and length <= 1 and rows != 1):  # A single row is broadcast.
                 return [value] * len(sizes)
             if length != rows:
-                faults.append(f"'{path}' has {length}")
+                faults.append(f"'{path}' has {length}" + ("" if is_tensor else " items, taken for the rows"))
                 return [value] * len(sizes)
-            if isinstance(value, Tensor):
-                rows_of_each = torch.split(value, sizes)
-                # Each with a version of its own: a model may change its input in place, and so no other micro-batch's.
-                return [part if part.requires_grad else part.data for part in rows_of_each]
-            ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
-            return [value[end - size : end] for end, size in zip(ends, sizes)]
+            return split_rows(value, sizes)
+        opened = container(value, caches=True)
+        if opened is None:
+            return [value] * len(sizes)
         if is_cache(value):
             return [_cache_rows(value, rows, sizes, i) for i in range(len(sizes))]
-        if isinstance(value, (tuple, list)):
-            items = [self._divided(item, f"{path}[{k}]", rows, sizes, faults) for k, item in enumerate(value)]
-            return [rebuilt(value, [parts[i] for parts in items]) for i in range(len(sizes))]
-        if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-            pairs = {key: self._divided(item, f"{path}.{key}", rows, sizes, faults) for key, item in value.items()}
-            copies: list[Any] = [copy.copy(value) for _ in sizes]
-            for i, one in enumerate(copies):
-                for key, parts in pairs.items():
-                    one[key] = parts[i]
-            return copies
-        return [value] * len(sizes)
+        items = [
+            self._divided(item, dotted(path, name), rows, sizes, faults)
+            for name, item in zip(opened.names, opened.items)
+        ]
+        return [opened.rebuilt([parts[i] for parts in items]) for i in range(len(sizes))]
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:
@@ -177,40 +219,40 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
     return [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
 
 
-def _rows(values: Iterator[Any]) -> int:
-    """Return the most common size in dimension 0; the first of them, if several are. A list counts as its items."""
-    sizes: Counter[int] = Counter()
-    for value in values:
-        if type(value) is list:
-            sizes[len(value)] += 1
-        else:
-            sizes.update([len(tensor) for _, tensor in each(value) if tensor.dim()])
-    return sizes.most_common(1)[0][0] if sizes else 0
-
-
 def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and lists in an argument with their paths."""
-    yield from each(value, path)
-    if type(value) is list:
+    if isinstance(value, Tensor):
         yield path, value
+        return
+    opened = container(value)
+    if opened is not None:
+        if type(value) is list and value:
+            yield path, value
+        for name, item in zip(opened.names, opened.items):
+            yield from _parts(item, dotted(path, name))
 
 
 def _length(value: Any) -> int:
-    return (len(value) if value.dim() else 0) if isinstance(value, Tensor) else len(value)
+    """Return the rows of a tensor, or the items of a list; 0 for what cannot be split: numbers, sparse, nested."""
+    if not isinstance(value, Tensor):
+        return len(value)
+    return len(value) if value.layout is torch.strided and not value.is_nested and value.dim() else 0
 
 
-def _is_split(value: Any, rows: int) -> bool:
-    return _is_list_of_rows(value, rows) if type(value) is list else _length(value) == rows > 0
+def has_an_item_for_each(value: Any, rows: int) -> bool:
+    """Return whether this is a list with an item for each of so many rows, as far as its length and items tell."""
+    if type(value) is not list or len(value) != rows:
+        return False
+    return not all([isinstance(item, Tensor) and _length(item) == rows for item in value])
 
 
-def _is_list_of_rows(value: Any, rows: int) -> bool:
-    """Return whether a list has an element for each row, such as the targets of a detection model."""
-    return type(value) is list and len(value) == rows
-
-
-def rebuilt(value: Any, items: list[Any]) -> Any:
-    """Return a tuple or list of the class of ``value`` with other items."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+def split_rows(value: Any, sizes: list[int]) -> list[Any]:
+    """Return the rows of a tensor, or the items of a list, for each micro-batch."""
+    if isinstance(value, Tensor):
+        # Each with a version of its own: a model may change its input in place, and so no other micro-batch's.
+        return [part if part.requires_grad else part.data for part in torch.split(value, sizes)]
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    return [value[end - size : end] for end, size in zip(ends, sizes)]
 
 
 def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
@@ -222,19 +264,27 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
     return mapped(value, part, caches=True)
 
 
+def _chosen(value: Any, index: list[int]) -> Any:
+    """Return rows of a tensor or items of a list, by their numbers."""
+    if not isinstance(value, Tensor):
+        return [value[k] for k in index]
+    # Detached, or a backward would add gradients to what the caller's sample was made of.
+    rows = value.detach()
+    before = max(index, default=0) + 1
+    if len(index) > before and value.dim() > 1 and value.shape[1]:
+        again = torch.cat([rows.roll(k // before, 1)[index[k]][None] for k in range(before, len(index))])
+        rows = torch.cat([rows[:before], again])
+    else:
+        rows = rows[torch.tensor(index, dtype=torch.int64, device=value.device)]
+    return rows.requires_grad_(value.requires_grad)
+
+
 def resized(value: Any, before: int, rows: int) -> Any:
-    """Return a value of ``before`` rows with ``rows`` of them: rows are left out, or repeated."""
-    index = torch.arange(rows) % before
-
-    def chosen(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != before:
-            return tensor
-        # Detached, or a backward would add gradients to what the caller's sample was made of.
-        return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
-
-    if _is_list_of_rows(value, before):
-        return [value[k % before] for k in range(rows)]
-    return mapped(value, chosen, caches=True)
+    """Return a value, of which everything that has ``before`` rows is split, with ``rows`` of them."""
+    index = [k % max(1, before) for k in range(rows)]
+    if has_an_item_for_each(value, before):
+        return _chosen(value, index)
+    return mapped(value, lambda one: _chosen(one, index) if _length(one) == before > 0 else one, caches=True)
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:

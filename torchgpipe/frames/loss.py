@@ -12,38 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.inputs import rebuilt
+from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import each
+from torchgpipe.frames.values import container, each
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
-#: What losses of transformers, and cross entropy, leave out.
-_IGNORED = -100
 
-
-def _count(labels: Any, rows: int, *, shifts: bool) -> float:
+def _count(labels: Any, ignored: int, rows: int, *, shifts: bool) -> float:
     """Return the number of labels that count; that of the rows if there are no labels."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return float(rows)
     if shifts and labels.dim() > 1:
         labels = labels[..., 1:]
-    return float((labels != _IGNORED).sum())
+    return float((labels != ignored).sum())
 
 
 def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
     """Return the weights of micro-batches in a mean of what the model itself returns."""
     if settings.weight is not None and settings.loss_fn is None:
         return [float(settings.weight(part)) for part in named]
-    return [_count(part.get("labels"), size, shifts=settings.shifts) for part, size in zip(named, sizes)]
+    name, ignored = settings.counted
+    return [_count(part.get(name), ignored, size, shifts=settings.shifts) for part, size in zip(named, sizes)]
 
 
 def _weights_of_targets(settings: Settings, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Return the weights of micro-batches in a mean of what the loss function returns."""
     if settings.weight is not None:
         return [float(settings.weight(target)) for target in targets]
-    return [_count(target, size, shifts=False) for target, size in zip(targets, sizes)]
+    ignored = getattr(settings.loss_fn, "ignore_index", -100)
+    return [_count(target, ignored, size, shifts=False) for target, size in zip(targets, sizes)]
 
 
 def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
@@ -82,13 +81,20 @@ class MicroBatchLoss:
         named: the arguments of each micro-batch, by name
         sizes: the rows of each micro-batch
         target: the target of the mini-batch, for the loss function
+        training: whether the model is in training
     """
 
     def __init__(
-        self, settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int], target: Any
+        self,
+        settings: Settings,
+        named: Sequence[Mapping[str, Any]],
+        sizes: Sequence[int],
+        target: Any,
+        *,
+        training: bool,
     ) -> None:
         self._loss_fn = settings.loss_fn
-        self._coupled = [path for path, kind in settings.kinds.items() if kind == "coupled"]
+        self._coupled = [path for path, kind in settings.kinds[training].items() if kind == "coupled"]
         self._sizes = sizes
         self._targets = _split(target, sizes)
         self._losses: dict[int, Tensor] = {}
@@ -160,16 +166,18 @@ def _nothing(output: Any) -> Tensor:
 
 
 def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return the target of each micro-batch: every tensor in it has the rows of the batch, and so may a list have."""
+    rows = sum(sizes)
     if isinstance(target, Tensor):
-        if not target.dim() or len(target) != sum(sizes):
+        if not target.dim() or len(target) != rows:
             raise ValueError(
-                f"the batch has {sum(sizes)} rows in dimension 0, but the target is of shape {tuple(target.shape)}"
+                f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(target.shape)}"
             )
-        return list(torch.split(target, list(sizes)))
-    if isinstance(target, (tuple, list)):
-        items = [_split(item, sizes) for item in target]
-        return [rebuilt(target, [parts[i] for parts in items]) for i in range(len(sizes))]
-    if isinstance(target, Mapping):
-        pairs = {key: _split(item, sizes) for key, item in target.items()}
-        return [{key: parts[i] for key, parts in pairs.items()} for i in range(len(sizes))]
-    return [target] * len(sizes)
+        return split_rows(target, list(sizes))
+    if has_an_item_for_each(target, rows):
+        return split_rows(target, list(sizes))
+    opened = container(target)
+    if opened is None:
+        return [target] * len(sizes)
+    items = [_split(item, sizes) for item in opened.items]
+    return [opened.rebuilt([parts[i] for parts in items]) for i in range(len(sizes))]

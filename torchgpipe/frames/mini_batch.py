@@ -9,6 +9,7 @@ the model is called, all B in the backward of one autograd node; see `outer`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.copy import copy_back, wait_back
@@ -29,13 +31,13 @@ from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.parameters import Aliases
+from torchgpipe.frames.parameters import Aliases, filling_aliases
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
-from torchgpipe.frames.values import mapped
+from torchgpipe.frames.values import each, mapped
 from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.schedule import Program
+from torchgpipe.schedule import Action, Program
 
 __all__ = ["Finish", "MiniBatch"]
 
@@ -57,6 +59,8 @@ class MiniBatch:
         program: the actions of each device
         backward: whether backward follows
         splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
+        verified: called when all graphs have been looked at for operations that the pipeline has not seen; None if
+            there is no need to look
         labels: names each column, for errors
         buffers: the ids of the model's buffers
         owner: the pipeline
@@ -79,6 +83,7 @@ class MiniBatch:
         *,
         backward: bool,
         splits: bool,
+        verified: Callable[[], None] | None,
         labels: Sequence[str],
         buffers: Set[int],
         owner: object,
@@ -98,7 +103,9 @@ class MiniBatch:
         self._buffers = buffers
         self._splits = splits
         self._ambient = Ambient()
-        self._cells = [[Cell(device) for device in columns.devices] for _ in inputs] if backward else []
+        self._cells = [list(map(Cell, columns.devices, labels)) for _ in inputs] if backward else []
+        self._verified = verified
+        self._given: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
         begin = None if columns.step is None else self._begin_forward
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
@@ -116,6 +123,8 @@ class MiniBatch:
         """
         try:
             self._run_actions(self._agenda, self._ambient, keep_graph=False)
+            if self._cells and self._verified is not None:
+                self._verified()
         finally:
             self._drop()
 
@@ -126,18 +135,74 @@ class MiniBatch:
         finally:
             self._drop()
 
+    def run_columns_forward(self) -> None:
+        """Run all forward actions, in this thread: all micro-batches of a column before the next column."""
+        try:
+            self._run_in_this_thread([Action("F", i, j) for j in range(self._n) for i in range(self._m)])
+        finally:
+            self._drop()
+
+    def run_columns_backward(self, after: Callable[[int], None]) -> None:
+        """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
+        with self._aliases.installed():
+            for j in reversed(range(self._n)):
+                self._run_in_this_thread([Action("B", i, j) for i in reversed(range(self._m))])
+                after(j)
+        if self._verified is not None:
+            self._verified()
+
+    def _run_in_this_thread(self, actions: Sequence[Action]) -> None:
+        try:
+            for kind, i, j in actions:
+                with self._columns.computing[j].use():
+                    if kind == "F":
+                        self._run_forward(i, j)
+                    else:
+                        self._run_backward(i, j, kind, keep_graph=False)
+        except BaseException:
+            for frame in self._frames:
+                frame.cancel()
+            raise
+
     def _drop(self) -> None:
         """Forget what only forward needs: frames refer back to this object, and ``finish`` to the outputs."""
         if self._threads is not None:
             self._threads.close()
         self._frames, self._forward, self._finish = [], None, None
-        if self._ambient.autocast_caches:
-            torch.clear_autocast_cache()  # Of aliases that no later mini-batch has.
+        # Of aliases that no later mini-batch has. The model may enter autocast and cached() itself, in any frame.
+        torch.clear_autocast_cache()
+        forget_parametrizations()
 
     def run_backward_half(self, *, keep_graph: bool) -> None:
-        """Run all backward actions, in the thread of an autograd node."""
+        """Run all backward actions, in the thread of an autograd node.
+
+        Raises:
+            RuntimeError: an input has been changed since forward.
+        """
+        for ref, version in self._given:
+            tensor = ref()
+            if tensor is not None and versions([tensor]) != [version]:
+                raise RuntimeError(
+                    f"an input of shape {tuple(tensor.shape)} of a pipelined model was changed in place after forward, "
+                    "so backward would compute with other values; change a copy, or call backward() before"
+                )
         with self._aliases.installed():
             self._run_actions(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
+        if self._verified is not None:
+            self._verified()
+        # An engine thread has streams of its own, on which the gradients go on.
+        for computing in self._columns.computing:
+            self._columns.streams.current(computing.device).wait(computing.mark())
+
+    def watch_inputs(self, inputs: Any) -> None:
+        """Note the versions of the caller's tensors, of which backward uses the memory."""
+        self._given = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Yield the leaves that the graphs of all cells end in."""
+        for own in self._cells:
+            for cell in own:
+                yield from cell.leaves()
 
     def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
         """Yield the inputs that require grad, each a part of an argument, with their gradients, and forget these."""
@@ -183,6 +248,7 @@ class MiniBatch:
 
     def _run_forward(self, i: int, j: int) -> None:
         frame = self._frames[i]
+        forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
             with self.random_numbers.of(i, self._columns.devices[j]):
                 frame.advance(j)
@@ -219,6 +285,8 @@ class MiniBatch:
             take(i, traveller.bring(output), cells[-1].export if cells else _no_export)
 
         traveller.run(model, finish)
+        for j, cell in enumerate(cells):
+            cell.span = frame.span(j)
 
     def _cut(self, i: int, tensor: Tensor) -> Tensor:
         """Return an input of micro-batch ``i``, without its history if it requires grad."""
@@ -242,11 +310,13 @@ class MiniBatch:
 
         result = []
         try:
-            with self._differentiating():
+            with self._differentiating(j):
                 fresh = without_gradient(self._aliases.of(j))
                 if kind == "W":
                     cell.differentiate_weights(told)
                 else:
+                    if self._verified is not None and kind != "W":
+                        cell.verify_complete()
                     wait_back(columns.leaving(j), i)
                     result = cell.differentiate(told, split=kind == "I" and self._splits, keep_graph=keep_graph)
                 unshare(fresh)
@@ -262,13 +332,14 @@ class MiniBatch:
                 export.add(grad)
 
     @contextmanager
-    def _differentiating(self) -> Iterator[None]:
+    def _differentiating(self, j: int) -> Iterator[None]:
         """Run backward in a ``with`` block: in this thread, and outside of autocast, as ``loss.backward()`` is."""
         with (
             self.random_numbers.backward(),
+            filling_aliases(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
-            visiting(Recomputation(self._columns, self._owner)) if self._threads is not None else nullcontext(),
+            visiting(Recomputation(self._columns, j, self._owner)) if self._threads is not None else nullcontext(),
         ):
             yield
 

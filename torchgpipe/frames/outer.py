@@ -26,16 +26,21 @@ __all__ = ["Outer"]
 class Outer(Function):
     """Forward: the outputs, now a part of the caller's graph. Backward: the backward half of the mini-batch.
 
-    Its arguments are the mini-batch, its aliases, the exports of the outputs, the outputs, the parameters that are
-    trained, and the inputs that require grad.
+    Its arguments are the mini-batch, its aliases, the parameters that get a gradient, the exports of the outputs, the
+    outputs, these parameters once more, and the inputs that require grad.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, mini_batch: MiniBatch, aliases: Aliases, exports: Sequence[Export], *tensors: Tensor
+        ctx: Any,
+        mini_batch: MiniBatch,
+        aliases: Aliases,
+        trained: Sequence[Tensor],
+        exports: Sequence[Export],
+        *tensors: Tensor,
     ) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.mini_batch, ctx.aliases, ctx.exports = mini_batch, aliases, exports
+        ctx.mini_batch, ctx.aliases, ctx.trained, ctx.exports = mini_batch, aliases, trained, exports
         return tuple([tensor.detach() for tensor in tensors[: len(exports)]])
 
     @staticmethod
@@ -62,4 +67,5 @@ class Outer(Function):
             ctx.aliases.take()
             raise
         inputs = [grad for _, grad in mini_batch.take_input_gradients()]
-        return (None, None, None, *[None] * len(grads), *ctx.aliases.take(), *inputs)
+        sums = dict(zip(ctx.aliases.trained, ctx.aliases.take()))
+        return (None, None, None, None, *[None] * len(grads), *[sums[one] for one in ctx.trained], *inputs)

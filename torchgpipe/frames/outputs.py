@@ -7,15 +7,13 @@ sample, the second with a row less; if it couples the rows with each other, ther
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import dotted, each, is_cache
+from torchgpipe.frames.values import container, dotted, each, hidden, is_cache
 
 __all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "own_loss", "verify_known"]
 
@@ -41,10 +39,14 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
         other_rows: another number of rows
     """
     tensors, lengths = dict(each(other)), dict(_lengths(other, ""))
-    kinds: Kinds = {path: 0 for path, n in _lengths(output, "") if (n, lengths.get(path)) == (rows, other_rows)}
+    kinds: Kinds = {
+        path: 0 if n * other_rows == lengths[path] * rows and n != lengths[path] else None
+        for path, n in _lengths(output, "")
+        if path in lengths
+    }
     for path, tensor in each(output):
         there = tensors.get(path)
-        if there is None or there.dim() != tensor.dim() or tensor.dim() == 0:
+        if there is None or there.dim() != tensor.dim() or tensor.dim() == 0 or tensor.is_nested or there.is_nested:
             continue
         varying = [d for d in range(tensor.dim()) if tensor.shape[d] != there.shape[d]]
         if not varying:
@@ -58,38 +60,26 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
 
 def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
     """Yield the lengths of lists and tuples, with their paths."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _lengths(item, dotted(path, str(key)))
-    elif type(value) in (list, tuple):
-        yield path, len(value)
-        for k, item in enumerate(value):
-            yield from _lengths(item, f"{path}[{k}]")
+    opened = container(value)
+    if opened is not None:
+        if type(value) in (list, tuple):
+            yield path or "value", len(value)
+        for name, item in zip(opened.names, opened.items):
+            yield from _lengths(item, dotted(path, name))
 
 
-def verify_known(output: Any, path: str = "") -> None:
+def verify_known(output: Any) -> None:
     """Check that tensors with a graph are only where `join` finds them.
 
     Raises:
         TypeError: an object of an unknown class has a tensor that requires grad.
     """
-    if output is None or isinstance(output, (Tensor, str, int, float)) or is_cache(output):
-        return
-    if isinstance(output, Mapping):
-        for key, item in output.items():
-            verify_known(item, dotted(path, str(key)))
-    elif isinstance(output, (tuple, list)):
-        for k, item in enumerate(output):
-            verify_known(item, f"{path}[{k}]")
-    elif is_dataclass(output):
-        for field in fields(output):
-            verify_known(getattr(output, field.name, None), dotted(path, field.name))
-    else:
-        inside = [name for name, value in getattr(output, "__dict__", {}).items() if isinstance(value, Tensor)]
-        if any([vars(output)[name].requires_grad for name in inside]):
+    for path, holder, tensor in hidden(output):
+        if tensor.requires_grad:
             raise TypeError(
-                f"the output '{path or 'value'}' is {type(output).__name__}, whose tensors {inside} would get no "
-                "gradient; return the tensors in a dict, a tuple or a dataclass, or use model.step with a loss_fn"
+                f"the output '{path or 'value'}' is {type(holder).__name__}, whose tensor of shape "
+                f"{tuple(tensor.shape)} would get no gradient; return the tensors in a dict, a tuple or a dataclass, "
+                "or use model.step with a loss_fn"
             )
 
 
@@ -117,38 +107,30 @@ class _Join:
 
     def join(self, values: list[Any], path: str) -> Any:
         first = values[0]
-        if any([type(value) is not type(first) for value in values]):
-            raise _differs(path, [type(value).__name__ for value in values])
         if isinstance(first, Tensor):
+            if not all([isinstance(value, Tensor) for value in values]):
+                raise _differs(path, [type(value).__name__ for value in values])
             key = tuple(map(id, values))
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
             return self._done[key]
-        if isinstance(first, tuple) and hasattr(first, "_fields"):
-            return type(first)(
-                *[self.join([getattr(value, name) for value in values], dotted(path, name)) for name in first._fields]
-            )
-        if type(first) in (list, tuple) and self._has_rows(values, path):
+        opened = [container(value) for value in values]
+        parts = [one for one in opened if one is not None]
+        if len(parts) < len(values) or any([one.kind != parts[0].kind for one in parts]):
+            return self._of_no_container(values, path)
+        if type(first) in (list, tuple) and self._has_rows(values, path or "value"):
             return type(first)([item for value in values for item in value])
-        if isinstance(first, (tuple, list)):
-            if any([len(value) != len(first) for value in values]):
-                raise _differs(path, [f"{len(value)} items" for value in values])
-            items = [self.join([value[k] for value in values], f"{path}[{k}]") for k in range(len(first))]
-            return type(first)(items)
-        if isinstance(first, Mapping) and hasattr(first, "__setitem__"):
-            if any([[*value] != [*first] for value in values]):
-                raise _differs(path, [str([*value]) for value in values])
-            joined: Any = copy.copy(first)
-            for key in first:
-                joined[key] = self.join([value[key] for value in values], dotted(path, str(key)))
-            return joined
-        if is_dataclass(first) and not isinstance(first, type):
-            changed = copy.copy(first)
-            for field in fields(first):
-                if hasattr(first, field.name):
-                    parts = [getattr(value, field.name) for value in values]
-                    object.__setattr__(changed, field.name, self.join(parts, dotted(path, field.name)))
-            return changed
+        if any([one.names != parts[0].names for one in parts]):
+            raise _differs(path, [f"{len(one.names)} items {one.names[:4]}" for one in parts])
+        items = [
+            self.join([one.items[k] for one in parts], dotted(path, name)) for k, name in enumerate(parts[0].names)
+        ]
+        return parts[0].rebuilt(items)
+
+    def _of_no_container(self, values: list[Any], path: str) -> Any:
+        first = values[0]
+        if any([type(value) is not type(first) for value in values]):
+            raise _differs(path, [type(value).__name__ for value in values])
         if is_cache(first):
             return _lazily_joined(values, self._sizes)
         if any([value is not first and value != first for value in values]):
@@ -159,12 +141,28 @@ class _Join:
         return first
 
     def _has_rows(self, values: list[Any], path: str) -> bool:
-        """Return whether a list has an item for each row, such as the boxes of each image."""
+        """Return whether a list has an item for each row, such as the boxes of each image.
+
+        Raises:
+            ValueError: the sample did not have this list, and its length tells nothing.
+        """
         if path in self._kinds:
+            return self._kinds[path] == 0
+        sizes = self._sizes
+        if any([len(value) != size for value, size in zip(values, sizes)]):
+            return False
+        if len(set(sizes)) > 1:
             return True
-        items_are_rows = all([len(value) == size for value, size in zip(values, self._sizes)])
-        tensors = [item for value in values for item in value if isinstance(item, Tensor)]
-        return items_are_rows and not tensors
+        if all([self._is_split(item, size) for value, size in zip(values, sizes) for item in value]):
+            return False  # Each item has the rows.
+        raise ValueError(
+            f"the output '{path}' has {len(values[0])} items in micro-batches of {sizes[0]} rows, and the sample had "
+            "no such output, so whether an item is a row cannot be told; give pipelined a sample that returns it"
+        )
+
+    def _is_split(self, value: Any, size: int) -> bool:
+        tensors = [tensor for _, tensor in each(value)]
+        return bool(tensors) and all([tensor.dim() > 0 and len(tensor) == size for tensor in tensors])
 
     def _tensor(self, values: list[Tensor], path: str) -> Tensor:
         first = values[0]
@@ -172,19 +170,21 @@ class _Join:
             return self._scalar(path, values)
         dim = self._kinds[path] if path in self._kinds else self._dimension(values, path)
         if dim is None:
-            if all([one is first or torch.equal(one, first) for one in values]):
+            if all([one is first or (one.shape == first.shape and torch.equal(one, first)) for one in values]):
                 return first
             raise ValueError(
                 f"the output '{path}' of shape {tuple(first.shape)} has no dimension with the rows of the batch, and "
                 "differs between micro-batches, so it cannot be joined; return a value for each row, or a number, or "
                 "use model.step, whose loss_fn gets the output of each micro-batch"
             )
-        if dim == "coupled" or any([_others(one, dim) != _others(first, dim) for one in values]):
+        if dim == "coupled":
             raise ValueError(
                 f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "
                 "couples the rows of a batch, so it cannot be joined; use model.step with a loss_fn that takes the "
                 "output of a micro-batch, or chunks=1"
             )
+        if any([one.dim() != first.dim() or _others(one, dim) != _others(first, dim) for one in values]):
+            raise _differs(path, [str(tuple(one.shape)) for one in values])
         return torch.cat(values, dim)
 
     def _dimension(self, values: list[Tensor], path: str) -> int | None:
@@ -235,12 +235,8 @@ def _joined_state(values: list[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, Tensor):
         has_rows = first.dim() > 0 and all([len(one) == size for one, size in zip(values, sizes)])
         return torch.cat([one.detach() for one in values]) if has_rows else first
-    if type(first) in (list, tuple):
-        return type(first)([_joined_state(list(items), sizes) for items in zip(*values)])
-    if type(first) is dict:
-        return {key: _joined_state([value[key] for value in values], sizes) for key in first}
-    if is_cache(first):
-        joined = copy.copy(first)
-        vars(joined).update(_joined_state([vars(value) for value in values], sizes))
-        return joined
-    return first
+    opened = [container(value, caches=True) for value in values]
+    parts = [one for one in opened if one is not None]
+    if len(parts) < len(values):
+        return first
+    return parts[0].rebuilt([_joined_state(list(items), sizes) for items in zip(*[one.items for one in parts])])

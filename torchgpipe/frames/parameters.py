@@ -4,10 +4,16 @@ An alias has the memory of a parameter and a ``.grad`` of its own, to which the 
 sum goes through the parameter, as the gradient of one plain layer would: hooks hear it once, and so does
 DistributedDataParallel. A parameter that several columns share has an alias in each of them, so the order of the sum
 does not depend on the order of threads. On another device the alias is a copy, made once for each mini-batch.
+
+A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
+backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
+aliases are watched.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,11 +24,35 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.gradients import sum_of
+from torchgpipe.frames.cell import differentiated_by_itself
 
-__all__ = ["Aliases", "Slot"]
+__all__ = ["Aliases", "Slot", "filling_aliases"]
 
 #: A place of a parameter: the module, the name there, and the column.
 Slot = tuple[nn.Module, str, int]
+
+
+class _Pass(threading.local):
+    is_a_cell = False
+
+
+#: Whether this thread differentiates a cell.
+_pass = _Pass()
+
+
+@contextmanager
+def filling_aliases() -> Iterator[None]:
+    """Let gradients arrive at aliases in a ``with`` block, in this thread."""
+    _pass.is_a_cell = True
+    try:
+        yield
+    finally:
+        _pass.is_a_cell = False
+
+
+def _refuse_outside(alias: Tensor) -> None:
+    if not _pass.is_a_cell:
+        raise differentiated_by_itself("the model")
 
 
 class Aliases:
@@ -35,6 +65,7 @@ class Aliases:
         device_of: returns the device of a tensor, or None if it belongs to every device
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
+        watches: whether to refuse gradients that do not come from a cell
 
     Attributes:
         trained: the parameters that have aliases with gradients, each once
@@ -49,9 +80,10 @@ class Aliases:
         lock: AbstractContextManager[Any],
         *,
         backward: bool,
+        watches: bool = False,
     ) -> None:
         self._devices, self._moves, self._device_of = devices, moves, device_of
-        self._backward = backward
+        self._backward, self._watches = backward, watches
         self._lock = lock
         self._by_column: dict[tuple[Tensor, int], Tensor] = {}
         self._parameters: dict[Tensor, Tensor] = {}
@@ -80,6 +112,8 @@ class Aliases:
         alias = nn.Parameter(values.to(device, copy=True) if away else values, requires_grad=trains)
         if vars(parameter):
             vars(alias).update(vars(parameter))
+        if trains and self._watches:
+            alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
         self._by_column[key] = alias
         self._parameters[alias] = parameter
         self._in_column[column].append(alias)
@@ -93,6 +127,23 @@ class Aliases:
                 return None
             parameter = tensor
         return self._alias(parameter, column)
+
+    def used(self, leaves: Iterable[Tensor]) -> set[Tensor]:
+        """Return the parameters that have one of these leaves as an alias."""
+        return {self._parameters[leaf] for leaf in leaves if leaf in self._parameters}
+
+    def columns_of_trained(self) -> Counter[Tensor]:
+        """Return in how many columns each trained parameter has an alias."""
+        return Counter([parameter for (parameter, _), alias in self._by_column.items() if alias.requires_grad])
+
+    def take_of(self, column: int) -> list[tuple[Tensor, Leaf]]:
+        """Return the trained parameters of one column with the gradients there, and leave none behind."""
+        taken = []
+        for alias in self._in_column[column]:
+            if alias.requires_grad:
+                taken.append((self._parameters[alias], alias.grad))
+                alias.grad = None
+        return taken
 
     def of(self, column: int) -> list[Tensor]:
         """Return the aliases in a column."""

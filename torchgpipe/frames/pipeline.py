@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.outputs import join
-from torchgpipe.frames.parameters import Aliases, Slot
+from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import is_cache, mapped
@@ -46,18 +47,26 @@ class Pipeline:
         settings: the settings of the module
 
     Attributes:
+        settings: the settings of the module
+        identity: stands for this pipeline where a reference to it would be a cycle
         streams: the source of streams; a test can exchange it
         recorder: the listener to what runs when, if there is one
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.identity = object()
         self.streams = Streams()
         self.recorder: Recorder | None = None
         self._lock = threading.RLock()
-        self._structure: tuple[int, ...] = ()
-        self._doors: list[tuple[nn.Module, str, int]] = []
-        self._slots: list[Slot] = []
+        self._structure: tuple[Any, ...] = ()
+        # Weakly, as the model is among them, and holds this object.
+        self._doors: list[tuple[weakref.ref[nn.Module], str, int]] = []
+        self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
+        #: Whether modules have hooks that see what they return.
+        self._has_hooks = False
+        #: What mini-batches there were whose graphs were looked at; see `Cell.verify_complete`.
+        self._verified: set[Any] = set()
         #: For the training modes of all modules, what the model draws from.
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
@@ -68,37 +77,39 @@ class Pipeline:
 
     def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
-        settings, arguments = self._settings, Arguments(args, kwargs)
+        settings, arguments = self.settings, Arguments(args, kwargs)
         self._verify(arguments)
         rows = settings.splitter.rows_of(arguments)
         if self._stays_whole(arguments, rows):
             return self._in_one_piece(module, plain, arguments)
-        sizes, parts = self._micro_batches(arguments, rows)
+        sizes, parts = self.micro_batches(arguments, rows)
         named = [settings.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
         exported = Exported(len(parts), backward=backward)
         actions = program("GPipe", len(parts), places_of(settings.devices))
-        with self._aliased(module, backward=backward) as aliases:
+        with self.aliased(module, backward=backward) as aliases:
             facts = partial(self._facts, module, sizes, None, actions, backward=backward)
             mini_batch = self._mini_batch(
                 module, plain, parts, exported.take, aliases, actions, facts, backward=backward
             )
             mini_batch.run_forward_half()
+        mini_batch.watch_inputs(tuple(arguments))
         self._end(module, mini_batch, rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
-        return join(outputs, sizes, settings.kinds, mean_or_sum(settings, named, sizes))
+        return join(outputs, sizes, settings.kinds[module.training], mean_or_sum(settings, named, sizes))
 
     def step(
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
     ) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
-        settings, arguments = self._settings, Arguments(args, kwargs)
+        settings, arguments = self.settings, Arguments(args, kwargs)
         self._verify(arguments)
         rows = settings.splitter.rows_of(arguments)
-        sizes, parts = self._micro_batches(arguments, rows)
+        sizes, parts = self.micro_batches(arguments, rows)
         backward = torch.is_grad_enabled()
-        target = mapped(target, self._to(settings.devices[-1]))
-        loss = MicroBatchLoss(settings, [settings.splitter.names(part) for part in parts], sizes, target)
+        target = mapped(target, self.to(settings.devices[-1]))
+        named = [settings.splitter.names(part) for part in parts]
+        loss = MicroBatchLoss(settings, named, sizes, target, training=module.training)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             value, weight = loss.of(i, output)
@@ -111,7 +122,7 @@ class Pipeline:
                 export(value).add(torch.full_like(value, weight))
 
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
-        with self._aliased(module, backward=backward) as aliases:
+        with self.aliased(module, backward=backward) as aliases:
             try:
                 facts = partial(self._facts, module, sizes, settings.schedule, actions, backward=backward)
                 mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, facts, backward=backward)
@@ -133,28 +144,40 @@ class Pipeline:
 
     def prepare(self, module: nn.Module) -> None:
         """Put doors in front of the modules of the spine, which may have been replaced since the last mini-batch."""
-        settings = self._settings
-        structure = tuple(map(id, module.modules()))
+        settings = self.settings
+        children = list(module.modules())
+        self._has_hooks = any([child._forward_hooks for child in children])
+        structure = tuple([(id(child), *child._parameters) for child in children])
         if structure != self._structure:
-            children = dict(module.named_modules())
+            named = dict(module.named_modules())
             self._doors = [
-                (children[name], name, column) for name, column in settings.doors.items() if name in children
+                (weakref.ref(named[name]), name, column) for name, column in settings.doors.items() if name in named
             ]
-            self._slots = settings.slots(module)
+            self._slots = [(weakref.ref(child), name, column) for child, name, column in settings.slots(module)]
             self._structure = structure
-        for child, name, column in self._doors:
-            put_door(child, name, column, recomputes=name in settings.recomputed, owner=self)
+        for ref, name, column in self._doors:
+            child = ref()
+            if child is not None:
+                put_door(child, name, column, recomputes=name in settings.recomputed, owner=self.identity)
 
     @contextmanager
-    def _aliased(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
-        """Put doors in front of the spine, and let the modules have aliases of their parameters in a ``with`` block."""
+    def aliased(self, module: nn.Module, *, backward: bool, watches: bool | None = None) -> Iterator[Aliases]:
+        """Put doors in front of the spine, and let the modules have aliases of their parameters in a ``with`` block.
+
+        Args:
+            module: the model
+            backward: whether gradients are wanted
+            watches: whether to refuse gradients from elsewhere (default: if the model may let tensors out)
+        """
         refuse_transforms()
         with self._lock:
             self.prepare(module)
             streams = self.streams
-            slots = [slot for slot in self._slots if slot[1] in slot[0]._parameters]
-            places = (self._settings.devices, streams.moves, streams.device_of)
-            aliases = Aliases(slots, *places, self._lock, backward=backward)
+            slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
+            places = (self.settings.devices, streams.moves, streams.device_of)
+            if watches is None:
+                watches = backward and (self._has_hooks or self.settings.keeps_tensors)
+            aliases = Aliases(slots, *places, self._lock, backward=backward, watches=watches)
             with aliases.installed():
                 yield aliases
 
@@ -169,16 +192,17 @@ class Pipeline:
         facts: Callable[[], MiniBatchFacts],
         *,
         backward: bool,
+        random_numbers: RandomNumbers | None = None,
     ) -> MiniBatch:
-        settings, recorder = self._settings, self.recorder
+        settings, recorder = self.settings, self.recorder
         step = None
         if recorder is not None:
             places = [Place(self.streams.current(device), own) for device, own in zip(settings.devices, settings.parts)]
             step = recorder.begin_step(len(parts), places, actions)
         columns = Columns(settings.devices, self.streams, labelled(step))
-        bring = self._to(settings.devices[0])
+        bring = self.to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
-        random_numbers = RandomNumbers(self._draws.get(_modes(module)))
+        random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)))
         return MiniBatch(
             plain,
             inputs,
@@ -189,13 +213,20 @@ class Pipeline:
             actions,
             backward=backward,
             splits=not self._recomputes(module),
+            verified=self._to_verify(module, parts[0]) if backward else None,
             labels=settings.labels,
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
-            owner=self,
+            owner=self.identity,
             facts=facts,
         )
 
-    def _to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
+        """Return what notes that the graphs of such a mini-batch are verified; None if they were before."""
+        given = tuple([name for name, value in part.kwargs.items() if value is not None])
+        key = self._structure, _modes(module), len(part.args), given
+        return None if key in self._verified else lambda: self._verified.add(key)
+
+    def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of the caller's to ``device``."""
 
         def bring(tensor: Tensor) -> Tensor:
@@ -208,7 +239,7 @@ class Pipeline:
         self, module: nn.Module, sizes: list[int], schedule: Schedule | None, actions: Program, *, backward: bool
     ) -> MiniBatchFacts:
         """Return what a note about memory is made from."""
-        settings, recomputes = self._settings, self._recomputes(module)
+        settings, recomputes = self.settings, self._recomputes(module)
         return MiniBatchFacts(
             len(sizes),
             sizes[0],
@@ -237,23 +268,23 @@ class Pipeline:
         draws = random_numbers.end()
         if rows:  # Without rows, layers that draw have drawn nothing.
             self._draws[modes] = draws
-        if not self._settings.layout.crossed:
-            self._settings.layout.crossed = mini_batch.crossed
+        if not self.settings.layout.crossed:
+            self.settings.layout.crossed = mini_batch.crossed
 
     def _recomputes(self, module: nn.Module) -> bool:
         """Return whether anything in the model runs again at backward, as far as that is known."""
         switched = any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
-        return bool(self._settings.recomputed) or switched
+        return bool(self.settings.recomputed) or switched
 
     def _verify(self, arguments: Arguments) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
-        if arguments.kwargs.get("adapter_names") is not None and len(self._settings.devices) > 1:
+        if arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
             )
         hooks = saved_tensors_hooks_in_use()
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and len(self._settings.devices) > 1:
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and len(self.settings.devices) > 1:
             raise RuntimeError(
                 "torch.utils.checkpoint is around a pipelined model, whose micro-batches save tensors in an order of "
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
@@ -274,29 +305,54 @@ class Pipeline:
             self._tell("a call has nothing to split, so it passes the partitions in one piece, without a speed-up")
         return generates or rows == 0
 
-    def _micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
+    def micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
         """Return the rows of each micro-batch, and its arguments; one micro-batch if there is nothing to split."""
         if rows == 0:
             return [1], [arguments]
-        sizes = chunk_sizes(rows, self._settings.chunks)
-        return sizes, self._settings.splitter.split(arguments, sizes)
+        sizes = chunk_sizes(rows, self.settings.chunks)
+        return sizes, self.settings.splitter.split(arguments, sizes)
 
     def _tell(self, what: str) -> None:
-        if what not in self._told and len(self._settings.devices) > 1:
+        if what not in self._told and len(self.settings.devices) > 1:
             self._told.add(what)
             warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=8)  # the caller of the model
 
     def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
-        columns = Columns(self._settings.devices, self.streams)
-        if not columns.copies:
+        if not Columns(self.settings.devices, self.streams).copies:
             return plain(*arguments.args, **arguments.kwargs)
-        visitor = InOnePiece(columns, self)
-        with self._aliased(module, backward=False), visiting(visitor), visitor:
+        with self.in_one_piece(module, backward=False):
             return plain(*arguments.args, **arguments.kwargs)
 
+    @contextmanager
+    def in_one_piece(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
+        """Let the model run in this thread, from device to device, in a ``with`` block.
 
-def _modes(module: nn.Module) -> tuple[bool, ...]:
-    return tuple([child.training for child in module.modules()])
+        Args:
+            module: the model
+            backward: whether gradients are wanted, which go to the aliases
+        """
+        columns = Columns(self.settings.devices, self.streams)
+        visitor = InOnePiece(columns, self.identity)
+        with self.aliased(module, backward=backward, watches=False) as aliases, ExitStack() as stack:
+            if columns.copies:
+                stack.enter_context(visiting(visitor))
+                stack.enter_context(visitor)
+            yield aliases
+
+    def mini_batch_for_proof(
+        self, module: nn.Module, plain: Callable[..., Any], parts: Sequence[Arguments], finish: Finish, aliases: Aliases
+    ) -> MiniBatch:
+        """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
+        actions = program("GPipe", len(parts), places_of(self.settings.devices))
+        facts = partial(self._facts, module, [0] * len(parts), None, actions, backward=True)
+        return self._mini_batch(
+            module, plain, parts, finish, aliases, actions, facts, backward=True, random_numbers=RandomNumbers(None)
+        )
+
+
+def _modes(module: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a model that draws from one that does not: the modes of all modules, and their dropout."""
+    return tuple([(child.training, vars(child).get("p")) for child in module.modules()])
 
 
 def _add(gradients: list[tuple[Tensor, Tensor | None]]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,13 +16,15 @@ from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.door import here, remove_door
-from torchgpipe.frames.inputs import arguments_of
+from torchgpipe.frames.inputs import Arguments, arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import Pipeline
+from torchgpipe.frames.proof import Proof, sample_of
 from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
+from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 
@@ -50,6 +53,7 @@ def pipelined(
     reduce: str | None = None,
     no_chunk: Collection[str] = (),
     checkpoint: bool | Collection[str] = (),
+    verify: bool | Collection[str] = True,
 ) -> M:
     """Pipeline any module over several devices, in place. ::
 
@@ -68,9 +72,9 @@ def pipelined(
         loss = model.step(torch.randn(16, 8))         # or: forward and backward under a schedule
 
     The module's own forward runs unchanged, once for each micro-batch, in a thread that stops where a partition begins.
-    Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The module stays the object
-    that it is: its class, names, ``state_dict`` and parameters are the user's. It gains three attributes: ``step``,
-    ``layout`` and ``unpipelined``.
+    Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The sample proves it, or the
+    model is refused. The module stays the object that it is: its class, names, ``state_dict`` and parameters are the
+    user's. It gains four attributes: ``step``, ``verify``, ``layout`` and ``unpipelined``.
 
     Args:
         module: the model; its parameters are moved to their devices
@@ -89,13 +93,17 @@ def pipelined(
             the sum where ``num_items_in_batch`` is given, or else the weighted mean)
         no_chunk: names of arguments that every micro-batch gets whole
         checkpoint: names of modules that keep only their inputs, and run again at backward; True for all of the spine
+        verify: whether to run the sample through the pipeline and the plain model, and compare outputs, changed buffers
+            and the gradients of all parameters; or the names of outputs, such as a loss that balances experts over the
+            batch, that may differ between rows together and apart, with a warning
 
     Returns:
         ``module``
 
     Raises:
         TypeError: ``module`` cannot be pipelined, or an argument has another type.
-        ValueError: the module has nothing to split, or an argument does not fit.
+        ValueError: the module has nothing to split, an argument does not fit, or the pipeline does not compute what the
+            plain module computes; the error names the first tensor that differs.
     """
     return _pipelined(
         module,
@@ -110,6 +118,7 @@ def pipelined(
         reduce=reduce,
         no_chunk=no_chunk,
         checkpoint=checkpoint,
+        verify=verify,
     )
 
 
@@ -147,6 +156,7 @@ def _pipelined(
     balance: str | Sequence[int] | Mapping[str, int],
     schedule: Schedule,
     reduce: str | None,
+    verify: bool | Collection[str],
     apart: bool = False,
     **others: Any,
 ) -> M:
@@ -156,9 +166,10 @@ def _pipelined(
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
     places, fixed = _devices(devices, partitions, balance)
     verify_name(schedule)
+    arguments = arguments_of(sample)
     settings = arrange(
         module,
-        arguments_of(sample),
+        arguments,
         places,
         fixed=fixed,
         balance=balance,
@@ -175,7 +186,34 @@ def _pipelined(
     _tell_trainers(module, settings)
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
+    if verify is not False and not settings.on_meta:
+        try:
+            _prove(module, arguments, verify)
+        except BaseException:
+            cast(Any, module).unpipelined()
+            raise
     return module
+
+
+def _prove(module: Any, sample: Arguments, verify: bool | Collection[str]) -> None:
+    """Compare a pipelined module with the plain one on the sample.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    names = () if verify is True else [verify] if isinstance(verify, str) else verify
+    runs, plain = module._runs(), functools.partial(_plain(module).forward, module)
+    proof = Proof(runs, module, plain, *sample_of(runs, sample), may_differ=names)  # type: ignore[arg-type]
+    comparison = proof.run()
+    if comparison.faults:
+        raise ValueError(f"{comparison.faults[0]} (verify=False does without this comparison)")
+    if proof.differing:
+        warnings.warn(
+            f"torchgpipe.pipelined: {proof.differing} differ between rows together and rows apart; the pipeline gives "
+            "what micro-batches give, each by itself",
+            UserWarning,
+            stacklevel=4,  # the caller of pipelined
+        )
 
 
 def _devices(
@@ -232,7 +270,7 @@ def verify_module(module: Any) -> None:
                 f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call unpipelined() "
                 "or unwrap() first"
             )
-    taken = [name for name in ("step", "layout", "unpipelined") if hasattr(module, name)]
+    taken = [name for name in ("step", "verify", "layout", "unpipelined") if hasattr(module, name)]
     if taken:
         raise TypeError(f"{type(module).__name__} has attributes {taken}, which a pipelined module needs; rename them")
 
@@ -255,7 +293,7 @@ class _Pipelined(nn.Module):
         plain = functools.partial(_plain(self).forward, self)
         visitor = here.visitor
         if visitor is not None:
-            if visitor.owner is vars(self).get(_RUNS):  # The model calls itself.
+            if visitor.owner is self._runs().identity:  # The model calls itself.
                 return plain(*args, **kwargs)
             args, kwargs = visitor.bring((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
@@ -277,6 +315,28 @@ class _Pipelined(nn.Module):
         """
         plain = functools.partial(_plain(self).forward, self)
         return self._runs().step(self, plain, args, target, kwargs)
+
+    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Comparison:
+        """Compare the pipeline with the plain model on a mini-batch, and leave nothing behind. ::
+
+            print(model.verify(input_ids, labels=labels))
+
+        Compared are outputs, changed buffers and the gradients of all parameters, micro-batch by micro-batch, and the
+        outputs of all rows together with those of the micro-batches.
+
+        Args:
+            *args: as for the model
+            target: as for :meth:`step`; with a target, the loss function is compared, too
+            **kwargs: as for the model
+
+        Returns:
+            the table, which prints; ``is_equal`` tells whether all is right, and ``faults`` what is not
+        """
+        runs, plain = self._runs(), functools.partial(_plain(self).forward, self)
+        arguments = Arguments(args, kwargs)
+        sizes, _ = runs.micro_batches(arguments, runs.settings.splitter.rows_of(arguments))
+        with_loss = target is not None and runs.settings.loss_fn is not None
+        return Proof(runs, self, plain, arguments, sizes, target, with_loss=with_loss).run()
 
     def _runs(self) -> Pipeline:
         """Return what runs this module, and make it if there is none, as for a copy."""
@@ -317,7 +377,8 @@ class _Pipelined(nn.Module):
                     f"denied to move a pipelined {type(self).__name__}, whose partitions are on "
                     f"{[*map(str, vars(self)[_SETTINGS].devices)]}; call unpipelined() first"
                 )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # A class that overrides this method, as that of YOLOv5, may not know of `recurse`.
+        return super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _replicate_for_data_parallel(self) -> Any:
         # DataParallel calls this method of every module inside, in the caller's thread, before it runs anything.

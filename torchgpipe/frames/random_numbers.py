@@ -98,6 +98,11 @@ class RandomNumbers:
         else:
             yield
 
+    @property
+    def drawn(self) -> Draws:
+        """What has been drawn from so far, as far as `of` has swapped generators."""
+        return Draws(*self._drawn)
+
     def end(self) -> Draws:
         """Let the caller's generator go on if the model draws, and return what the model draws from."""
         if self._draws is None:

@@ -1,13 +1,13 @@
 """Running the sample: what a model calls, how its outputs depend on the rows, and how its own loss counts labels.
 
-What a look at the model would not tell for sure is measured. The sample runs without a graph; parameters, buffers and
-random states stay as they were.
+What a look at the model would not tell for sure is measured. The sample runs without a graph, and leaves nothing
+behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
+from torchgpipe.frames.untouched import untouched
 from torchgpipe.frames.values import mapped
 
-__all__ = ["Study", "study"]
+__all__ = ["Study", "in_mode", "study"]
 
 
 @dataclass
@@ -27,35 +28,41 @@ class Study:
     """What runs of the sample have shown.
 
     Attributes:
+        splitter: splits arguments as the sample is split
         traces: what the model calls; several, if times were wanted
-        kinds: how outputs depend on the rows
+        kinds: how outputs depend on the rows, in evaluation and in training
         takes_items: whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore
         shifts: whether the loss leaves out the first label of each row, because it compares with the next labels
+        draws_elsewhere: whether the model draws from generators of Python
         on_meta: whether the model is on the meta device, which has no values
     """
 
+    splitter: Splitter
     traces: list[Trace]
-    kinds: Kinds
+    kinds: dict[bool, Kinds]
     takes_items: bool
     shifts: bool
+    draws_elsewhere: bool
     on_meta: bool
 
 
-def study(module: nn.Module, sample: Arguments, splitter: Splitter, *, rounds: int) -> Study:
+def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, rounds: int) -> Study:
     """Run the sample where the model is.
 
     Args:
         module: the model
         sample: the arguments of one micro-batch
-        splitter: tells the rows of the sample
+        no_chunk: the names of arguments that are passed whole
         rounds: how often to trace the model
     """
+    splitter = Splitter(module.forward, sample, no_chunk)
     where = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     on_meta = where.type == "meta"
     sample = Arguments(*mapped(tuple(sample), lambda tensor: tensor.detach().to(where)))
-    with _as_before(module):
+    with untouched(module), torch.no_grad():
+        before = random.getstate()
         try:
-            traces = [_traced(module, sample) for _ in range(1 if on_meta else rounds)]
+            traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
             error.add_note("while the sample ran through the model, to find its spine")
             if on_meta:
@@ -64,44 +71,64 @@ def study(module: nn.Module, sample: Arguments, splitter: Splitter, *, rounds: i
                     "values the model looks at, such as attention_mask; later batches may have them"
                 )
             raise
-        kinds = _kinds(module, sample, splitter, traces[0])
+        draws_elsewhere = random.getstate() != before
+        kinds = _kinds(module, sample, splitter)
         takes_items, shifts = _loss_of(module, sample)
-    return Study(traces, kinds, takes_items, shifts, on_meta)
+    return Study(splitter, traces, kinds, takes_items, shifts, draws_elsewhere, on_meta)
 
 
-@contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
-    """Put buffers and random states back after a ``with`` block, which builds no graph."""
-    buffers = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
-    values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in buffers]
-    devices = sorted({one.device.index for one in module.parameters() if one.device.type not in ("cpu", "meta")})
-    with torch.random.fork_rng(devices), torch.no_grad():
-        try:
-            yield
-        finally:
-            for (child, name, buffer), value in zip(buffers, values):
-                child._buffers[name] = buffer
-                if buffer is not None and value is not None and not buffer.is_meta:
-                    buffer.copy_(value)
-
-
-def _traced(module: nn.Module, sample: Arguments) -> Trace:
+def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
     args, kwargs = mapped(tuple(sample), torch.Tensor.clone, caches=True)
-    return trace(module, lambda: module.forward(*args, **kwargs))
+    return trace(module, lambda: module.forward(*args, **kwargs), splitter.names(Arguments(args, kwargs)))
 
 
-def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter, traced: Trace) -> Kinds:
+def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:
+    """Return how the outputs depend on the rows, in evaluation and in training."""
+    kinds = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
+    if splitter.is_ambiguous and not any([kind is not None for own in kinds.values() for kind in own.values()]):
+        splitter.take_items_apart()
+        kinds = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
+    # A batch norm may want more rows in training than there are.
+    return {training: own or kinds[not training] for training, own in kinds.items()}
+
+
+def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training: bool) -> Kinds:
     """Return how the outputs depend on the rows: beside those of another number of rows."""
     rows = splitter.rows
     if not rows:
         return {}
     other = rows - 1 or 2
-    args, kwargs = mapped(tuple(splitter.resized(sample, other)), torch.Tensor.clone, caches=True)
-    try:
-        output = module.forward(*args, **kwargs)
-    except Exception:
-        return {}  # The model wants as many rows, as a batch norm does in training; sizes will tell.
-    return kinds_of(traced.output, rows, output, other)
+    outputs = []
+    with in_mode(module, training):
+        for count in (rows, other):
+            args, kwargs = mapped(tuple(splitter.resized(sample, count)), torch.Tensor.clone, caches=True)
+            try:
+                outputs.append(module.forward(*args, **kwargs))
+            except Exception:
+                return {}  # The model wants as many rows, or other arguments; sizes will tell.
+    return kinds_of(outputs[0], rows, outputs[1], other)
+
+
+class in_mode:
+    """Let a model be in training or in evaluation for a ``with`` block; parts in evaluation stay in evaluation.
+
+    Args:
+        module: the model
+        training: the mode; the mode that the model has changes nothing
+    """
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        same = module.training == training
+        self._modes = [(child, child.training) for child in module.modules() if not same]
+        self._training = training
+
+    def __enter__(self) -> None:
+        for child, _ in self._modes:
+            child.training = self._training
+
+    def __exit__(self, *_: object) -> None:
+        for child, training in self._modes:
+            child.training = training
 
 
 def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:

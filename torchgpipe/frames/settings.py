@@ -38,9 +38,14 @@ class Settings:
         weight: the weight of a micro-batch, or None
         reduce: how numbers are joined: 'mean', 'sum', or None for what the arguments tell
         splitter: splits arguments
-        kinds: how outputs depend on the rows
+        kinds: how outputs depend on the rows, in evaluation and in training
+        counted: the argument whose labels the model's own loss counts, and the label that it leaves out
         shifts: whether the model's own loss leaves out the first label of each row
         takes_items: whether the model's own loss is a sum divided by ``num_items_in_batch``
+        keeps_tensors: whether modules have put tensors on themselves in the sample's run
+        draws_elsewhere: whether the model draws from generators of Python
+        epsilon: the rounding error of the coarsest numbers in the model, relative to 1
+        on_meta: whether the model was on the meta device
         layout: the layout, for people
     """
 
@@ -56,9 +61,14 @@ class Settings:
     weight: Callable[..., Any] | None
     reduce: str | None
     splitter: Splitter
-    kinds: Kinds
+    kinds: dict[bool, Kinds]
+    counted: tuple[str, int]
     shifts: bool
     takes_items: bool
+    keeps_tensors: bool
+    draws_elsewhere: bool
+    epsilon: float
+    on_meta: bool
     layout: Layout
 
     def column_of(self, name: str) -> int:

@@ -12,13 +12,16 @@ another. The spine follows from the structure and the parameters alone, so every
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import (
@@ -30,6 +33,7 @@ from torchgpipe.devices.torch_internals import (
     replace_call,
     versions,
 )
+from torchgpipe.frames.operations import changes_shape, changes_values
 from torchgpipe.frames.values import each
 
 __all__ = ["Part", "Trace", "spine_of", "trace"]
@@ -64,12 +68,18 @@ class Trace:
         used: for each parameter and buffer, the place of its first use by an operation
         kept: the tensors that modules have put on themselves, and the buffers that have changed, each with the place
             where it was made or first used, and that of its last use
+        keeps_tensors: whether modules have put any tensors on themselves
+        labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
+        epsilon: the rounding error of the coarsest numbers in it, relative to 1
     """
 
     root: _Call
     output: Any
     used: dict[Tensor, int]
     kept: list[tuple[nn.Module, str, int, int]]
+    keeps_tensors: bool
+    labels: tuple[str, int] | None
+    epsilon: float
 
     def calls(self) -> list[_Call]:
         """Return all calls."""
@@ -110,23 +120,54 @@ class Part:
 class _Uses(TorchFunctionMode):
     """Notes the first use of parameters and buffers, and where each tensor was made and last used."""
 
-    def __init__(self, clock: list[int], known: Iterable[Tensor]) -> None:
+    def __init__(self, clock: list[int], module: nn.Module, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         self._clock = clock
-        self._known = {id(tensor) for tensor in known}
+        parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._known = {*parameters, *[id(buffer) for buffer in module.buffers()]}
+        #: By address, the names of parameters, and of arguments.
+        self._parameters = {address: name for name, one in module.named_parameters() if (address := _address(one))}
+        self._arguments = {_address(one): (name, one) for name, value in arguments.items() for _, one in each(value)}
+        self._arguments.pop(0, None)
         self.made: dict[int, int] = {}
         self.used: dict[Tensor, int] = {}
         self.last: dict[int, int] = {}
+        self.labels: tuple[str, int] | None = None
+        self.kinds = {parameter.dtype for parameter in module.parameters()}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for _, tensor in each((args, kwargs or {})):
+        kwargs = kwargs or {}
+        for _, tensor in each((args, kwargs)):
             self.last[id(tensor)] = self._clock[0]
             if id(tensor) in self._known:
                 self.used.setdefault(tensor, self._clock[0])
-        result = func(*args, **(kwargs or {}))
+        if changes_shape(func) or changes_values(func):
+            self._refuse_changed(func, args[:1])
+        elif "out" in kwargs:
+            self._refuse_changed(func, kwargs["out"])
+        elif func in (functional.cross_entropy, functional.nll_loss):
+            self._note_labels(inspect.signature(func).bind(*args, **kwargs).arguments)
+        result = func(*args, **kwargs)
         for _, tensor in each(result):
             self.made[id(tensor)] = self._clock[0]
+            self.kinds.add(tensor.dtype)
         return result
+
+    def _refuse_changed(self, func: Callable[..., Any], changed: Any) -> None:
+        for _, tensor in each(changed):
+            name = self._parameters.get(_address(tensor))
+            if name is not None and func.__name__ != "requires_grad_":
+                raise RuntimeError(
+                    f"the forward changes the parameter '{name}' (by '{func.__name__}'), which micro-batches would do "
+                    "again and again, while others use it; change parameters between two calls, such as after "
+                    "optimizer.step()"
+                )
+
+    def _note_labels(self, arguments: Mapping[str, Any]) -> None:
+        target = arguments["target"]
+        name, argument = self._arguments.get(_address(target), ("", None))
+        if argument is not None and argument.numel() == target.numel():
+            self.labels = name, arguments.get("ignore_index", -100)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,17 +182,28 @@ class _Uses(TorchFunctionMode):
                 push_function_mode(mode)
 
 
-def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none, as on the meta device."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Trace:
     """Run a module, and return what it calls in which order.
 
     Args:
         module: the module
         run: calls the module's forward
+        arguments: its arguments, by name
+
+    Raises:
+        RuntimeError: the forward changes a parameter in place; it has not been changed.
     """
     clock = [0]
     root = _Call(module, 0)
     stack = [root]
-    uses = _Uses(clock, [*module.parameters(), *module.buffers()])
+    uses = _Uses(clock, module, arguments)
 
     def probe(child: nn.Module) -> Callable[..., Any]:
         inner = own_call(child)
@@ -190,13 +242,20 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Trace:
         for child, name, tensor in _attributes(module)
         if id(tensor) in uses.last and id(tensor) not in before
     ]
+    keeps_tensors = any([id(tensor) not in before for _, _, tensor in _attributes(module)])
     changed = [now != then for now, then in zip(versions([buffer for _, _, buffer in buffers]), counts)]
     kept += [
         (child, name, uses.used[buffer], uses.last[id(buffer)])
         for (child, name, buffer), is_changed in zip(buffers, changed)
         if is_changed and buffer is not None and buffer in uses.used
     ]
-    return Trace(root, output, uses.used, kept)
+    kept += [
+        (child, name, uses.made.get(id(child._buffers[name]), 0), uses.last[id(child._buffers[name])])
+        for child, name, buffer in buffers
+        if child._buffers.get(name) is not buffer and id(child._buffers.get(name)) in uses.last
+    ]
+    epsilon = max([torch.finfo(kind).eps for kind in uses.kinds if kind.is_floating_point], default=0.0)
+    return Trace(root, output, uses.used, kept, keeps_tensors, uses.labels, epsilon)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

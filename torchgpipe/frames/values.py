@@ -1,32 +1,97 @@
 """Walking through the values that a model passes around: containers with tensors somewhere in them.
 
-Models pass tensors, tuples, lists, dicts, dataclasses, and dicts that are dataclasses (as the outputs of transformers
-are). Everything else is passed as it is. Hand-written, because it runs for every call of a module of the spine, and for
-every operation between two of them: a general library takes five times as long.
+This is the one file that knows containers: tuples, named tuples, lists, dicts and other mappings, dataclasses, and,
+where they are asked for, caches of earlier tokens and plain objects of the user's classes. Everything else is passed as
+it is. `container` opens any of them; `mapped` has the first ones written out, because it runs for every call of a
+module of the spine, and for every operation between two of them: a general library takes five times as long.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["dotted", "each", "is_cache", "mapped"]
+__all__ = ["Container", "container", "dotted", "each", "hidden", "is_cache", "mapped"]
 
 _PLAIN = (int, float, str, bool, type(None))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False) -> Any:
+class Container(NamedTuple):
+    """A value that holds other values.
+
+    Attributes:
+        kind: what two containers of the same structure have in common: the class, or the name of a class that is made
+            anew in each forward, as of named tuples
+        names: the path of each item within the container, such as ``'[0]'`` or ``'logits'``
+        items: the items
+        rebuilt: returns a container like this one with other items
+    """
+
+    kind: Any
+    names: list[str]
+    items: list[Any]
+    rebuilt: Callable[[Sequence[Any]], Any]
+
+
+def container(value: Any, *, caches: bool = False, objects: bool = False) -> Container | None:
+    """Open a container; return None for any other value.
+
+    Args:
+        value: a value
+        caches: whether to open caches, too, which are copied when they are rebuilt
+        objects: whether to open plain objects of the user's classes, too, which are copied when they are rebuilt
+    """
+    kind: Any = type(value)
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return None
+    if isinstance(value, (tuple, list)):
+        if hasattr(value, "_fields") and isinstance(value, tuple):
+            return Container((kind.__name__, value._fields), list(value._fields), list(value), lambda new: kind(*new))
+        items = list(value)
+        return Container(kind, [f"[{k}]" for k in range(len(items))], items, lambda new: kind(new))
+    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        keys = list(value)
+        return Container(
+            kind, [str(key) for key in keys], [value[key] for key in keys], lambda new: _set(value, keys, new)
+        )
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    elif (caches and is_cache(value)) or (objects and _is_plain_object(kind) and hasattr(value, "__dict__")):
+        names = list(vars(value))
+    else:
+        return None
+    return Container(kind, names, [getattr(value, name) for name in names], lambda new: _assigned(value, names, new))
+
+
+def _set(value: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+    changed: Any = {} if type(value) is dict else copy.copy(value)
+    for key, item in zip(keys, items, strict=True):
+        changed[key] = item
+    return changed
+
+
+def _assigned(value: Any, names: Sequence[str], items: Sequence[Any]) -> Any:
+    changed = copy.copy(value)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(changed, name, item)
+    return changed
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False, objects: bool = False) -> Any:
     """Return ``value`` with every tensor replaced by ``change(tensor)``; what has no changed tensor is the same object.
 
     Args:
         value: a value
         change: maps tensors
         caches: whether to look into caches as well, which are then copied
+        objects: whether to look into plain objects of the user's classes as well, which are then copied
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -34,35 +99,50 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False)
     if kind in _PLAIN:
         return value
     if kind is tuple or kind is list:
-        items = [mapped(item, change, caches=caches) for item in value]
+        items = [mapped(item, change, caches=caches, objects=objects) for item in value]
         return value if all([a is b for a, b in zip(items, value)]) else kind(items)
     if kind is dict:
-        pairs = {key: mapped(item, change, caches=caches) for key, item in value.items()}
+        pairs = {key: mapped(item, change, caches=caches, objects=objects) for key, item in value.items()}
         return value if all([pairs[key] is value[key] for key in value]) else pairs
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [mapped(item, change, caches=caches) for item in value]
-        return value if all([a is b for a, b in zip(items, value)]) else kind(*items)
-    if isinstance(value, (tuple, list)):
-        items = [mapped(item, change, caches=caches) for item in value]
-        return value if all([a is b for a, b in zip(items, value)]) else kind(items)
-    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        pairs = {key: mapped(item, change, caches=caches) for key, item in value.items()}
-        return value if all([pairs[key] is value[key] for key in value]) else _updated(value, pairs)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if hasattr(value, field.name)]
-        pairs = {name: mapped(getattr(value, name), change, caches=caches) for name in names}
-        if all([pairs[name] is getattr(value, name) for name in names]):
-            return value
-        changed = copy.copy(value)
-        for name, item in pairs.items():
-            object.__setattr__(changed, name, item)
-        return changed
-    if caches and is_cache(value):
-        changed = copy.copy(value)
-        for name, item in vars(value).items():
-            object.__setattr__(changed, name, mapped(item, change, caches=True))
-        return changed
-    return value
+    opened = container(value, caches=caches, objects=objects)
+    if opened is None:
+        return value
+    objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
+    items = [mapped(item, change, caches=caches, objects=objects) for item in opened.items]
+    return value if all([a is b for a, b in zip(items, opened.items)]) else opened.rebuilt(items)
+
+
+def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``."""
+    if isinstance(value, Tensor):
+        yield path or "value", value
+        return
+    opened = container(value)
+    if opened is not None:
+        for name, item in zip(opened.names, opened.items):
+            yield from each(item, dotted(path, name))
+
+
+def hidden(value: Any, path: str = "", depth: int = 4) -> Iterator[tuple[str, Any, Tensor]]:
+    """Yield tensors in objects of unknown classes: the path and the object, and the tensor.
+
+    Args:
+        value: a value
+        path: its path
+        depth: how far to look into objects within objects
+    """
+    if isinstance(value, (Tensor, nn.Module, *_PLAIN)) or is_cache(value) or not depth:
+        return
+    opened = container(value)
+    if opened is not None:
+        for name, item in zip(opened.names, opened.items):
+            yield from hidden(item, dotted(path, name), depth)
+        return
+    for item in getattr(value, "__dict__", {}).values():
+        for _, tensor in each(item):
+            yield path, value, tensor
+        for _, _, tensor in hidden(item, path, depth - 1):
+            yield path, value, tensor
 
 
 def is_cache(value: Any) -> bool:
@@ -78,31 +158,13 @@ def _is_kind_of_cache(kind: Any) -> bool:
     return any(["Cache" in base.__name__ or base.__name__.endswith("LayerMixin") for base in kind.__mro__])
 
 
-def _updated(value: Any, pairs: dict[Any, Any]) -> Any:
-    changed = copy.copy(value)
-    for key, item in pairs.items():
-        changed[key] = item
-    return changed
-
-
-def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``."""
-    if isinstance(value, Tensor):
-        yield path or "value", value
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name in value._fields:
-            yield from each(getattr(value, name), dotted(path, name))
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from each(item, f"{path}[{index}]")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from each(item, dotted(path, str(key)))
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from each(getattr(value, field.name, None), dotted(path, field.name))
+@cache
+def _is_plain_object(kind: Any) -> bool:
+    """Return whether instances of a class are mere holders of attributes, so that a copy does the same."""
+    others = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.ModuleType, BaseException)
+    return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
 
 
 def dotted(path: str, name: str) -> str:
     """Return the path of what is at ``name`` within what is at ``path``: of a value, or of a module; '' is the top."""
-    return f"{path}.{name}" if path else name
+    return f"{path}{name}" if name.startswith("[") or not path else f"{path}.{name}"

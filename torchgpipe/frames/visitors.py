@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -62,7 +61,7 @@ class Traveller:
                 return
             with self._current_stream:
                 self._current_stream.enter_context(self._columns.computing[0].use())
-                with self._glue:
+                with self._glue if self._crossing.is_needed else nullcontext():
                     output = model()
                     with self._without_glue():
                         self.go_to(last, "the end")
@@ -71,7 +70,7 @@ class Traveller:
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` with all its tensors in the present column."""
-        if len(self._columns.devices) == 1:
+        if len(self._columns.devices) == 1 or not self._crossing.is_needed:
             return value
         with self._without_glue():
             return mapped(value, self._crossing.bring)
@@ -91,11 +90,6 @@ class Traveller:
                 f"{frame.column}, which it did not do with the sample; give a sample that takes this way, or a balance "
                 f"that keeps '{name}' and what is called before it in one partition"
             )
-        if not torch.is_grad_enabled() and frame.builds_graph and self._columns.route(frame.column, column):
-            raise RuntimeError(
-                f"'{name}' is the first module of partition {column}, and reentrant checkpointing is around it, which "
-                "cannot cross devices; use gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
         self._current_stream.close()
         frame.pause_until(column)
         self._current_stream.enter_context(self._columns.computing[column].use())
@@ -111,18 +105,28 @@ class Traveller:
             return door.call_module(args, kwargs)
         with self._without_glue():
             self.go_to(door.column, door.name)
-            if frame.column:
+            if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
-                args, kwargs = mapped(args, bring), mapped(kwargs, bring)
+                args, kwargs = mapped(args, bring, objects=True), mapped(kwargs, bring, objects=True)
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _bring_layers(value, door.layers, bring)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
-            return door.call_module(args, kwargs)
+            try:
+                return door.call_module(args, kwargs)
+            finally:
+                self._crossing.note_changes()
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
         """Take the mode off the stack for a ``with`` block: operations need not even pass it by."""
+        if not self._crossing.is_needed:
+            self._glue.is_off = True
+            try:
+                yield
+            finally:
+                self._glue.is_off = False
+            return
         mode = pop_function_mode()
         if mode is not self._glue:  # The model has put a mode of its own on top.
             push_function_mode(mode)
@@ -159,21 +163,32 @@ class Recomputation:
 
     Args:
         columns: the columns
-        owner: the pipeline
+        column: the column that is differentiated
+        owner: the identity of the pipeline
     """
 
-    def __init__(self, columns: Columns, owner: object) -> None:
+    def __init__(self, columns: Columns, column: int, owner: object) -> None:
         self.owner = owner
-        self._columns = columns
+        self._columns, self._column = columns, column
 
     def bring(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
         return value
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Copy the arguments, which are those of the first run, and call the module."""
+        """Copy the arguments, which are those of the first run, and call the module.
+
+        Raises:
+            RuntimeError: the module belongs to another device.
+        """
         if not self._columns.copies:
             return door.call_module(args, kwargs)
+        if self._columns.crosses(self._column, door.column):
+            raise RuntimeError(
+                f"'{door.name}' belongs to partition {door.column}, and a reentrant checkpoint around it began in "
+                f"partition {self._column}, on another device, which it cannot cross; use "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
+            )
         change = _copier(self._columns, door.column)
         return door.call_module(mapped(args, change), mapped(kwargs, change))
 

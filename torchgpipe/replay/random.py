@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "sharing_generator"]
+__all__ = ["Drawn", "RandomStates", "restored_generators", "sharing_generator"]
 
 
 class _Generator(NamedTuple):
@@ -230,6 +230,21 @@ def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
     These are the devices of the CPU, or the only device if there is one.
     """
     return {device for device in devices if device.type == "cpu" or len(set(devices)) == 1}
+
+
+@contextmanager
+def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put the generators of the CPU, of devices and of modules back into their states after a ``with`` block."""
+    found = dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in _generators(device)])
+    generators = [*found, *_generators_of(modules)]
+    with _copying:
+        states = [generator.get() for generator in generators]
+    try:
+        yield
+    finally:
+        with _copying:
+            for generator, state in zip(generators, states):
+                generator.set(state)
 
 
 @cache

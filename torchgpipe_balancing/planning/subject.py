@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import Splitter, arguments_of, resized
+from torchgpipe.frames.inputs import arguments_of, resized
 from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
@@ -188,10 +188,10 @@ class AnyModule:
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
         self._model: nn.Module = _copied(model)
         self._sample, self._target = arguments_of(sample), target
-        self._splitter = Splitter(self._model.forward, self._sample, options.get("no_chunk", ()))
-        self.rows = _verified(self._splitter.rows)
         # The sample runs once, before the partitions are on different devices.
-        self._found = study(self._model, self._sample, self._splitter, rounds=1)
+        self._found = study(self._model, self._sample, options.get("no_chunk", ()), rounds=1)
+        self._splitter = self._found.splitter
+        self.rows = _verified(self._splitter.rows)
         has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
         self._options: dict[str, Any] = {**({} if has_own else {"loss_fn": _mean_of_all}), **options}
         self.loss = _source("loss_fn" in options, has_own)

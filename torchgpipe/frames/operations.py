@@ -1,0 +1,69 @@
+"""What operations do to their first argument, as far as function modes and names tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["DIFFERENTIATES", "OF_THE_ORIGINAL", "changes_shape", "changes_values"]
+
+#: What asks for a tensor's description, or for its whole gradient: the tensor of its own partition answers that.
+OF_THE_ORIGINAL = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__,  # type: ignore[union-attr]
+    torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.stride,
+    torch.Tensor.register_hook,
+    torch.Tensor.retain_grad,
+}
+
+DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+_CHANGE_SHAPE = {
+    "as_strided_",
+    "detach_",
+    "rename_",
+    "requires_grad_",
+    "resize_",
+    "resize_as_",
+    "set_",
+    "squeeze_",
+    "swapaxes_",
+    "swapdims_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+}
+
+_IN_PLACE_OPERATORS = {
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+}
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def changes_shape(func: Callable[..., Any]) -> bool:
+    """Return whether ``func`` changes what its first argument is, such as its shape, its graph or its memory."""
+    return func.__name__ in _CHANGE_SHAPE or func == _SET_DATA
+
+
+def changes_values(func: Callable[..., Any]) -> bool:
+    """Return whether ``func`` changes the values of its first argument in place."""
+    name = func.__name__
+    return name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__") or name in _IN_PLACE_OPERATORS

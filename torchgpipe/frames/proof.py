@@ -1,0 +1,457 @@
+"""The proof of a pipelined model: what it computes on a sample, beside what the plain model computes.
+
+    rows together      the plain model, all rows at once              ─┐ equal, or the rows are coupled, or
+    rows apart         the plain model, micro-batch by micro-batch    ─┤ something is split or joined wrongly
+    pipeline           as it stands, micro-batch by micro-batch       ─┘ equal, or the cut has lost something
+
+Micro-batches apart are compared with the pipeline by outputs, losses, changed buffers, and the gradients of all
+parameters; rows together only by outputs and losses. A layer that draws, or a batch norm, makes rows together differ
+from rows apart in training, so these two run once more in evaluation; the pipeline draws what the plain model draws,
+and is compared as it stands.
+
+The pipeline runs column by column: all micro-batches pass the first column before one enters the second. So state that
+one partition leaves on the model for a later one is always that of another micro-batch, which shows.
+
+Nothing is left behind: gradients go to aliases, and `untouched` puts back the rest. Gradients of the plain model are
+held once; those of the pipeline are compared and dropped column by column.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.torch_internals import BatchNormBase
+from torchgpipe.frames.cell import Export
+from torchgpipe.frames.door import has_compiled_code
+from torchgpipe.frames.inputs import Arguments, chunk_sizes
+from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
+from torchgpipe.frames.outputs import join, verify_known
+from torchgpipe.frames.parameters import Aliases
+from torchgpipe.frames.pipeline import Pipeline
+from torchgpipe.frames.random_numbers import Draws, RandomNumbers
+from torchgpipe.frames.sample import in_mode
+from torchgpipe.frames.untouched import Buffers, untouched
+from torchgpipe.frames.values import each, mapped
+from torchgpipe.model.comparison import Comparison, difference_of, largest_of
+
+__all__ = ["Proof", "sample_of"]
+
+
+class _Run(NamedTuple):
+    """What the plain model has computed, micro-batch by micro-batch.
+
+    Attributes:
+        outputs: the output of each micro-batch, without a graph
+        loss: the loss of a step; None without a loss function
+        buffers: the buffers that have changed
+        gradients: the gradient of each parameter; None if the plain model cannot be differentiated
+        draws: what was drawn from
+    """
+
+    outputs: list[Any]
+    loss: Tensor | None
+    buffers: dict[str, Tensor]
+    gradients: dict[Tensor, Tensor | None] | None
+    draws: Draws
+
+
+def sample_of(pipeline: Pipeline, arguments: Arguments) -> tuple[Arguments, list[int]]:
+    """Return a mini-batch for a proof, made of the sample of one micro-batch, and the rows of its micro-batches.
+
+    There are two micro-batches, of two rows at least, if the sample can be split at all.
+    """
+    settings = pipeline.settings
+    rows = settings.splitter.rows
+    if not rows or settings.chunks == 1:
+        return arguments, [rows or 1]
+    count = rows if rows >= 4 else 2 * rows
+    return settings.splitter.resized(arguments, count), chunk_sizes(count, 2)
+
+
+class Proof:
+    """The comparison of a pipelined model with the plain model on one mini-batch.
+
+    Args:
+        pipeline: what runs the pipelined model
+        module: the model
+        plain: its own forward
+        arguments: those of the mini-batch
+        sizes: the rows of each micro-batch
+        target: the target of the loss function
+        with_loss: whether to compute the loss function of a step
+        may_differ: the names of outputs that may differ between rows together and rows apart
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        arguments: Arguments,
+        sizes: list[int],
+        target: Any = None,
+        *,
+        with_loss: bool = False,
+        may_differ: Collection[str] = (),
+    ) -> None:
+        self._pipeline, self._module, self._plain = pipeline, module, plain
+        settings = self._settings = pipeline.settings
+        arguments = Arguments(*mapped(tuple(arguments), Tensor.detach, caches=True))
+        self._arguments, self._sizes = arguments, sizes
+        self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
+        self._named = [settings.splitter.names(part) for part in self._parts]
+        self._target = mapped(target, pipeline.to(settings.devices[-1])) if with_loss else None
+        self._with_loss = with_loss
+        self._may_differ = may_differ
+        self.comparison = Comparison(settings.epsilon)
+        #: The outputs that may differ, and do.
+        self.differing: list[str] = []
+
+    def run(self) -> Comparison:
+        """Run everything, and return the comparison.
+
+        Raises:
+            ValueError: the plain model does not take the micro-batches.
+        """
+        with torch.inference_mode(False), torch.enable_grad(), _without_compiler(self._module):
+            training, apart = self._run_apart()
+            if self._settings.loss_fn is None:
+                verify_known(apart.outputs[0])
+            self._compare_together(training, apart)
+            if self.comparison.is_equal:
+                with in_mode(self._module, training):
+                    self._compare_pipeline(apart)
+        return self.comparison
+
+    # ----------------------------------------------------------------------------------------------- the plain model
+
+    def _run_apart(self) -> tuple[bool, _Run]:
+        """Run the plain model on each micro-batch, in training if it is and can be, or else in evaluation."""
+        modes = [False]
+        if self._module.training:
+            # Numbers of generators of Python cannot be repeated for a micro-batch.
+            modes = [False] if self._settings.draws_elsewhere else [True, False]
+        for training in modes:
+            try:
+                with in_mode(self._module, training):
+                    run = self._apart(backward=True)
+            except Exception as error:
+                if training is modes[-1]:
+                    raise self._not_apart(error) from error
+                continue
+            # The numbers of a device would have to go with the micro-batch from device to device.
+            if not (training and run.draws.device and len(set(self._settings.devices)) > 1):
+                return training, run
+        return training, run
+
+    def _apart(self, *, backward: bool) -> _Run:
+        random_numbers = RandomNumbers(None)
+        outputs: list[Any] = []
+        loss = self._loss()
+        with untouched(self._module), self._in_one_piece() as aliases:
+            buffers = Buffers(self._module)
+            for i, part in enumerate(self._parts):
+                with random_numbers.of(i, self._settings.devices[0]):
+                    output = self._call(part)
+                    roots = self._roots(i, output, loss)
+                    outputs.append(mapped(output, _kept))
+                backward = backward and _differentiated(roots)
+                del output, roots
+            changed = buffers.changed()
+            taken = dict(zip(aliases.trained, aliases.take()))
+            gradients: dict[Tensor, Tensor | None] | None = taken if backward else None
+        total = None if loss is None else _total(loss)
+        return _Run(outputs, total, changed, gradients, random_numbers.drawn)
+
+    def _together(self) -> tuple[Any, Tensor | None]:
+        with untouched(self._module), self._in_one_piece():
+            output = self._call(self._arguments)
+            loss = self._loss([sum(self._sizes)])
+            if loss is None:
+                return mapped(output, _kept), None
+            loss.of(0, output)
+            return mapped(output, _kept), _total(loss)
+
+    def _call(self, arguments: Arguments) -> Any:
+        # Clones, which the model may change.
+        bring = self._pipeline.to(self._settings.devices[0])
+        args, kwargs = mapped(tuple(arguments), lambda tensor: bring(tensor.clone()), caches=True)
+        return self._plain(*args, **kwargs)
+
+    def _in_one_piece(self) -> AbstractContextManager[Aliases]:
+        return self._pipeline.in_one_piece(self._module, backward=True)
+
+    def _loss(self, sizes: list[int] | None = None) -> MicroBatchLoss | None:
+        if not self._with_loss:
+            return None
+        named = self._named if sizes is None else [self._settings.splitter.names(self._arguments)]
+        training = self._module.training
+        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, training=training)
+
+    def _roots(self, i: int, output: Any, loss: MicroBatchLoss | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
+        if loss is not None:
+            value, weight = loss.of(i, output)
+            return [(value, torch.full_like(value, weight))] if value.requires_grad else []
+        return [(tensor, _cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
+
+    # ------------------------------------------------------------------------------------------------ the comparisons
+
+    def _compare_together(self, training: bool, apart: _Run) -> None:
+        """Compare rows together with rows apart."""
+        sizes = self._sizes
+        if len(sizes) == 1:
+            return
+        couples = apart.draws.cpu or apart.draws.device
+        couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
+        training = training and not couples
+        with in_mode(self._module, training):
+            outputs, loss = apart.outputs, apart.loss
+            if self._module.training != training or couples:
+                with torch.no_grad() if not self._with_loss else nullcontext():
+                    run = self._apart(backward=False)
+                outputs, loss = run.outputs, run.loss
+            try:
+                whole, whole_loss = self._together()
+            except Exception as error:
+                error.add_note(f"while the plain model ran on {sum(sizes)} rows, to compare the pipeline with it")
+                raise
+        add = self.comparison.add
+        if loss is not None and whole_loss is not None:
+            fault = self._of_scalar("loss", whole_loss, [loss], loss)
+            add("loss, rows together and apart", whole_loss, loss, fault, tolerance=self.comparison.loose)
+        scalar = mean_or_sum(self._settings, self._named, sizes)
+        try:
+            joined = dict(each(join(outputs, sizes, self._settings.kinds[training], scalar)))
+        except (TypeError, ValueError) as error:
+            if self._settings.loss_fn is None and not self._with_loss:
+                self.comparison.note("outputs", f"{error} ({self._decisions()})")
+            return
+        parts = [dict(each(output)) for output in outputs]
+        for path, tensor in each(whole):
+            ours = joined.get(path)
+            fault = self._coupled(path, tensor, ours, [one.get(path) for one in parts])
+            if ours is not None and path in self._may_differ:
+                difference, largest = difference_of(tensor, ours)
+                if difference > self.comparison.loose * largest:
+                    self.differing.append(path)
+                continue
+            add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=self.comparison.loose)
+
+    def _compare_pipeline(self, apart: _Run) -> None:
+        """Compare the pipeline with rows apart."""
+        pipeline, comparison, labels = self._pipeline, self.comparison, self._settings.labels
+        loss = self._loss()
+        outputs: dict[int, Any] = {}
+
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+            for tensor, grad in self._roots(i, output, loss):
+                export(tensor).add(grad)
+            outputs[i] = mapped(output, _kept)
+
+        with untouched(self._module), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
+            buffers = Buffers(self._module)
+            owed = _Owed(aliases, apart.gradients or {})
+            names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+
+            def compare_gradients(j: int) -> None:
+                for parameter, grad, expected in owed.of(j):
+                    name = names.get(parameter, "a parameter")
+                    fault = (
+                        f"the gradient of '{name}' in {labels[j]} is not that of the plain model; {_look(self._module)}"
+                    )
+                    row = f"gradient of '{name}'"
+                    comparison.add(row, expected, grad, fault, tolerance=comparison.tight, floor=owed.largest)
+
+            try:
+                mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._parts, finish, aliases)
+                mini_batch.run_columns_forward()
+            except Exception as error:
+                if _is_ours(error):
+                    raise
+                raise ValueError(
+                    f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain "
+                    "model; perhaps the model keeps state for a later layer, which another micro-batch has changed by "
+                    "then: return it instead, or give a balance that keeps both in one partition"
+                ) from error
+            self._compare_outputs(apart, outputs)
+            if loss is not None and apart.loss is not None:
+                fault = "the loss of the pipeline is not that of the plain model"
+                comparison.add("loss", apart.loss, _total(loss), fault, tolerance=comparison.tight)
+            changed = buffers.changed()
+            for name in dict.fromkeys([*apart.buffers, *changed]):
+                fault = f"the buffer '{name}' is changed in another way than by the plain model; {_look(self._module)}"
+                comparison.add(
+                    f"buffer '{name}'", apart.buffers.get(name), changed.get(name), fault, tolerance=comparison.tight
+                )
+            if comparison.is_equal and apart.gradients is not None:
+                mini_batch.run_columns_backward(compare_gradients)
+
+    def _compare_outputs(self, apart: _Run, outputs: dict[int, Any]) -> None:
+        last = self._settings.labels[-1]
+        for i, output in enumerate(apart.outputs):
+            ours = dict(each(outputs[i]))
+            for path, tensor in each(output):
+                fault = (
+                    f"the output '{path}' of micro-batch {i} is not that of the plain model, when it leaves {last}; "
+                    f"{_look(self._module)}"
+                )
+                name = f"'{path}' of micro-batch {i}"
+                self.comparison.add(name, tensor, ours.pop(path, None), fault, tolerance=self.comparison.tight)
+            for path in ours:
+                self.comparison.note(f"'{path}'", f"the plain model has no output '{path}' of micro-batch {i}")
+
+    # -------------------------------------------------------------------------------------------------------- faults
+
+    def _not_apart(self, error: Exception) -> Exception:
+        """Return what to raise if the plain model fails on its micro-batches."""
+        parts, self._parts = self._parts, [self._arguments]
+        try:
+            if len(parts) == 1:
+                raise error
+            self._apart(backward=True)
+        except Exception as alone:
+            alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
+            return alone
+        return ValueError(
+            f"the plain model does not take a mini-batch of {sum(self._sizes)} rows as micro-batches of "
+            f"{self._sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
+            f"({self._decisions()}); {self._remedy()}"
+        )
+
+    def _coupled(self, path: str, whole: Tensor, joined: Tensor | None, parts: Sequence[Tensor | None]) -> str:
+        if whole.dim() == 0:
+            return self._of_scalar(path, whole, [part for part in parts if part is not None], joined)
+        shapes = f"of shape {tuple(whole.shape)}"
+        if joined is not None and joined.shape != whole.shape:
+            shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
+            shapes += f" micro-batches of {self._sizes} rows; it"
+        else:
+            shapes += f" for {sum(self._sizes)} rows"
+        return (
+            f"the output '{path}' {shapes} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
+            f"attention over rows or a contrastive loss, and cannot be split; or {self._remedy()} ({self._decisions()})"
+        )
+
+    def _of_scalar(self, path: str, whole: Tensor, parts: Sequence[Tensor], joined: Tensor | None) -> str:
+        rows = sum(self._sizes)
+        said = f"the output '{path}' of {rows} rows is {_number(whole)}, and that of the rows apart "
+        said += " and ".join([_number(part) for part in parts])
+        if joined is not None:
+            said += f", joined {_number(joined)}"
+        if parts and difference_of(whole, sum(parts, torch.zeros_like(whole)))[0] <= self._slack(whole):
+            return f"{said}; it is a sum: give reduce='sum'"
+        weighted = [part * (size / rows) for part, size in zip(parts, self._sizes)]
+        if weighted and difference_of(whole, sum(weighted, torch.zeros_like(whole)))[0] <= self._slack(whole):
+            return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
+        return (
+            f"{said}; if it is a weighted mean, as over tokens or classes, give weight=, which returns the weight of a "
+            "micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
+            f"cannot be split; verify=['{path}'] lets it differ, with a warning"
+        )
+
+    def _slack(self, whole: Tensor) -> float:
+        return self.comparison.loose * float(whole.detach().double().abs())
+
+    def _remedy(self) -> str:
+        batch = self._settings.splitter.batch
+        first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
+        remedy = f"dimension 0 of '{batch}' is not the batch"
+        remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
+        return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
+
+    def _decisions(self) -> str:
+        return f"by the sample: {self._settings.splitter.decisions()}"
+
+
+class _Owed:
+    """The gradients of the plain model that the pipeline has yet to give.
+
+    Args:
+        aliases: the aliases of the pipeline
+        expected: the gradients of the plain model, which are dropped one by one
+
+    Attributes:
+        largest: the largest number in them
+    """
+
+    def __init__(self, aliases: Aliases, expected: dict[Tensor, Tensor | None]) -> None:
+        self._aliases, self._expected = aliases, expected
+        self._columns = aliases.columns_of_trained()
+        self._sums: dict[Tensor, Tensor | None] = {}
+        self.largest = largest_of(expected)
+
+    def of(self, j: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Yield the parameters that no further column adds to, with their gradients, ours and the plain model's."""
+        for parameter, total in self._aliases.take_of(j):
+            before = self._sums.pop(parameter, None)
+            if before is not None and total is not None:
+                total = total.to(before.device) + before
+            self._columns[parameter] -= 1
+            if self._columns[parameter]:
+                self._sums[parameter] = before if total is None else total
+            else:
+                yield parameter, before if total is None else total, self._expected.pop(parameter, None)
+
+
+def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Differentiate from roots, and return whether that was possible: a model that only evaluates need not be able."""
+    try:
+        if roots:
+            tensors, grads = zip(*roots)
+            torch.autograd.backward(tensors, grads)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether an error is raised by this library, and not by a model that goes through it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()  # The model may change it later.
+
+
+def _total(loss: MicroBatchLoss) -> Tensor:
+    result = loss.result()
+    total: Tensor = result[0] if isinstance(result, tuple) else result
+    return total
+
+
+def _cotangent(path: str, tensor: Tensor) -> Tensor:
+    """Return a gradient for an output, the same for every run: random, so that no error cancels out."""
+    generator = torch.Generator().manual_seed(len(path) + tensor.numel())
+    real = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+    return real.to(tensor.dtype).to(tensor.device)
+
+
+def _number(tensor: Tensor) -> str:
+    return f"{tensor.detach().item():.6g}"
+
+
+def _look(module: nn.Module) -> str:
+    return (
+        "an operation may have taken or changed a tensor in a way that the pipeline does not see, or the model keeps "
+        f"state that another micro-batch changes; print({type(module).__name__}.layout) shows the partitions: give a "
+        "balance that keeps what belongs together in one, or return state from one module to the next"
+    )
+
+
+@contextmanager
+def _without_compiler(module: nn.Module) -> Iterator[None]:
+    """Run compiled modules as Python in a ``with`` block: the sample's few rows are worth no graphs of their own."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and any(map(has_compiled_code, module.modules())):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

@@ -1,0 +1,137 @@
+"""Running a model without leaving a trace: what a run changes is put back afterwards.
+
+Parameters are not copied: a forward that changes them is refused (see `spine.trace`), and gradients go to aliases.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.torch_internals import versions
+from torchgpipe.replay.random import restored_generators
+
+__all__ = ["Buffers", "untouched"]
+
+#: What every module has, apart from what its class puts there.
+_OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Put buffers, attributes, training modes and random states back after a ``with`` block."""
+    buffers = Buffers(module)
+    # Lazy layers come into being in their first run.
+    restore = [
+        _restoring(child)
+        for child in module.modules()
+        if not any([one is not None and is_lazy(one) for one in child._parameters.values()])
+    ]
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
+    numpy: Any = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    with restored_generators(devices, list(module.modules())):
+        try:
+            yield
+        finally:
+            buffers.restore()
+            for put_back in restore:
+                put_back()
+            random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+
+
+class Buffers:
+    """The buffers of a module, as they are now.
+
+    Args:
+        module: the module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (name, child, own, buffer, None if buffer is None else buffer.detach().clone())
+            for name, child in module.named_modules()
+            for own, buffer in child._buffers.items()
+        ]
+        self._versions = versions([buffer for _, _, _, buffer, _ in self._before])
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return the buffers that have changed since, by name, with copies of their present values."""
+        result = {}
+        for (prefix, child, own, buffer, _), version in zip(self._before, self._versions):
+            now = child._buffers.get(own)
+            if now is not None and (now is not buffer or versions([now]) != [version]):
+                result[f"{prefix}.{own}" if prefix else own] = now.detach().clone()
+        return result
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all buffers and their values back."""
+        for (_, child, own, buffer, value), version in zip(self._before, self._versions):
+            child._buffers[own] = buffer
+            if buffer is not None and value is not None and versions([buffer]) != [version]:
+                buffer.copy_(value)
+
+
+def _restoring(child: nn.Module) -> Callable[[], None]:
+    """Return what puts the attributes of a module back, and the items of lists, dicts and sets among them."""
+    before = {name: value for name, value in vars(child).items() if _is_state(name)}
+    items = [pair for value in before.values() for pair in _items(value, 3)]
+
+    def put_back() -> None:
+        own = vars(child)
+        for name in [name for name in own if _is_state(name) and name not in before]:
+            del own[name]
+        own.update(before)
+        for value, copied in items:
+            _refill(value, copied)
+
+    return put_back
+
+
+def _is_state(name: str) -> bool:
+    return name not in _OF_EVERY_MODULE and not name.startswith("_torchgpipe")
+
+
+def _items(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
+    """Yield lists, dicts, sets and plain objects, each with a copy of what it holds."""
+    copied: Any
+    if type(value) is list:
+        copied = list(value)
+    elif type(value) is dict:
+        copied = dict(value)
+    elif type(value) is set:
+        copied = set(value)
+    elif type(value).__module__ not in ("builtins", "torch") and type(getattr(value, "__dict__", None)) is dict:
+        if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
+            return
+        yield from _items(vars(value), depth)
+        return
+    else:
+        return
+    yield value, copied
+    if depth:
+        for item in copied.values() if type(copied) is dict else copied:
+            yield from _items(item, depth - 1)
+
+
+def _refill(value: Any, copied: Any) -> None:
+    if type(value) is list:
+        if len(value) != len(copied) or any([a is not b for a, b in zip(value, copied)]):
+            value[:] = copied
+    elif type(value) is dict:
+        if value.keys() != copied.keys() or any([value[key] is not copied[key] for key in copied]):
+            value.clear()
+            value.update(copied)
+    elif value != copied:
+        value.clear()
+        value.update(copied)
