@@ -54,6 +54,7 @@ class Architecture:
         rows: of a mini-batch
         whole: the names of arguments that are not split although they have a row for each of the batch
         draws: whether it draws random numbers that matter; then it is compared with itself on one device
+        coupled: the names of outputs that balance experts over the batch, so that they differ for its parts
         refused: whether the rows of its batch are coupled, so that it has to be refused
         ci: whether the tests run it
         noise: how far weights are moved
@@ -69,6 +70,7 @@ class Architecture:
     rows: int = 5
     whole: tuple[str, ...] = ()
     draws: bool = False
+    coupled: tuple[str, ...] = ()
     refused: bool = False
     ci: bool = False
     noise: float = field(default=0.02, repr=False)

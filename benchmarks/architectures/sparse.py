@@ -80,6 +80,7 @@ for name, (cls, settings) in MIXTURES.items():
         language_model(cls, **settings),
         text,
         weight=shifted_labels,
+        coupled=("loss", "aux_loss") if settings.get("output_router_logits") else (),
         draws=name == "phimoe",  # Its router samples in training.
         ci=name == "mixtral (router logits)",
     )

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,12 +92,14 @@ def prepare() -> None:
     register_missing()
 
 
-def pipeline(architecture: Architecture, model: nn.Module, way: Way) -> Any:
+def pipeline(architecture: Architecture, model: nn.Module, way: Way, **options: Any) -> Any:
     """Pipeline a model in a way; there may be fewer partitions, if its spine is shorter than a random way asks for."""
     from torchgpipe import pipelined
 
     sample = architecture.inputs(2, Generator().manual_seed(100))
-    options: dict[str, Any] = {"chunks": way.chunks, "schedule": way.schedule}
+    options = {"chunks": way.chunks, "schedule": way.schedule, "verify": architecture.coupled or True, **options}
+    # The catalogue knows what its experts do.
+    warnings.filterwarnings("ignore", message=".* differ between rows together and rows apart")
     if architecture.loss is not None:
         options["loss_fn"] = lambda output, target: architecture.loss(output)  # type: ignore[misc]
     elif architecture.explicit:

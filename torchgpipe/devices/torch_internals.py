@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, overrides
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -36,6 +36,7 @@ __all__ = [
     "exchange_memory",
     "fake_tensor_mode",
     "forget_parametrizations",
+    "forward_mode_is_active",
     "function_modes",
     "gradient_hooks",
     "has_call_hooks",
@@ -157,6 +158,15 @@ def saved_tensors_hooks_in_use() -> tuple[Any, Any] | None:
 #: Transforms have no way through a pipeline's autograd functions, so they are refused with a remedy. Since 2.0.
 #: Without it, PyTorch's own errors would have to do.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def forward_mode_is_active() -> bool:
+    """Return whether a dual level of `torch.autograd.forward_ad` is entered.
+
+    Tangents have no way through a pipeline's autograd functions, and would vanish. Since 2.0. Unpacking every input
+    would tell of those with a tangent.
+    """
+    return forward_ad._current_level >= 0
 
 
 def profiler_runs() -> bool:

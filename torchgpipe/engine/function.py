@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.devices.torch_internals import apply_directly, run_backward, shares_memory, transforms_are_active
+from torchgpipe.devices.torch_internals import (
+    apply_directly,
+    forward_mode_is_active,
+    run_backward,
+    shares_memory,
+    transforms_are_active,
+)
 from torchgpipe.devices.typing import Leaf
 
 __all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms", "unshare", "without_gradient"]
@@ -30,7 +36,12 @@ class Function(torch.autograd.Function):
 
 
 def refuse_transforms() -> None:
-    """Raise if a function transform of `torch.func` is active."""
+    """Raise if a function transform of `torch.func`, or forward-mode differentiation, is active."""
+    if forward_mode_is_active():
+        raise RuntimeError(
+            "forward-mode differentiation (torch.autograd.forward_ad) cannot go through a pipeline, which would lose "
+            "the tangents; use the plain model"
+        )
     if transforms_are_active():
         raise RuntimeError(
             "transforms of torch.func cannot go through checkpointed partitions or several devices; use "

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe.devices.torch_internals import own_call, plain_call, replace_call
+from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
 
 __all__ = ["Door", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
 
@@ -63,10 +63,11 @@ class Door:
         recomputes: whether the module keeps only its inputs, and runs again at backward
         owner: the identity of the pipeline, not the pipeline itself, which holds the model: a cycle would keep a model
             alive that nobody has any more
+        is_encoder_layer: whether the module is a layer of PyTorch's own encoder
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
-    __slots__ = ("_behind", "_module", "column", "layers", "name", "owner", "recomputes")
+    __slots__ = ("_behind", "_module", "column", "is_encoder_layer", "layers", "name", "owner", "recomputes")
 
     def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
         # Weakly, as the module holds its door.
@@ -74,6 +75,7 @@ class Door:
         self.owner = owner
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
+        self.is_encoder_layer = isinstance(module, nn.TransformerEncoderLayer)
         numbers = [getattr(one, "layer_idx", None) for one in module.modules()]
         self.layers = sorted({number for number in numbers if isinstance(number, int)})
 
@@ -89,21 +91,23 @@ class Door:
 
     def call_module(self, args: Any, kwargs: Any) -> Any:
         """Call the module."""
-        if self.recomputes and self._there().training and torch.is_grad_enabled():
+        if self.recomputes and self.module.training and torch.is_grad_enabled():
             return checkpoint(self._call, *args, use_reentrant=False, **kwargs)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._behind or plain_call(self._there()))(*args, **kwargs)
+        return (self._behind or plain_call(self.module))(*args, **kwargs)
 
-    def _there(self) -> nn.Module:
+    @property
+    def module(self) -> nn.Module:
+        """The module behind the door."""
         module = self._module()
         assert module is not None, "a module is called, so it is there"
         return module
 
     def remove(self) -> None:
         """Give the module its own call back."""
-        replace_call(self._there(), self._behind)
+        replace_call(self.module, self._behind)
 
 
 def put_door(module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
@@ -119,7 +123,7 @@ def put_door(module: nn.Module, name: str, column: int, *, recomputes: bool, own
 def has_compiled_code(module: nn.Module) -> bool:
     """Return whether calling ``module`` runs compiled code, in front of which there may be a door."""
     call: Any = own_call(module)
-    return (call._behind if isinstance(call, Door) else call) is not None
+    return (call._behind if isinstance(call, Door) else call) is not None or is_optimized(module)
 
 
 def remove_door(module: nn.Module) -> None:

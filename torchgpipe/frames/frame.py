@@ -47,7 +47,6 @@ class Frame:
         column: the column whose turn it is
         module: the name of the module of the spine that was called last, for errors
         finished: whether the model's forward has returned
-        builds_graph: whether the caller wants a graph
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Frame:
         self.column = 0
         self.module = ""
         self.finished = False
-        self.builds_graph = ambient.builds_graph
         self._run = run
         self._ambient = ambient
         self._wanted = 0

@@ -3,7 +3,8 @@
 What is split is decided once, from the sample, by name: a table that is no part of the batch may happen to have as many
 rows as the batch. One rule:
 
-1. Dimension 0 of the first tensor among the arguments is the batch, and its size the number of rows.
+1. Dimension 0 of the first tensor among the arguments is the batch, and its size the number of rows. (If the size is 1,
+   the tensor may be one that is broadcast over the rows of others. Then two runs of the sample tell.)
 2. Every other tensor whose dimension 0 has that size in the sample is split, wherever it is: in a tuple, a named tuple,
    a dict or a dataclass, each item is an argument of its own. All other tensors are passed whole.
 3. A list that has an item for each row, such as the images of a detection model, is split into shorter lists, unless
@@ -63,7 +64,7 @@ class Splitter:
     Attributes:
         rows: the number of rows of the sample; 0 if it has nothing to split
         batch: the name of the argument whose dimension 0 is the batch; '' if there is none
-        is_ambiguous: whether only a run can tell if the items of a list are the rows; see `take_items_apart`
+        readings: how many ways there are to read the sample; if there are several, only runs can tell; see `read`
 
     Raises:
         ValueError: ``no_chunk`` names no argument of the sample.
@@ -82,31 +83,29 @@ class Splitter:
         apart = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
         alone = [(path, length) for path, length in apart if not path.startswith(in_lists or "[")]
         inside = [(path, length) for path, length in apart if path.startswith(in_lists or "[")]
-        self.is_ambiguous = not alone and bool(lists and inside)
-        self._inside = inside[0] if inside else ("", 0)
-        self.batch, self.rows = next(iter(alone), (lists[0][0], len(lists[0][1])) if lists else ("", 0))
-        #: For each path in the sample, whether it is split.
-        self._split: dict[str, bool] = {}
-        self._decide(parts)
-
-    def _decide(self, parts: list[tuple[str, Any]]) -> None:
+        larger = [one for one in alone if one[1] > 1][: alone[:1] != [] and alone[0][1] == 1]
+        #: What the batch may be, and its rows, and whether the items of lists are the rows.
+        self._readings = [(*one, False) for one in (*alone[:1], *larger)]
+        if not alone:
+            self._readings = [(path, len(value), True) for path, value in lists[:1]]
+            self._readings += [(*one, False) for one in inside[:1]]
+        self.readings = len(self._readings)
         self._parts = parts
-        self._split = {path: _length(value) == self.rows > 0 for path, value in parts}
-        for path, value in parts:
+        self.read(0)
+
+    def read(self, k: int) -> None:
+        """Read the sample in the ``k``-th way: decide what is split."""
+        self.batch, self.rows, items_are_rows = self._readings[k] if self._readings else ("", 0, False)
+        #: For each path in the sample, whether it is split.
+        self._split = {path: _length(value) == self.rows > 0 for path, value in self._parts}
+        for path, value in self._parts:
             if type(value) is list and self._split[path]:
-                inner = [own for name, own in self._split.items() if name.startswith(f"{path}[")]
+                inner = [name for name in self._split if name.startswith(f"{path}[")]
                 tensors = all([isinstance(item, Tensor) for item in value])
-                if tensors and all(inner) and not self.is_ambiguous:
+                if tensors and all([self._split[name] for name in inner]) and not items_are_rows:
                     self._split[path] = False  # Each item has all rows.
                 else:
-                    self._split.update({name: False for name in self._split if name.startswith(f"{path}[")})
-
-    def take_items_apart(self) -> None:
-        """Take the items of lists for arguments of their own, whose dimension 0 is the batch."""
-        self.is_ambiguous = False
-        self.batch, self.rows = self._inside
-        self._decide(self._parts)
-        self._split.update({path: False for path, value in self._parts if type(value) is list})
+                    self._split.update(dict.fromkeys(inner, False))
 
     def names(self, arguments: Arguments) -> dict[str, Any]:
         """Return arguments by their names."""

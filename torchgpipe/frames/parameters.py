@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -65,7 +65,7 @@ class Aliases:
         device_of: returns the device of a tensor, or None if it belongs to every device
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
-        watches: whether to refuse gradients that do not come from a cell
+        watched: the columns in which gradients that do not come from a cell are refused
 
     Attributes:
         trained: the parameters that have aliases with gradients, each once
@@ -80,10 +80,10 @@ class Aliases:
         lock: AbstractContextManager[Any],
         *,
         backward: bool,
-        watches: bool = False,
+        watched: Container[int] = (),
     ) -> None:
         self._devices, self._moves, self._device_of = devices, moves, device_of
-        self._backward, self._watches = backward, watches
+        self._backward, self._watched = backward, watched
         self._lock = lock
         self._by_column: dict[tuple[Tensor, int], Tensor] = {}
         self._parameters: dict[Tensor, Tensor] = {}
@@ -112,7 +112,7 @@ class Aliases:
         alias = nn.Parameter(values.to(device, copy=True) if away else values, requires_grad=trains)
         if vars(parameter):
             vars(alias).update(vars(parameter))
-        if trains and self._watches:
+        if trains and column in self._watched:
             alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
         self._by_column[key] = alias
         self._parameters[alias] = parameter

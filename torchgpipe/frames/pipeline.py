@@ -161,13 +161,16 @@ class Pipeline:
                 put_door(child, name, column, recomputes=name in settings.recomputed, owner=self.identity)
 
     @contextmanager
-    def aliased(self, module: nn.Module, *, backward: bool, watches: bool | None = None) -> Iterator[Aliases]:
+    def aliased(
+        self, module: nn.Module, *, backward: bool, watches: bool = False, alone: bool = False
+    ) -> Iterator[Aliases]:
         """Put doors in front of the spine, and let the modules have aliases of their parameters in a ``with`` block.
 
         Args:
             module: the model
             backward: whether gradients are wanted
-            watches: whether to refuse gradients from elsewhere (default: if the model may let tensors out)
+            watches: whether to refuse gradients that come from elsewhere, even if the model seems to let no tensors out
+            alone: whether the model runs alone, in which gradients come from anywhere
         """
         refuse_transforms()
         with self._lock:
@@ -175,9 +178,10 @@ class Pipeline:
             streams = self.streams
             slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
             places = (self.settings.devices, streams.moves, streams.device_of)
-            if watches is None:
-                watches = backward and (self._has_hooks or self.settings.keeps_tensors)
-            aliases = Aliases(slots, *places, self._lock, backward=backward, watches=watches)
+            # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
+            columns = len(self.settings.devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
+            watched = range(0 if alone else columns)
+            aliases = Aliases(slots, *places, self._lock, backward=backward, watched=watched)
             with aliases.installed():
                 yield aliases
 
@@ -259,11 +263,10 @@ class Pipeline:
         modes = _modes(module)
         if random_numbers.has_drawn_unseen():
             self._draws[modes] = Draws(True, True)
-            if not (torch.is_grad_enabled() and self._recomputes(module)):
-                return
             raise RuntimeError(
                 "random numbers were drawn from the CPU's generator in this mini-batch, though the model drew none "
-                "before, so a recomputation may draw others; run it again: from now on, micro-batches have seeds"
+                "before, so micro-batches have drawn in no certain order, and a recomputation may draw others; run it "
+                "again: from now on, micro-batches have seeds"
             )
         draws = random_numbers.end()
         if rows:  # Without rows, layers that draw have drawn nothing.
@@ -333,7 +336,7 @@ class Pipeline:
         """
         columns = Columns(self.settings.devices, self.streams)
         visitor = InOnePiece(columns, self.identity)
-        with self.aliased(module, backward=backward, watches=False) as aliases, ExitStack() as stack:
+        with self.aliased(module, backward=backward, alone=True) as aliases, ExitStack() as stack:
             if columns.copies:
                 stack.enter_context(visiting(visitor))
                 stack.enter_context(visitor)

@@ -18,9 +18,8 @@ held once; those of the pipeline are compared and dropped column by column.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +27,13 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
-from torchgpipe.frames.sample import in_mode
+from torchgpipe.frames.sample import in_mode, without_compiler
 from torchgpipe.frames.untouched import Buffers, untouched
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Comparison, difference_of, largest_of
@@ -119,7 +117,7 @@ class Proof:
         Raises:
             ValueError: the plain model does not take the micro-batches.
         """
-        with torch.inference_mode(False), torch.enable_grad(), _without_compiler(self._module):
+        with torch.inference_mode(False), torch.enable_grad(), without_compiler(self._module):
             training, apart = self._run_apart()
             if self._settings.loss_fn is None:
                 verify_known(apart.outputs[0])
@@ -446,12 +444,3 @@ def _look(module: nn.Module) -> str:
         f"state that another micro-batch changes; print({type(module).__name__}.layout) shows the partitions: give a "
         "balance that keeps what belongs together in one, or return state from one module to the next"
     )
-
-
-@contextmanager
-def _without_compiler(module: nn.Module) -> Iterator[None]:
-    """Run compiled modules as Python in a ``with`` block: the sample's few rows are worth no graphs of their own."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules and any(map(has_compiled_code, module.modules())):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield

@@ -7,20 +7,23 @@ behind.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.frames.untouched import untouched
 from torchgpipe.frames.values import mapped
 
-__all__ = ["Study", "in_mode", "study"]
+__all__ = ["Study", "in_mode", "study", "without_compiler"]
 
 
 @dataclass
@@ -84,29 +87,42 @@ def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
 
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:
     """Return how the outputs depend on the rows, in evaluation and in training."""
-    kinds = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
-    if splitter.is_ambiguous and not any([kind is not None for own in kinds.values() for kind in own.values()]):
-        splitter.take_items_apart()
-        kinds = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
-    # A batch norm may want more rows in training than there are.
-    return {training: own or kinds[not training] for training, own in kinds.items()}
+    best: tuple[int, int, dict[bool, Kinds]] = -1, 0, {False: {}, True: {}}
+    for k in range(splitter.readings):
+        splitter.read(k)
+        found = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
+        # Best are outputs that follow the rows, and then a model that takes another number of them at all.
+        follows = any([kind is not None for own in found.values() for kind in (own or {}).values()])
+        quality = 2 if follows else int(any([own is not None for own in found.values()]))
+        if quality > best[0]:
+            # A batch norm may want more rows in training than there are.
+            best = quality, k, {training: own or found[not training] or {} for training, own in found.items()}
+    splitter.read(best[1])
+    return best[2]
 
 
-def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training: bool) -> Kinds:
+def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training: bool) -> Kinds | None:
     """Return how the outputs depend on the rows: beside those of another number of rows."""
     rows = splitter.rows
-    if not rows:
-        return {}
     other = rows - 1 or 2
     outputs = []
-    with in_mode(module, training):
+    with in_mode(module, training), without_compiler(module):
         for count in (rows, other):
             args, kwargs = mapped(tuple(splitter.resized(sample, count)), torch.Tensor.clone, caches=True)
             try:
                 outputs.append(module.forward(*args, **kwargs))
             except Exception:
-                return {}  # The model wants as many rows, or other arguments; sizes will tell.
+                return None  # The model wants as many rows, or other arguments; sizes will tell.
     return kinds_of(outputs[0], rows, outputs[1], other)
+
+
+@contextmanager
+def without_compiler(module: nn.Module) -> Iterator[None]:
+    """Run compiled modules as Python in a ``with`` block: the sample's few rows are worth no graphs of their own."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and any(map(has_compiled_code, module.modules())):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 class in_mode:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.model.comparison import difference_of
 from torchgpipe.replay.random import restored_generators
 
 __all__ = ["Buffers", "untouched"]
 
-#: What every module has, apart from what its class puts there.
+#: What every module has, apart from what its class puts there; of this, only hooks are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
+_HOOKS = [name for name in _OF_EVERY_MODULE if "hooks" in name]
 
 
 @contextmanager
@@ -62,30 +63,32 @@ class Buffers:
             for name, child in module.named_modules()
             for own, buffer in child._buffers.items()
         ]
-        self._versions = versions([buffer for _, _, _, buffer, _ in self._before])
 
     def changed(self) -> dict[str, Tensor]:
         """Return the buffers that have changed since, by name, with copies of their present values."""
         result = {}
-        for (prefix, child, own, buffer, _), version in zip(self._before, self._versions):
+        for prefix, child, own, _, value in self._before:
             now = child._buffers.get(own)
-            if now is not None and (now is not buffer or versions([now]) != [version]):
+            # By values: a batch norm changes its statistics without a new version.
+            if now is not None and (value is None or difference_of(value, now)[0] != 0):
                 result[f"{prefix}.{own}" if prefix else own] = now.detach().clone()
         return result
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put all buffers and their values back."""
-        for (_, child, own, buffer, value), version in zip(self._before, self._versions):
+        for _, child, own, buffer, value in self._before:
             child._buffers[own] = buffer
-            if buffer is not None and value is not None and versions([buffer]) != [version]:
+            if buffer is not None and value is not None and difference_of(value, buffer)[0] != 0:
                 buffer.copy_(value)
 
 
 def _restoring(child: nn.Module) -> Callable[[], None]:
-    """Return what puts the attributes of a module back, and the items of lists, dicts and sets among them."""
+    """Return what puts attributes and hooks of a module back, and the items of lists, dicts and sets among them."""
     before = {name: value for name, value in vars(child).items() if _is_state(name)}
     items = [pair for value in before.values() for pair in _items(value, 3)]
+    # A library that installs hooks in the first run notes that in an attribute, so both are put back.
+    hooks = [(vars(child)[name], dict(vars(child)[name])) for name in _HOOKS if vars(child).get(name) is not None]
 
     def put_back() -> None:
         own = vars(child)
@@ -94,6 +97,10 @@ def _restoring(child: nn.Module) -> Callable[[], None]:
         own.update(before)
         for value, copied in items:
             _refill(value, copied)
+        for value, copied in hooks:
+            if [*value] != [*copied]:
+                value.clear()
+                value.update(copied)
 
     return put_back
 
