@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 import warnings
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

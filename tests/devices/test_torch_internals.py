@@ -228,6 +228,13 @@ def test_function_transforms() -> None:
         assert seen == [True, True, False]
 
 
+def test_whether_forward_mode_is_active() -> None:
+    with relied_on("the level of forward mode is known", "tangents vanish in a pipeline"):
+        assert not internals.forward_mode_is_active()
+        with torch.autograd.forward_ad.dual_level():
+            assert internals.forward_mode_is_active()
+
+
 def test_whether_the_profiler_runs() -> None:
     with relied_on("the profiler tells whether it runs", "its trace has no labels, or each cell pays for them"):
         assert not internals.profiler_runs()

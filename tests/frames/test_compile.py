@@ -119,5 +119,5 @@ def test_a_mode_that_the_model_enters_reaches_compiled_blocks() -> None:
     model = Model()
     for block in model.blocks:
         block.compile(backend=Graphs())
-    pipelined(model, torch.randn(4, 4), chunks=2, devices=["cpu:0", "cpu:1"], balance="parameters")
+    pipelined(model, torch.randn(4, 4), chunks=2, devices=["cpu:0", "cpu:1"], balance="parameters", verify=False)
     assert len(runs) > 1 and runs[0] and all(run == runs[0] for run in runs)

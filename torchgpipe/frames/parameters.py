@@ -13,7 +13,6 @@ aliases are watched.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -87,6 +86,8 @@ class Aliases:
         self._lock = lock
         self._by_column: dict[tuple[Tensor, int], Tensor] = {}
         self._parameters: dict[Tensor, Tensor] = {}
+        #: The aliases of each trained parameter, by column.
+        self._of_trained: dict[Tensor, dict[int, Tensor]] = {}
         self._in_column: list[list[Tensor]] = [[] for _ in devices]
         self._installed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for module, name, column in slots:
@@ -95,9 +96,7 @@ class Aliases:
                 alias = self._alias(parameter, column)
                 if alias is not parameter:
                     self._installed.append((module, name, parameter, alias))
-        self.trained: list[Tensor] = list(
-            dict.fromkeys([one for (one, _), alias in self._by_column.items() if alias.requires_grad])
-        )
+        self.trained = list(self._of_trained)
 
     def _alias(self, parameter: Tensor, column: int) -> Tensor:
         key = (parameter, column)
@@ -117,6 +116,8 @@ class Aliases:
         self._by_column[key] = alias
         self._parameters[alias] = parameter
         self._in_column[column].append(alias)
+        if trains:
+            self._of_trained.setdefault(parameter, {})[column] = alias
         return alias
 
     def at(self, tensor: Tensor, column: int) -> Tensor | None:
@@ -132,18 +133,14 @@ class Aliases:
         """Return the parameters that have one of these leaves as an alias."""
         return {self._parameters[leaf] for leaf in leaves if leaf in self._parameters}
 
-    def columns_of_trained(self) -> Counter[Tensor]:
-        """Return in how many columns each trained parameter has an alias."""
-        return Counter([parameter for (parameter, _), alias in self._by_column.items() if alias.requires_grad])
+    def take_of(self, column: int) -> Iterator[tuple[Tensor, Leaf]]:
+        """Yield the trained parameters that no column before ``column`` has, with their gradients, and leave none.
 
-    def take_of(self, column: int) -> list[tuple[Tensor, Leaf]]:
-        """Return the trained parameters of one column with the gradients there, and leave none behind."""
-        taken = []
-        for alias in self._in_column[column]:
-            if alias.requires_grad:
-                taken.append((self._parameters[alias], alias.grad))
-                alias.grad = None
-        return taken
+        An earlier column may add to the aliases of a later one, too: what it recomputes finds those in the modules.
+        """
+        for parameter in self.trained:
+            if min(self._of_trained[parameter]) == column:
+                yield parameter, self._take(parameter)
 
     def of(self, column: int) -> list[Tensor]:
         """Return the aliases in a column."""
@@ -167,15 +164,20 @@ class Aliases:
 
     def take(self) -> list[Leaf]:
         """Return the gradients of the trained parameters, and leave none behind."""
-        sums: dict[Tensor, Leaf] = dict.fromkeys(self.trained)
-        for (parameter, _), alias in sorted(self._by_column.items(), key=lambda item: item[0][1]):
+        return [self._take(parameter) for parameter in self.trained]
+
+    def _take(self, parameter: Tensor) -> Leaf:
+        total: Leaf = None
+        own = self._device_of(parameter)
+        for _, alias in sorted(self._of_trained[parameter].items()):  # Columns are always added in this order.
             grad, alias.grad = alias.grad, None
-            if grad is not None and parameter in sums:
-                there, own = self._device_of(grad), self._device_of(parameter)
-                if there is not None and own is not None and self._moves(there, own):
-                    grad = grad.to(own)
-                sums[parameter] = sum_of(sums[parameter], grad)
-        return list(sums.values())
+            if grad is None:
+                continue
+            there = self._device_of(grad)
+            if there is not None and own is not None and self._moves(there, own):
+                grad = grad.to(own)
+            total = sum_of(total, grad)
+        return total
 
 
 def _assign(module: nn.Module, name: str, parameter: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.stream import Streams
-from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use
+from torchgpipe.devices.torch_internals import has_call_hooks, saved_tensors_hooks_in_use
 from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
@@ -63,7 +63,7 @@ class Pipeline:
         # Weakly, as the model is among them, and holds this object.
         self._doors: list[tuple[weakref.ref[nn.Module], str, int]] = []
         self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
-        #: Whether modules have hooks that see what they return.
+        #: Whether modules have hooks, which may see what they return.
         self._has_hooks = False
         #: What mini-batches there were whose graphs were looked at; see `Cell.verify_complete`.
         self._verified: set[Any] = set()
@@ -146,7 +146,7 @@ class Pipeline:
         """Put doors in front of the modules of the spine, which may have been replaced since the last mini-batch."""
         settings = self.settings
         children = list(module.modules())
-        self._has_hooks = any([child._forward_hooks for child in children])
+        self._has_hooks = any(map(has_call_hooks, children))
         structure = tuple([(id(child), *child._parameters) for child in children])
         if structure != self._structure:
             named = dict(module.named_modules())

@@ -18,7 +18,7 @@ held once; those of the pipeline are compared and dropped column by column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -247,6 +247,7 @@ class Proof:
         pipeline, comparison, labels = self._pipeline, self.comparison, self._settings.labels
         loss = self._loss()
         outputs: dict[int, Any] = {}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             for tensor, grad in self._roots(i, output, loss):
@@ -255,17 +256,18 @@ class Proof:
 
         with untouched(self._module), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
-            owed = _Owed(aliases, apart.gradients or {})
-            names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+            expected = apart.gradients or {}
+            largest = largest_of(expected)
 
             def compare_gradients(j: int) -> None:
-                for parameter, grad, expected in owed.of(j):
+                for parameter, grad in aliases.take_of(j):
+                    wanted = expected.pop(parameter, None)
                     name = names.get(parameter, "a parameter")
                     fault = (
                         f"the gradient of '{name}' in {labels[j]} is not that of the plain model; {_look(self._module)}"
                     )
                     row = f"gradient of '{name}'"
-                    comparison.add(row, expected, grad, fault, tolerance=comparison.tight, floor=owed.largest)
+                    comparison.add(row, wanted, grad, fault, tolerance=comparison.tight, floor=largest)
 
             try:
                 mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._parts, finish, aliases)
@@ -366,36 +368,6 @@ class Proof:
 
     def _decisions(self) -> str:
         return f"by the sample: {self._settings.splitter.decisions()}"
-
-
-class _Owed:
-    """The gradients of the plain model that the pipeline has yet to give.
-
-    Args:
-        aliases: the aliases of the pipeline
-        expected: the gradients of the plain model, which are dropped one by one
-
-    Attributes:
-        largest: the largest number in them
-    """
-
-    def __init__(self, aliases: Aliases, expected: dict[Tensor, Tensor | None]) -> None:
-        self._aliases, self._expected = aliases, expected
-        self._columns = aliases.columns_of_trained()
-        self._sums: dict[Tensor, Tensor | None] = {}
-        self.largest = largest_of(expected)
-
-    def of(self, j: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-        """Yield the parameters that no further column adds to, with their gradients, ours and the plain model's."""
-        for parameter, total in self._aliases.take_of(j):
-            before = self._sums.pop(parameter, None)
-            if before is not None and total is not None:
-                total = total.to(before.device) + before
-            self._columns[parameter] -= 1
-            if self._columns[parameter]:
-                self._sums[parameter] = before if total is None else total
-            else:
-                yield parameter, before if total is None else total, self._expected.pop(parameter, None)
 
 
 def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:

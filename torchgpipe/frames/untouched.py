@@ -62,6 +62,7 @@ class Buffers:
             (name, child, own, buffer, None if buffer is None else buffer.detach().clone())
             for name, child in module.named_modules()
             for own, buffer in child._buffers.items()
+            if buffer is None or not buffer.is_meta
         ]
 
     def changed(self) -> dict[str, Tensor]:
