@@ -10,17 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
+from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.microbatch import Batch, gather, scatter
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place
+from torchgpipe.model.proof import Proof
 from torchgpipe.model.settings import (
     CheckpointMode,
     LayerNames,
@@ -317,6 +320,47 @@ class GPipe(nn.Module):
         loss = mean.sum()
         replicas.add(loss, "the loss")
         return (loss, values) if mean.has_values else loss
+
+    def verify(self, *inputs: Any, target: Any = None, **keywords: Any) -> Comparison:
+        """Compare the pipeline with its own layers on a mini-batch, and leave nothing behind. ::
+
+            print(model.verify(input, target=target))
+
+        The layers run one by one, micro-batch by micro-batch. Compared are the output, changed buffers and the
+        gradients of all parameters; the loss of a step, with its buffers and gradients; and the output of all rows at
+        once with that of the micro-batches. If layers draw random numbers, all of this runs in evaluation.
+
+        Args:
+            *inputs: as for the model
+            target: as for :meth:`step`, which is compared too if a target is given, and there is one input
+            **keywords: as for the model
+
+        Returns:
+            the table, which prints; ``is_equal`` tells whether all is right, and ``faults`` what is not
+        """
+        self._refuse_unwrapped()
+        first = self.devices[0] if self._partitions else torch.device("cpu")
+        loss_fn, weight = self._loss
+
+        def loss() -> MeanLoss:
+            assert loss_fn is not None
+            return MeanLoss(loss_fn, weight, inputs[0], target, self.chunks, self.devices[-1], takes_values=True)
+
+        def fresh(value: Any) -> Any:  # Layers may work in place.
+            return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+
+        return Proof(
+            self,
+            lambda: self.partitions,
+            self.devices,
+            chunks=self.chunks,
+            batches=lambda chunks: self._scatter(fresh(inputs), chunks, first, fresh(keywords)),
+            gather=self._gather,
+            pipeline=lambda: self.forward(*fresh(inputs), **fresh(keywords)),
+            around=mini_batch,
+            loss=loss if target is not None and loss_fn is not None and len(inputs) == 1 else None,
+            step=lambda: self.step(fresh(inputs[0]), target),
+        ).run()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition separately, with the arguments of :func:`torch.compile`.

@@ -138,7 +138,7 @@ def run(model: Any, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
     result |= {"step " + name: grad for name, grad in taken(model).items()}
     model.eval()
     with torch.no_grad():
-        evaluated = joined([model(**arguments)])
+        evaluated = joined([model(**{**arguments, "x": x})])
     model.train()
     return result | {"out eval " + name: tensor for name, tensor in evaluated.items()}
 

@@ -33,10 +33,10 @@ from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
-from torchgpipe.frames.sample import in_mode, without_compiler
-from torchgpipe.frames.untouched import Buffers, untouched
+from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.values import each, mapped
-from torchgpipe.model.comparison import Comparison, difference_of, largest_of
+from torchgpipe.model.comparison import Comparison, cotangent, difference_of, largest_of
+from torchgpipe.model.untouched import Buffers, in_mode, untouched
 
 __all__ = ["Proof", "sample_of"]
 
@@ -197,7 +197,7 @@ class Proof:
         if loss is not None:
             value, weight = loss.of(i, output)
             return [(value, torch.full_like(value, weight))] if value.requires_grad else []
-        return [(tensor, _cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
+        return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
 
     # ------------------------------------------------------------------------------------------------ the comparisons
 
@@ -257,7 +257,7 @@ class Proof:
         with untouched(self._module), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
             expected = apart.gradients or {}
-            largest = largest_of(expected)
+            largest = largest_of(expected.values())
 
             def compare_gradients(j: int) -> None:
                 for parameter, grad in aliases.take_of(j):
@@ -397,13 +397,6 @@ def _total(loss: MicroBatchLoss) -> Tensor:
     result = loss.result()
     total: Tensor = result[0] if isinstance(result, tuple) else result
     return total
-
-
-def _cotangent(path: str, tensor: Tensor) -> Tensor:
-    """Return a gradient for an output, the same for every run: random, so that no error cancels out."""
-    generator = torch.Generator().manual_seed(len(path) + tensor.numel())
-    real = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
-    return real.to(tensor.dtype).to(tensor.device)
 
 
 def _number(tensor: Tensor) -> str:

@@ -20,10 +20,10 @@ from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
-from torchgpipe.frames.untouched import untouched
 from torchgpipe.frames.values import mapped
+from torchgpipe.model.untouched import in_mode, untouched
 
-__all__ = ["Study", "in_mode", "study", "without_compiler"]
+__all__ = ["Study", "study", "without_compiler"]
 
 
 @dataclass
@@ -123,28 +123,6 @@ def without_compiler(module: nn.Module) -> Iterator[None]:
         if "torch._dynamo" in sys.modules and any(map(has_compiled_code, module.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-class in_mode:
-    """Let a model be in training or in evaluation for a ``with`` block; parts in evaluation stay in evaluation.
-
-    Args:
-        module: the model
-        training: the mode; the mode that the model has changes nothing
-    """
-
-    def __init__(self, module: nn.Module, training: bool) -> None:
-        same = module.training == training
-        self._modes = [(child, child.training) for child in module.modules() if not same]
-        self._training = training
-
-    def __enter__(self) -> None:
-        for child, _ in self._modes:
-            child.training = self._training
-
-    def __exit__(self, *_: object) -> None:
-        for child, training in self._modes:
-            child.training = training
 
 
 def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:

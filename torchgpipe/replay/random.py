@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "restored_generators", "sharing_generator"]
+__all__ = ["Drawn", "RandomStates", "generator_states", "restored_generators", "sharing_generator"]
 
 
 class _Generator(NamedTuple):
@@ -245,6 +245,12 @@ def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Mo
         with _copying:
             for generator, state in zip(generators, states):
                 generator.set(state)
+
+
+def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
+    """Return the states of the generators of the CPU and of devices, to compare."""
+    found = dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in _generators(device)])
+    return _note(list(found)).contents
 
 
 @cache

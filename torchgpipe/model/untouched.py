@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.model.comparison import difference_of
 from torchgpipe.replay.random import restored_generators
 
-__all__ = ["Buffers", "untouched"]
+__all__ = ["Buffers", "in_mode", "untouched"]
 
 #: What every module has, apart from what its class puts there; of this, only hooks are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
@@ -82,6 +82,28 @@ class Buffers:
             child._buffers[own] = buffer
             if buffer is not None and value is not None and difference_of(value, buffer)[0] != 0:
                 buffer.copy_(value)
+
+
+class in_mode:
+    """Let a model be in training or in evaluation for a ``with`` block; parts in evaluation stay in evaluation.
+
+    Args:
+        module: the model
+        training: the mode; the mode that the model has changes nothing
+    """
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        same = module.training == training
+        self._modes = [(child, child.training) for child in module.modules() if not same]
+        self._training = training
+
+    def __enter__(self) -> None:
+        for child, _ in self._modes:
+            child.training = self._training
+
+    def __exit__(self, *_: object) -> None:
+        for child, training in self._modes:
+            child.training = training
 
 
 def _restoring(child: nn.Module) -> Callable[[], None]:

@@ -1,0 +1,68 @@
+"""A pipeline compares itself with its layers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.conftest import Pipe
+from torchgpipe.skip import pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x.sin()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_all_is_compared_and_nothing_left_behind(pipe: Pipe, mode: str) -> None:
+    layers = [Stash(), nn.Linear(4, 4), nn.BatchNorm1d(4), Pop(), nn.Linear(4, 3)]
+    model = pipe(nn.Sequential(*layers), [2, 3], chunks=3, checkpoint=mode, loss_fn=functional.cross_entropy)
+    calls: list[str] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append("hook"))
+    model[4].weight.grad = torch.ones(3, 4)
+    parameters = dict(model.named_parameters())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x, random = torch.randn(6, 4), torch.get_rng_state()
+    table = model.verify(x, target=torch.randint(3, (6,), generator=torch.Generator().manual_seed(0)))
+    assert table.is_equal, table
+    names = [row.name for row in table.rows]
+    assert {"output value", "buffer 2.running_mean", "gradient of 1.weight", "output ['loss'] of a step"} <= {*names}
+    assert names[-1] == "output value, rows together and apart"
+    assert not calls
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all([parameters[name] is parameter for name, parameter in model.named_parameters()])
+    assert all([torch.equal(state[name], tensor) for name, tensor in model.state_dict().items()])
+    assert model[1].weight.grad is None
+    assert torch.equal(model[4].weight.grad, torch.ones(3, 4))
+
+
+def test_layers_that_draw_are_compared_in_evaluation(pipe: Pipe) -> None:
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), [2, 1], chunks=2)
+    assert model.verify(torch.randn(4, 4)).is_equal
+    assert model.training and model[1].training
+
+
+def test_a_layer_that_couples_rows(pipe: Pipe) -> None:
+    class Centered(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    model = pipe(nn.Sequential(nn.Linear(4, 4), Centered(4, 4)), [1, 1], chunks=2)
+    table = model.verify(torch.randn(4, 4))
+    assert "a layer couples the rows" in table.faults[0]
+    assert str(table).endswith(table.faults[0])
