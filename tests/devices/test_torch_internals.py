@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import torchgpipe
 from torchgpipe.devices import torch_internals as internals
@@ -226,6 +227,19 @@ def test_function_transforms() -> None:
         torch.func.vmap(square)(torch.ones(2))
         square(torch.ones(()))
         assert seen == [True, True, False]
+
+
+def test_whether_a_checkpoint_is_around() -> None:
+    with relied_on("the hooks of a checkpoint tell where they come from", "a checkpoint meets a pipeline unnoticed"):
+        seen: list[bool] = []
+
+        def run(x: Tensor) -> Tensor:
+            seen.append(internals.is_checkpointed())
+            return x * x
+
+        checkpoint(run, one(), use_reentrant=False)
+        run(one())
+        assert seen == [True, False]
 
 
 def test_whether_forward_mode_is_active() -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "gradient_hooks",
     "has_call_hooks",
     "has_gradient_hooks",
+    "is_checkpointed",
     "is_compiled",
     "is_optimized",
     "is_saved",
@@ -151,6 +152,16 @@ def saved_tensors_hooks_in_use() -> tuple[Any, Any] | None:
     `torch.autograd.graph.saved_tensors_hooks` around a pipeline would reach layers in the caller's thread only.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_checkpointed() -> bool:
+    """Return whether a ``torch.utils.checkpoint`` that is not reentrant is around what runs in this thread.
+
+    Since 2.8, by the module of its hooks for saved tensors. Without it, what a checkpoint mixes up in a pipeline would
+    fail later, or not at all.
+    """
+    hooks = saved_tensors_hooks_in_use()
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 #: Return whether a function transform of `torch.func`, such as `vmap` or `grad`, is active in this thread.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.devices.torch_internals import is_checkpointed, versions
 from torchgpipe.engine.copy import copy_forward
 from torchgpipe.frames.cell import Cell
 from torchgpipe.frames.columns import Columns
@@ -124,6 +124,26 @@ class Crossing:
                     "balance that keeps both in one partition"
                 )
         return self._brought(tensor)
+
+    def bring_operand(self, tensor: Tensor) -> Tensor:
+        """Return what stands for ``tensor`` in an operation between two modules.
+
+        Raises:
+            RuntimeError: as in `bring`; or a checkpoint of the model's own is around the operation, which would run it
+                again with ``tensor`` on the other device.
+        """
+        brought = self.bring(tensor)
+        if self._moves and brought is not tensor and is_checkpointed():
+            device_of = self._columns.streams.device_of
+            here, there = device_of(brought), device_of(tensor)
+            if here is not None and there is not None and self._columns.streams.moves(there, here):
+                raise RuntimeError(
+                    f"torch.utils.checkpoint is around an operation in partition {self._frame.column}, on {here}, that "
+                    f"takes a tensor of shape {tuple(tensor.shape)} from {there}, where it would stay when the "
+                    "operation runs again; put the operation into a module, or give a balance that keeps both on one "
+                    "device"
+                )
+        return brought
 
     def _is_stale(self, tensor: Tensor, changed: _Changed) -> bool:
         """Return whether a change that its own alias got has not reached a tensor of the same memory."""

@@ -47,9 +47,9 @@ class Glue(TorchFunctionMode):
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
                 "cut; give a balance that keeps what it differentiates in one partition"
             )
-        before, args = args, mapped(args, self._crossing.bring)
+        before, args = args, mapped(args, self._crossing.bring_operand)
         if kwargs:
-            kwargs = mapped(kwargs, self._crossing.bring)
+            kwargs = mapped(kwargs, self._crossing.bring_operand)
             # A device that the model has remembered from an earlier column.
             if kwargs.get("device") in self._devices:
                 kwargs = {**kwargs, "device": self._devices[frame.column]}

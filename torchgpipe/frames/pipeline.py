@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.stream import Streams
-from torchgpipe.devices.torch_internals import has_call_hooks, saved_tensors_hooks_in_use
+from torchgpipe.devices.torch_internals import has_call_hooks, is_checkpointed
 from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
@@ -286,8 +286,7 @@ class Pipeline:
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
             )
-        hooks = saved_tensors_hooks_in_use()
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" and len(self.settings.devices) > 1:
+        if is_checkpointed() and len(self.settings.devices) > 1:
             raise RuntimeError(
                 "torch.utils.checkpoint is around a pipelined model, whose micro-batches save tensors in an order of "
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
