@@ -24,6 +24,13 @@ CHUNKS = 3
 WHERE = {"inline": ["cpu"] * 3, "workers": ["cpu:0", "cpu:1", "cpu:2"], "separate": ["cpu:0", "cpu:1", "cpu:2"]}
 
 
+#: What a harmless program may be refused for.
+HARMLESS = (
+    "the spine of the model has",  # fewer parts than partitions
+    "torch.utils.checkpoint is around an operation in partition",  # that takes a tensor from another device
+)
+
+
 class Refused(Exception):
     """The library has refused the program."""
 
@@ -78,7 +85,7 @@ def test_any_program(program: Program, data: st.DataObject) -> None:
             results = [run(program, one) for one in arguments]
     except Refused as error:
         event("refused")
-        assert doubtful or "parts that can be kept apart" in str(error), error
+        assert doubtful or str(error).startswith(HARMLESS), error
         return
     event("right")
     slack = 1e-10 if dtype == torch.float64 else 0.02

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ class Splitter:
     def resized(self, sample: Arguments, rows: int) -> Arguments:
         """Return the sample with so many rows; what is passed whole stays as it is.
 
-        Rows are left out, or repeated: rolled along dimension 1, so that no two rows are the same.
+        Rows are left out, or repeated with other numbers, so that no two rows are the same.
         """
         index = [k % max(1, self.rows) for k in range(rows)]
 
@@ -264,18 +265,29 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
 
 
 def _chosen(value: Any, index: list[int]) -> Any:
-    """Return rows of a tensor or items of a list, by their numbers."""
+    """Return rows of a tensor or items of a list, by their numbers; what is chosen again is varied."""
     if not isinstance(value, Tensor):
-        return [value[k] for k in index]
+        return [mapped(value[k], partial(_varied, count=index[:i].count(k))) for i, k in enumerate(index)]
+    rows = [_varied(value.detach()[k], index[:i].count(k)) for i, k in enumerate(index)]
     # Detached, or a backward would add gradients to what the caller's sample was made of.
-    rows = value.detach()
-    before = max(index, default=0) + 1
-    if len(index) > before and value.dim() > 1 and value.shape[1]:
-        again = torch.cat([rows.roll(k // before, 1)[index[k]][None] for k in range(before, len(index))])
-        rows = torch.cat([rows[:before], again])
-    else:
-        rows = rows[torch.tensor(index, dtype=torch.int64, device=value.device)]
-    return rows.requires_grad_(value.requires_grad)
+    chosen = torch.stack(rows) if rows else value.detach()[:0]
+    return chosen.requires_grad_(value.requires_grad)
+
+
+def _varied(row: Tensor, count: int) -> Tensor:
+    """Return a row that has occurred ``count`` times before: rolled, and with other numbers of the same range.
+
+    Rows that were equal, or of the same mean, would hide what couples them. There is no telling which integers, such as
+    those of words, may stand for others, so these are rolled only.
+    """
+    if not count:
+        return row
+    if row.dim():
+        row = row.roll(count, 0)
+    if not row.is_floating_point() or row.is_meta:
+        return row
+    noise = torch.rand(row.shape, generator=torch.Generator().manual_seed(count), device="cpu").to(row)
+    return row * (1 - noise / 2) if row.any() else noise / 10
 
 
 def resized(value: Any, before: int, rows: int) -> Any:

@@ -107,11 +107,15 @@ class in_mode:
 
 
 def _restoring(child: nn.Module) -> Callable[[], None]:
-    """Return what puts attributes and hooks of a module back, and the items of lists, dicts and sets among them."""
+    """Return what puts a module back: attributes, hooks, and what the hooks count or collect outside of the module."""
     before = {name: value for name, value in vars(child).items() if _is_state(name)}
     items = [pair for value in before.values() for pair in _items(value, 3)]
     # A library that installs hooks in the first run notes that in an attribute, so both are put back.
     hooks = [(vars(child)[name], dict(vars(child)[name])) for name in _HOOKS if vars(child).get(name) is not None]
+    cells = [cell for _, own in hooks for hook in own.values() for cell in getattr(hook, "__closure__", None) or ()]
+    counted = [(cell, cell.cell_contents) for cell in cells]
+    noted = [getattr(hook, "__self__", None) for _, own in hooks for hook in own.values()]
+    items += [pair for value in (*noted, *[value for _, value in counted]) for pair in _items(value, 3)]
 
     def put_back() -> None:
         own = vars(child)
@@ -120,6 +124,8 @@ def _restoring(child: nn.Module) -> Callable[[], None]:
         own.update(before)
         for value, copied in items:
             _refill(value, copied)
+        for cell, content in counted:
+            cell.cell_contents = content
         for value, copied in hooks:
             if [*value] != [*copied]:
                 value.clear()
