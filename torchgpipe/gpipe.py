@@ -70,9 +70,9 @@ class GPipe(nn.Module):
             (default: all accelerators of the machine, or the CPU for every partition if there is none)
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
         checkpoint: the micro-batches that keep only the input of each partition and are recomputed during backward:
-            ``'always'`` all, ``'except_last'`` all but the last, which would be recomputed at once, ``'never'`` none.
-            Or a list of names of layers: each of these layers keeps only its input, in all micro-batches, and is
-            recomputed by itself; the other layers are not recomputed
+            ``'always'`` or True all, ``'except_last'`` all but the last, which would be recomputed at once, ``'never'``
+            or False none. Or a list of names of layers: each of these layers keeps only its input, in all
+            micro-batches, and is recomputed by itself; the other layers are not recomputed
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
@@ -119,7 +119,7 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: CheckpointMode | LayerNames = "except_last",
+        checkpoint: CheckpointMode | LayerNames | bool = "except_last",
         deferred_batch_norm: bool = False,
         schedule: Schedule = "1F1B",
         loss_fn: LossFunction | None = None,
@@ -190,7 +190,7 @@ class GPipe(nn.Module):
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: CheckpointMode | LayerNames) -> None:
+    def checkpoint(self, checkpoint: CheckpointMode | LayerNames | bool) -> None:
         mode = verify_checkpoint_or_layers(checkpoint, self._layers_of(self))
         verify_initialised(self, mode)
         self._checkpoint = mode
