@@ -17,7 +17,7 @@ from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
-from torchgpipe.model.microbatch import Batch, gather, scatter
+from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter, tell_of_few
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place
@@ -142,6 +142,7 @@ class GPipe(nn.Module):
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
         self._unwrapped = False
+        self._begun = False
         self._partitions: list[Partition] = []
         verify_names(self, module)
         verify_layers(module.modules(), self.devices)
@@ -246,6 +247,7 @@ class GPipe(nn.Module):
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         verify_layers(self.modules(), self.devices)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
+        self._begin((inputs, keywords), 5)
         with mini_batch(len(batches), self):
             views, devices, stops = self._views(len(batches))
             Pipeline(views, devices, len(batches), self._mechanisms).run(batches, stops)
@@ -296,6 +298,7 @@ class GPipe(nn.Module):
             self._refuse_unwrapped()
             verify_layers(self.modules(), self.devices)
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
+            self._begin(input, 3)
             own_weight = mean.prepare(inputs)
             program = program_of(self._schedule, len(inputs), self._places)
             views, devices, stops = self._views(len(inputs))
@@ -355,6 +358,13 @@ class GPipe(nn.Module):
         module = self._sequential_type(OrderedDict(self.named_children()))
         module.training = self.training
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
+
+    def _begin(self, inputs: Any, stacklevel: int) -> None:
+        """Look at the rows of the first mini-batch in training; see `tell_of_few`."""
+        if not self._begun and torch.is_grad_enabled():
+            self._begun = True
+            if len(set(self._devices)) > 1:
+                tell_of_few(rows_of(inputs), self._chunks, stacklevel)
 
     def _refuse_unwrapped(self) -> None:
         if self._unwrapped:

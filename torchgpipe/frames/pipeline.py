@@ -35,6 +35,7 @@ from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
+from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
@@ -70,6 +71,7 @@ class Pipeline:
         #: For the training modes of all modules, what the model draws from.
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
+        self._begun = False
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
@@ -82,6 +84,7 @@ class Pipeline:
         rows = settings.splitter.rows_of(arguments)
         if self._stays_whole(arguments, rows):
             return self._in_one_piece(module, plain, arguments)
+        self._begin(rows, 7)  # the caller of the model
         sizes, parts = self.micro_batches(arguments, rows)
         named = [settings.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
@@ -105,6 +108,7 @@ class Pipeline:
         settings, arguments = self.settings, Arguments(args, kwargs)
         self._verify(arguments)
         rows = settings.splitter.rows_of(arguments)
+        self._begin(rows, 4)  # the caller of step
         sizes, parts = self.micro_batches(arguments, rows)
         backward = torch.is_grad_enabled()
         target = mapped(target, self.to(settings.devices[-1]))
@@ -314,6 +318,13 @@ class Pipeline:
             return [1], [arguments]
         sizes = chunk_sizes(rows, self.settings.chunks)
         return sizes, self.settings.splitter.split(arguments, sizes)
+
+    def _begin(self, rows: int, stacklevel: int) -> None:
+        """Look at the rows of the first mini-batch in training; see `tell_of_few`."""
+        if not self._begun and torch.is_grad_enabled():
+            self._begun = True
+            if len(self.settings.devices) > 1:
+                tell_of_few(rows, self.settings.chunks, stacklevel)
 
     def _tell(self, what: str) -> None:
         if what not in self._told and len(self.settings.devices) > 1:

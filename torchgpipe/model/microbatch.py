@@ -6,6 +6,7 @@ around them. Everything between two partitions works on the leaves.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "rows_of", "scatter"]
+__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "rows_of", "scatter", "tell_of_few"]
 
 
 class NoChunk:
@@ -171,6 +172,26 @@ def rows_of(value: Any) -> int:
     """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits; 0 if there is none."""
     leaves = pytree.tree_leaves(value)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
+
+
+def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:
+    """Warn if a mini-batch has fewer rows than it should have micro-batches.
+
+    Only the first mini-batch in training is worth a word: the last one of an epoch is often short, and generating text
+    takes single rows.
+
+    Args:
+        rows: the rows of the mini-batch; 0 if they are not known
+        chunks: the requested number of micro-batches
+        stacklevel: as for :func:`warnings.warn`, from the caller of this function on
+    """
+    if 0 < rows < chunks:
+        warnings.warn(
+            f"a mini-batch of {rows} row{'s' * (rows > 1)} makes only {rows} micro-batch{'es' * (rows > 1)} instead of "
+            f"chunks={chunks}, so devices idle; give larger mini-batches, or chunks={rows}",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
