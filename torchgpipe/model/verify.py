@@ -121,7 +121,7 @@ Let the balance be measured, here for {partitions} partition{"s" * (partitions >
     from torchgpipe_balancing import balance_by_time
     balance = balance_by_time(module, sample, partitions={partitions})
 
-(or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
+(balance_by_size for memory; torchgpipe.plan(module, sample, batch=...) decides on chunks and schedule, too)"""
 
 
 def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> None:
