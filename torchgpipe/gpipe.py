@@ -61,7 +61,7 @@ class GPipe(nn.Module):
 
     The layers keep their names: parameters, modules and ``state_dict`` are named as in ``module``, whatever the
     balance. A layer can be replaced under its name, and the layers that are registered at a call are those that run.
-    Indexing, iteration and ``len`` go over the layers.
+    Indexing, iteration and ``len`` go over the layers; ``model[0] = layer`` puts the layer on its device, too.
 
     Args:
         module: the model; its parameters are moved to their devices
@@ -400,6 +400,10 @@ class GPipe(nn.Module):
         part = self._sequential_type()
         part._modules.update(layers[index])
         return part
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        self.set_submodule(list(self._layers_of(self))[index], layer)
+        place(self.partitions, self.devices)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._layers_of(self).values())
