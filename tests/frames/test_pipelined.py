@@ -432,6 +432,22 @@ def test_an_error_is_the_callers_and_tells_where(
     same(gradients(model), before)
 
 
+def test_an_error_before_the_first_module_is_in_the_models_own_forward(devices: Devices) -> None:
+    """It once was in ''."""
+
+    class Checked(Decoder):
+        def forward(self, ids: Tensor, **others: Any) -> Any:
+            if int(ids.max()) > 10:
+                raise KeyError(int(ids.max()))
+            return super().forward(ids, **others)
+
+    model = pipelined(Checked(), batch(2), chunks=3, devices=devices(2))
+    with pytest.raises(KeyError) as raised:
+        model(batch()["ids"] + 11)
+    (note,) = raised.value.__notes__
+    assert note.endswith("in Checked.forward, during forward")
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 

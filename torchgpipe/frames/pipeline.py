@@ -223,6 +223,7 @@ class Pipeline:
             splits=not self._recomputes(module),
             verified=self._to_verify(module, parts[0]) if backward else None,
             labels=settings.labels,
+            model=f"{type(module).__name__}.forward",
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
             facts=facts,
