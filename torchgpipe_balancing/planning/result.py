@@ -105,7 +105,7 @@ class Plan:
 
             plan = torchgpipe.plan(model, sample, batch=16, devices=["cuda:0", "cuda:1"], seconds=0.1)
             model = plan.apply(model, loss_fn=loss_fn)
-            loss = model.step(input, target)
+            loss = model.step(input, target=target)
 
         Args:
             model: the model that the plan was made for, or one with the same layers
