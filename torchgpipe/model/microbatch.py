@@ -151,11 +151,11 @@ def scatter(
         keywords: the keyword arguments of the pipeline, of the same kinds
 
     Raises:
-        TypeError: a leaf has another type, or no leaf is a tensor to split.
+        TypeError: a leaf has another type or is sparse or nested, or no leaf is a tensor to split.
         ValueError: the sizes of the tensors differ in dimension 0, or a tensor has no dimensions.
     """
     value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
-    if isinstance(value, Tensor) and value.dim() > 0:
+    if isinstance(value, Tensor) and value.dim() > 0 and _is_dense(value):
         return [Batch((chunk,)) for chunk in bring(value, device).chunk(chunks)]
 
     leaves, spec = pytree.tree_flatten(value)
@@ -201,10 +201,24 @@ def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.de
     return [None if leaf is None else bring(leaf.tensor, device)] * m
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
     split = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not split:
         raise TypeError("input has no tensor to split into micro-batches; pass at least one that is not in NoChunk")
+    if not all(map(_is_dense, split)):
+        others = ", ".join(
+            f"{path} is {'nested' if leaf.is_nested else leaf.layout} ({type(leaf).__name__})"
+            for path, leaf in _with_paths(value)
+            if isinstance(leaf, Tensor) and not _is_dense(leaf)
+        )
+        raise TypeError(
+            f"input has tensors that PyTorch cannot split along dimension 0: {others}; make them dense, as by padding, "
+            "or wrap those to be passed whole to every micro-batch in NoChunk"
+        )
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in split}
     if len(sizes) == 1 and None not in sizes:
         return
