@@ -19,7 +19,7 @@ from torchgpipe.engine.step import run_step
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
-from torchgpipe.model.microbatch import Batch, gather, scatter
+from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter, tell_of_few
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place
@@ -64,7 +64,7 @@ class GPipe(nn.Module):
 
     The layers keep their names: parameters, modules and ``state_dict`` are named as in ``module``, whatever the
     balance. A layer can be replaced under its name, and the layers that are registered at a call are those that run.
-    Indexing, iteration and ``len`` go over the layers.
+    Indexing, iteration and ``len`` go over the layers; ``model[0] = layer`` puts the layer on its device, too.
 
     Args:
         module: the model; its parameters are moved to their devices
@@ -73,9 +73,9 @@ class GPipe(nn.Module):
             (default: all accelerators of the machine, or the CPU for every partition if there is none)
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
         checkpoint: the micro-batches that keep only the input of each partition and are recomputed during backward:
-            ``'always'`` all, ``'except_last'`` all but the last, which would be recomputed at once, ``'never'`` none.
-            Or a list of names of layers: each of these layers keeps only its input, in all micro-batches, and is
-            recomputed by itself; the other layers are not recomputed
+            ``'always'`` or True all, ``'except_last'`` all but the last, which would be recomputed at once, ``'never'``
+            or False none. Or a list of names of layers: each of these layers keeps only its input, in all
+            micro-batches, and is recomputed by itself; the other layers are not recomputed
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
@@ -122,7 +122,7 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: CheckpointMode | LayerNames = "except_last",
+        checkpoint: CheckpointMode | LayerNames | bool = "except_last",
         deferred_batch_norm: bool = False,
         schedule: Schedule = "1F1B",
         loss_fn: LossFunction | None = None,
@@ -145,6 +145,7 @@ class GPipe(nn.Module):
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
         self._unwrapped = False
+        self._begun = False
         self._partitions: list[Partition] = []
         verify_names(self, module)
         verify_layers(module.modules(), self.devices)
@@ -193,7 +194,7 @@ class GPipe(nn.Module):
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: CheckpointMode | LayerNames) -> None:
+    def checkpoint(self, checkpoint: CheckpointMode | LayerNames | bool) -> None:
         mode = verify_checkpoint_or_layers(checkpoint, self._layers_of(self))
         verify_initialised(self, mode)
         self._checkpoint = mode
@@ -249,6 +250,7 @@ class GPipe(nn.Module):
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         verify_layers(self.modules(), self.devices)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
+        self._begin((inputs, keywords), 5)
         with mini_batch(len(batches), self):
             views, devices, stops = self._views(len(batches))
             Pipeline(views, devices, len(batches), self._mechanisms).run(batches, stops)
@@ -258,7 +260,7 @@ class GPipe(nn.Module):
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
             model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
-            loss = model.step(input, target)
+            loss = model.step(input, target=target)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -299,6 +301,7 @@ class GPipe(nn.Module):
             self._refuse_unwrapped()
             verify_layers(self.modules(), self.devices)
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
+            self._begin(input, 3)
             own_weight = mean.prepare(inputs)
             program = program_of(self._schedule, len(inputs), self._places)
             views, devices, stops = self._views(len(inputs))
@@ -400,6 +403,13 @@ class GPipe(nn.Module):
         module.training = self.training
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
 
+    def _begin(self, inputs: Any, stacklevel: int) -> None:
+        """Look at the rows of the first mini-batch in training; see `tell_of_few`."""
+        if not self._begun and torch.is_grad_enabled():
+            self._begun = True
+            if len(set(self._devices)) > 1:
+                tell_of_few(rows_of(inputs), self._chunks, stacklevel)
+
     def _refuse_unwrapped(self) -> None:
         if self._unwrapped:
             raise RuntimeError(
@@ -434,6 +444,10 @@ class GPipe(nn.Module):
         part = self._sequential_type()
         part._modules.update(layers[index])
         return part
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        self.set_submodule(list(self._layers_of(self))[index], layer)
+        place(self.partitions, self.devices)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._layers_of(self).values())

@@ -432,6 +432,22 @@ def test_an_error_is_the_callers_and_tells_where(
     same(gradients(model), before)
 
 
+def test_an_error_before_the_first_module_is_in_the_models_own_forward(devices: Devices) -> None:
+    """It once was in ''."""
+
+    class Checked(Decoder):
+        def forward(self, ids: Tensor, **others: Any) -> Any:
+            if int(ids.max()) > 10:
+                raise KeyError(int(ids.max()))
+            return super().forward(ids, **others)
+
+    model = pipelined(Checked(), batch(2), chunks=3, devices=devices(2))
+    with pytest.raises(KeyError) as raised:
+        model(batch()["ids"] + 11)
+    (note,) = raised.value.__notes__
+    assert note.endswith("in Checked.forward, during forward")
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -515,7 +531,44 @@ def test_arguments_of_other_sizes() -> None:
         model(data["ids"], labels=data["labels"][:5])
 
 
-@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. a training call has nothing to split")
+class Graph:
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+
+class OnGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, graph: Graph) -> Tensor:
+        x = graph.nodes
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("call", ["forward", "step", "no_grad"])
+def test_what_cannot_be_split_is_told_by_its_class_and_once(call: str) -> None:
+    graph = Graph(X)
+    model: Any = pipelined(OnGraphs(), (graph,), chunks=2, devices=["cpu:0", "cpu:1"], loss_fn=lambda y, _: y.mean())
+    with torch.set_grad_enabled(call != "no_grad"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (model.step if call == "step" else model)(graph)
+    (one,) = told
+    assert "nothing to split ('graph' is Graph); pass dense tensors" in str(one.message)
+    assert one.filename == __file__
+
+
+def test_nested_tensors_are_refused_with_what_to_pass_instead() -> None:
+    """The error was once that of an operation that they lack."""
+    nested = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(2, 2)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"\['graph.nodes'\] are nested tensors, .* pad them"):
+        pipelined(OnGraphs(), ({"nodes": nested},), chunks=2, devices=["cpu:0", "cpu:1"])
+
+
+@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. a training call runs as one micro-batch")
 def test_an_empty_mini_batch_does_not_tell_what_is_drawn() -> None:
     """After one, layers that draw once drew without seeds, so the numbers depended on the partitions."""
     outputs = []

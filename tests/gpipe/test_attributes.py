@@ -23,7 +23,7 @@ def test_chunks_is_any_integer(chunks: Any, number: int) -> None:
     assert type(model.chunks) is int
 
 
-@pytest.mark.parametrize("chunks", [2.9, 4.0, Fraction(4), None, "4", [2], float("nan")], ids=repr)
+@pytest.mark.parametrize("chunks", [2.9, Fraction(4), None, "4", [2], float("nan")], ids=repr)
 def test_chunks_must_be_an_integer(chunks: Any) -> None:
     with pytest.raises(TypeError, match="number of chunks must be positive integer") as caught:
         GPipe(make_model(1), [1], devices=["cpu"], chunks=chunks)
@@ -40,8 +40,8 @@ def test_attributes_can_be_set_between_two_calls(pipe: Pipe) -> None:
     assert (model.chunks, type(model.chunks), model.checkpoint) == (3, int, "never")
     with pytest.raises(ValueError, match="number of chunks must be positive integer, but got 0"):
         model.chunks = 0
-    with pytest.raises(TypeError, match=r"but got 4\.0"):
-        model.chunks = 4.0
+    with pytest.raises(TypeError, match=r"but got 4\.5"):
+        model.chunks = 4.5
     with pytest.raises(ValueError, match=r"checkpoint is not one of .*, but 'nevr'"):
         model.checkpoint = "nevr"
     assert (model.chunks, model.checkpoint) == (3, "never")

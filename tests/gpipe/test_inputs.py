@@ -136,6 +136,22 @@ def test_a_keyword_input_that_does_not_fit_is_named(pipe: Pipe) -> None:
         pipe(nn.Sequential(), [])(x, mask=x)
 
 
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    ],
+)
+def test_tensors_that_cannot_be_split_are_named(pipe: Pipe, made: Callable[[], Tensor], kind: str) -> None:
+    """The errors were once those of an operation that sparse or nested tensors lack."""
+    model = pipe(nn.Sequential(nn.Identity()), [1], chunks=2)
+    with pytest.raises(TypeError, match=rf"along dimension 0: the value itself is {kind} .*NoChunk"):
+        model(made())
+    with pytest.raises(TypeError, match=rf"along dimension 0: \[1\] is {kind} "):
+        model(make_input(), made())
+
+
 def test_later_layers_get_one_value(pipe: Pipe) -> None:
     """A tuple that one layer returns is a single argument of the next, in the same partition or another."""
     for balance in [[1, 1], [2]]:

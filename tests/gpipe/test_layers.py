@@ -36,6 +36,16 @@ def test_a_layer_replaced_by_setattr_is_the_one_that_runs(pipe: Pipe) -> None:
     assert torch.equal(model(x), (x + 1) * 3)
 
 
+def test_a_layer_replaced_by_its_index_runs_on_its_device(pipe: Pipe) -> None:
+    """It once was an error of Python that names no way."""
+    model = pipe(nn.Sequential(OrderedDict(a=nn.Identity(), b=nn.Identity(), c=nn.Identity())), [1, 2], chunks=2)
+    model[-2] = nn.Linear(2, 3, device="meta", dtype=torch.float64)
+    assert model(make_input()).shape == (6, 3)
+    assert model.partitions[1][0] is model.b is model[1]
+    assert model.balance == [1, 2]
+    assert [*model.state_dict()] == ["b.weight", "b.bias"]
+
+
 def test_a_parameter_of_a_replaced_layer_gets_its_gradient(pipe: Pipe, checkpoint: str) -> None:
     model = pipe(make_model(3), [1, 2], chunks=2, checkpoint=checkpoint)
     model(make_input()).sum().backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -9,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.layers import Apply
 from tests.plain import tensors
-from torchgpipe import NoChunk
+from torchgpipe import GPipe, NoChunk, pipelined
 from torchgpipe.model.microbatch import Batch, gather, scatter
 
 CPU = torch.device("cpu")
@@ -232,3 +234,40 @@ def assert_equal(actual: Any, expected: Any) -> None:
         assert len(actual) == len(expected)
         for a, b in zip(actual, expected):
             assert_equal(a, b)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("call", ["forward", "step"])
+@pytest.mark.parametrize("kind", ["GPipe", "pipelined"])
+def test_fewer_rows_than_chunks_are_told_of_once(kind: str, call: str) -> None:
+    options: Any = {"devices": ["cpu:0", "cpu:1"], "chunks": 8, "loss_fn": lambda output, target: output.mean()}
+
+    def ran(*batches: int) -> list[warnings.WarningMessage]:
+        model: Any = (
+            GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], **options)
+            if kind == "GPipe"
+            else pipelined(Chain(), torch.randn(2, 2), **options)
+        )
+        run = model if call == "forward" else model.step
+        with torch.no_grad():
+            run(torch.randn(1, 2))  # A single row is what one has in evaluation.
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for rows in batches:
+                run(torch.randn(rows, 2))
+        return told
+
+    (told,) = ran(3, 2, 8)
+    assert re.search(r"3 rows makes only 3 micro-batches instead of chunks=8.*chunks=3$", str(told.message))
+    assert told.filename == __file__
+    assert not ran(9, 3), "the last mini-batch of an epoch is often short"

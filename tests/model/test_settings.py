@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,13 @@ TOLD = {
 }
 
 
+class Mode:
+    """A setting with a text, as of a library for configurations."""
+
+    def __str__(self) -> str:
+        return "except_last"
+
+
 @pytest.mark.parametrize("who", TOLD)
 @pytest.mark.parametrize(("chunks", "error"), [(0, ValueError), (-1, ValueError), (2.9, TypeError), ("4", TypeError)])
 def test_chunks_must_be_a_positive_integer_everywhere(who: str, chunks: Any, error: type[Exception]) -> None:
@@ -33,9 +41,19 @@ def test_chunks_must_be_a_positive_integer_everywhere(who: str, chunks: Any, err
 
 
 @pytest.mark.parametrize("who", TOLD)
-def test_chunks_become_an_int(who: str) -> None:
-    chunks = TOLD[who](torch.tensor(4)).chunks
+@pytest.mark.parametrize("given", [torch.tensor(4), np.int64(4), 4.0, np.float64(4)], ids=repr)
+def test_chunks_become_an_int(who: str, given: Any) -> None:
+    """16 / 4 micro-batches once were refused; the original takes them."""
+    chunks = TOLD[who](given).chunks
     assert (chunks, type(chunks)) == (4, int)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"), [(True, "always"), (False, "never"), (Mode(), "except_last")], ids=["on", "off", "object"]
+)
+def test_checkpoint_modes_by_other_names(given: Any, mode: str) -> None:
+    model = GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], checkpoint=given)
+    assert model.checkpoint == mode
 
 
 @pytest.mark.parametrize(("mode", "stop"), [("always", 5), ("except_last", 4), ("never", 0)])

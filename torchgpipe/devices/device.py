@@ -30,11 +30,23 @@ def canonical_device(device: Device) -> torch.device:
     """Return ``device`` with the index that PyTorch would choose, so that equal devices compare equal.
 
     A CPU keeps the index that it has or lacks: ``'cpu:0'`` and ``'cpu:1'`` are two devices that share one memory.
+
+    Raises:
+        ValueError: PyTorch sees no such device.
     """
     device = torch.device(device)
-    if device.index is None and device.type not in ("cpu", "meta"):
-        device = torch.device(device.type, device_module(device).current_device())
-    return device
+    if device.type in ("cpu", "meta"):
+        return device
+    module = device_module(device)
+    count = module.device_count()
+    if (device.index or 0) >= count:
+        kind = "GPU" if device.type == "cuda" else f"device of type '{device.type}'"
+        raise ValueError(
+            f"'{device}' is not there: PyTorch sees {count or 'no'} {kind}{'s' * (count > 1)}; "
+            + (f"the last is '{device.type}:{count - 1}'" if count else f"see torch.{device.type}.is_available()")
+            + ", or to try it on the CPU, give devices=['cpu', 'cpu']"
+        )
+    return torch.device(device.type, module.current_device()) if device.index is None else device
 
 
 def default_device() -> torch.device:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-__all__ = ["memory_in_use", "ran_out_of_memory", "shown_size"]
+__all__ = ["memory_in_use", "ran_out_of_memory", "read_size", "shown_size"]
 
 #: What PyTorch's allocator of the CPU says, on Linux and on Windows; its errors have no type of their own.
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -40,3 +42,17 @@ def shown_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+def read_size(text: str) -> float:
+    """Return the bytes that a text such as ``'14GiB'`` or ``'14 GB'`` tells; a GiB has 2**30 of them, a GB 10**9.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt])(i?))?b?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"a size is a number of bytes, or a text such as '14GiB' or '14 GB', but got {text!r}")
+    number, prefix, binary = found.groups()
+    power = 0 if prefix is None else 1 + "kmgt".index(prefix.lower())
+    return float(number) * float((1024 if binary else 1000) ** power)

@@ -54,7 +54,7 @@ class DistributedGPipe(nn.Module):
         model = DistributedGPipe(module, balance=[2, 2], chunks=8, loss_fn=loss_fn)
         optimizer = torch.optim.Adam(model.parameters())
         for input, target in data:
-            loss = model.step(input, target)
+            loss = model.step(input, target=target)
             optimizer.step()
             optimizer.zero_grad()
 

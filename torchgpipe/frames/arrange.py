@@ -139,7 +139,8 @@ def _counts(spine: list[Part], n: int, balance: str | Sequence[int] | Mapping[st
     if len(counts) != n or sum(counts) != len(spine) or min(counts) < 1:
         raise ValueError(
             f"balance must have {n} positive counts that add up to {len(spine)}, the parts of the spine, but got "
-            f"{counts}; the parts are {[part.name for part in spine]}"
+            f"{counts}; the parts are {[part.name for part in spine]}; balance='time' measures them, and "
+            "torchgpipe.plan decides on chunks and schedule, too"
         )
     return counts
 

@@ -45,7 +45,7 @@ class Frame:
     Attributes:
         i: the micro-batch
         column: the column whose turn it is
-        module: the name of the module of the spine that was called last, for errors
+        module: the name of the module of the spine that was called last, for errors; '' before the first call
         finished: whether the model's forward has returned
     """
 

@@ -68,7 +68,7 @@ class Splitter:
         readings: how many ways there are to read the sample; if there are several, only runs can tell; see `read`
 
     Raises:
-        ValueError: ``no_chunk`` names no argument of the sample.
+        ValueError: ``no_chunk`` names no argument of the sample, or a tensor is nested.
     """
 
     def __init__(self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str]) -> None:
@@ -79,6 +79,12 @@ class Splitter:
             raise ValueError(f"no_chunk names {unknown}, but the arguments of the sample are {[*named]}")
         self._whole = {*no_chunk}
         parts = [part for name, value in named.items() if name not in self._whole for part in _parts(value, name)]
+        nested = [path for path, value in parts if isinstance(value, Tensor) and value.is_nested]
+        if nested:
+            raise ValueError(
+                f"{nested} are nested tensors, which cannot be split along dimension 0: pad them to a dense tensor, "
+                "give a list with an item for each row, or name in no_chunk what every micro-batch gets whole"
+            )
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
         in_lists = tuple([f"{path}[" for path, _ in lists])
         apart = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
@@ -179,6 +185,14 @@ class Splitter:
         said += [f"passed whole: {sorted({*whole, *self._whole})}"] if whole or self._whole else []
         return "; ".join(said) or "nothing is split"
 
+    def unsplit(self, arguments: Arguments) -> str:
+        """Say that nothing can be split, of what kinds the arguments are, and what to do."""
+        kinds = [f"'{name}' is {_kind(value)}" for name, value in self._chunked(arguments) if value is not None]
+        return (
+            f"there is nothing to split ({', '.join(kinds) or 'no arguments'}); pass dense tensors with the rows in "
+            "dimension 0, or lists with an item for each row"
+        )
+
     def _named(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         for k, value in enumerate(arguments.args):
             yield self._names[k] if k < len(self._names) else f"argument {k}", value
@@ -230,6 +244,12 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield path, value
         for name, item in zip(opened.names, opened.items):
             yield from _parts(item, dotted(path, name))
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}, {value.layout}"
 
 
 def _length(value: Any) -> int:

@@ -16,6 +16,7 @@ from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import container, each
+from torchgpipe.model.loss import called_with_target
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
@@ -40,7 +41,7 @@ def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequ
 def _weights_of_targets(settings: Settings, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Return the weights of micro-batches in a mean of what the loss function returns."""
     if settings.weight is not None:
-        return [float(settings.weight(target)) for target in targets]
+        return [float(called_with_target(settings.weight, target)) for target in targets]
     ignored = getattr(settings.loss_fn, "ignore_index", -100)
     return [_count(target, ignored, size, shifts=False) for target, size in zip(targets, sizes)]
 
@@ -128,7 +129,7 @@ class MicroBatchLoss:
 
     def _loss_of(self, i: int, output: Any) -> Any:
         if self._loss_fn is not None:
-            result = self._loss_fn(output, self._targets[i])
+            result = called_with_target(self._loss_fn, output, self._targets[i])
             if isinstance(result, tuple) and len(result) == 2:
                 self._values[i] = result[1]
                 return result[0]

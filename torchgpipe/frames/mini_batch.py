@@ -62,6 +62,7 @@ class MiniBatch:
         verified: called when all graphs have been looked at for operations that the pipeline has not seen; None if
             there is no need to look
         labels: names each column, for errors
+        model: names the model's forward, for errors
         buffers: the ids of the model's buffers
         owner: the pipeline
         facts: returns what a note about memory is made from
@@ -85,6 +86,7 @@ class MiniBatch:
         splits: bool,
         verified: Callable[[], None] | None,
         labels: Sequence[str],
+        model: str,
         buffers: Set[int],
         owner: object,
         facts: Callable[[], MiniBatchFacts],
@@ -98,7 +100,7 @@ class MiniBatch:
         self._aliases = aliases
         self.random_numbers = random_numbers
         self.crossed: list[Crossed] = []
-        self._labels = labels
+        self._labels, self._model = labels, model
         self._owner = owner
         self._buffers = buffers
         self._splits = splits
@@ -253,7 +255,8 @@ class MiniBatch:
             with self.random_numbers.of(i, self._columns.devices[j]):
                 frame.advance(j)
         except BaseException as error:
-            error.add_note(f"{self._where(i, frame.column)}, in '{frame.module}', during forward")
+            inside = f"'{frame.module}'" if frame.module else self._model
+            error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
         marked = self._columns.leaving(j)
         mark = self._columns.computing[j].mark() if marked else None

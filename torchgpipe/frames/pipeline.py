@@ -35,6 +35,7 @@ from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
+from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
@@ -70,6 +71,7 @@ class Pipeline:
         #: For the training modes of all modules, what the model draws from.
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
+        self._begun = False
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
@@ -82,6 +84,7 @@ class Pipeline:
         rows = settings.splitter.rows_of(arguments)
         if self._stays_whole(arguments, rows):
             return self._in_one_piece(module, plain, arguments)
+        self._begin(arguments, rows, 7)  # the caller of the model
         sizes, parts = self.micro_batches(arguments, rows)
         named = [settings.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
@@ -105,6 +108,7 @@ class Pipeline:
         settings, arguments = self.settings, Arguments(args, kwargs)
         self._verify(arguments)
         rows = settings.splitter.rows_of(arguments)
+        self._begin(arguments, rows, 4)  # the caller of step
         sizes, parts = self.micro_batches(arguments, rows)
         backward = torch.is_grad_enabled()
         target = mapped(target, self.to(settings.devices[-1]))
@@ -219,6 +223,7 @@ class Pipeline:
             splits=not self._recomputes(module),
             verified=self._to_verify(module, parts[0]) if backward else None,
             labels=settings.labels,
+            model=f"{type(module).__name__}.forward",
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
             facts=facts,
@@ -293,18 +298,17 @@ class Pipeline:
             )
 
     def _stays_whole(self, arguments: Arguments, rows: int) -> bool:
-        """Return whether a mini-batch passes the partitions in one piece; what has no speed-up is told once."""
+        """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled():
-            if rows == 0:
-                self._tell("a training call has nothing to split, so it runs as one micro-batch, without a speed-up")
             return False
         generates = arguments.kwargs.get("use_cache") is True or any(
             map(is_cache, (*arguments.args, *arguments.kwargs.values()))
         )
         if generates:
-            self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up")
+            self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up", 8)
         elif rows == 0:
-            self._tell("a call has nothing to split, so it passes the partitions in one piece, without a speed-up")
+            said = self.settings.splitter.unsplit(arguments)
+            self._tell(f"a call passes the partitions in one piece, without a speed-up, as {said}", 8)
         return generates or rows == 0
 
     def micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
@@ -314,10 +318,21 @@ class Pipeline:
         sizes = chunk_sizes(rows, self.settings.chunks)
         return sizes, self.settings.splitter.split(arguments, sizes)
 
-    def _tell(self, what: str) -> None:
+    def _begin(self, arguments: Arguments, rows: int, stacklevel: int) -> None:
+        """Tell of a mini-batch in training that cannot be split, and of a first one with few rows."""
+        if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
+            return
+        if rows == 0:
+            said = self.settings.splitter.unsplit(arguments)
+            self._tell(f"a training call runs as one micro-batch, without a speed-up, as {said}", stacklevel + 1)
+        if not self._begun:
+            self._begun = True
+            tell_of_few(rows, self.settings.chunks, stacklevel)
+
+    def _tell(self, what: str, stacklevel: int) -> None:
         if what not in self._told and len(self.settings.devices) > 1:
             self._told.add(what)
-            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=8)  # the caller of the model
+            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
 
     def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
         if not Columns(self.settings.devices, self.streams).copies:

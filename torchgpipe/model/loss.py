@@ -10,12 +10,22 @@ from torch import Tensor
 
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
-__all__ = ["LossFunction", "MeanLoss", "Weight"]
+__all__ = ["LossFunction", "MeanLoss", "Weight", "called_with_target"]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 #: Takes the target of a micro-batch, and returns the weight of its mean loss.
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
+
+
+def called_with_target(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a loss function or a weight, whose last argument is the target; an error that its lack causes says so."""
+    try:
+        return function(*arguments)
+    except (AttributeError, TypeError) as error:  # What None causes.
+        if arguments[-1] is None:  # `step(x, y)` of a pipelined model gives y to the model.
+            error.add_note("no target was given: step(..., target=y)")
+        raise
 
 
 class MeanLoss:
@@ -74,14 +84,14 @@ class MeanLoss:
                 )
         sizes = [len(part) for part in torch.empty(self._rows, device="meta").chunk(self._chunks)]
         self._weights = [
-            float(size if self._weight is None else self._weight(target.value))
+            float(size if self._weight is None else called_with_target(self._weight, target.value))
             for size, target in zip(sizes, self._targets, strict=True)
         ]
         return sum(self._weights)
 
     def finish(self, i: int, output: Batch) -> Tensor:
         """Return the share of micro-batch ``i`` in the mean loss, of shape (1,)."""
-        result = self._loss_fn(output.value, self._targets[i].value)
+        result = called_with_target(self._loss_fn, output.value, self._targets[i].value)
         loss: Any = result
         if self._takes_values and isinstance(result, tuple) and len(result) == 2:
             loss, values = result

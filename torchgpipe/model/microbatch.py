@@ -6,6 +6,7 @@ around them. Everything between two partitions works on the leaves.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "rows_of", "scatter"]
+__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "rows_of", "scatter", "tell_of_few"]
 
 
 class NoChunk:
@@ -150,11 +151,11 @@ def scatter(
         keywords: the keyword arguments of the pipeline, of the same kinds
 
     Raises:
-        TypeError: a leaf has another type, or no leaf is a tensor to split.
+        TypeError: a leaf has another type or is sparse or nested, or no leaf is a tensor to split.
         ValueError: the sizes of the tensors differ in dimension 0, or a tensor has no dimensions.
     """
     value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
-    if isinstance(value, Tensor) and value.dim() > 0:
+    if isinstance(value, Tensor) and value.dim() > 0 and _is_dense(value):
         return [Batch((chunk,)) for chunk in bring(value, device).chunk(chunks)]
 
     leaves, spec = pytree.tree_flatten(value)
@@ -173,6 +174,26 @@ def rows_of(value: Any) -> int:
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
 
 
+def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:
+    """Warn if a mini-batch has fewer rows than it should have micro-batches.
+
+    Only the first mini-batch in training is worth a word: the last one of an epoch is often short, and generating text
+    takes single rows.
+
+    Args:
+        rows: the rows of the mini-batch; 0 if they are not known
+        chunks: the requested number of micro-batches
+        stacklevel: as for :func:`warnings.warn`, from the caller of this function on
+    """
+    if 0 < rows < chunks:
+        warnings.warn(
+            f"a mini-batch of {rows} row{'s' * (rows > 1)} makes only {rows} micro-batch{'es' * (rows > 1)} instead of "
+            f"chunks={chunks}, so devices idle; give larger mini-batches, or chunks={rows}",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device) -> Sequence[Leaf]:
     """Return the values of one leaf in ``m`` micro-batches."""
     if isinstance(leaf, Tensor):
@@ -180,10 +201,24 @@ def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.de
     return [None if leaf is None else bring(leaf.tensor, device)] * m
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
     split = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not split:
         raise TypeError("input has no tensor to split into micro-batches; pass at least one that is not in NoChunk")
+    if not all(map(_is_dense, split)):
+        others = ", ".join(
+            f"{path} is {'nested' if leaf.is_nested else leaf.layout} ({type(leaf).__name__})"
+            for path, leaf in _with_paths(value)
+            if isinstance(leaf, Tensor) and not _is_dense(leaf)
+        )
+        raise TypeError(
+            f"input has tensors that PyTorch cannot split along dimension 0: {others}; make them dense, as by padding, "
+            "or wrap those to be passed whole to every micro-batch in NoChunk"
+        )
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in split}
     if len(sizes) == 1 and None not in sizes:
         return

@@ -26,7 +26,7 @@ def verify_chunks(chunks: Any) -> int:
     """Return the number of micro-batches as an int.
 
     Args:
-        chunks: an integer of Python or NumPy, or an integer tensor with one element
+        chunks: an integer of Python or NumPy, an integer tensor with one element, or a whole float, as ``batch / 4`` is
 
     Raises:
         TypeError: ``chunks`` is not an integer.
@@ -34,7 +34,7 @@ def verify_chunks(chunks: Any) -> int:
     """
     message = f"number of chunks must be positive integer, but got {chunks!r}"
     try:
-        number = operator.index(chunks)
+        number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else operator.index(chunks)
     except TypeError:
         raise TypeError(message) from None
     if number <= 0:
@@ -43,25 +43,30 @@ def verify_chunks(chunks: Any) -> int:
 
 
 def verify_checkpoint(checkpoint: Any) -> CheckpointMode:
-    """Return ``checkpoint`` if it is a checkpoint mode.
+    """Return the checkpoint mode that ``checkpoint`` is, or that it is called as text.
+
+    Args:
+        checkpoint: a mode, an object such as an item of an enumeration whose text is one, or whether to checkpoint
 
     Raises:
         ValueError: ``checkpoint`` is not one.
     """
+    if isinstance(checkpoint, bool):
+        return "always" if checkpoint else "never"
     modes: tuple[CheckpointMode, ...] = ("always", "except_last", "never")
     for mode in modes:
-        if mode == checkpoint:
+        if mode in (checkpoint, str(checkpoint)):
             return mode
     raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
 
 
 def verify_checkpoint_or_layers(
-    checkpoint: CheckpointMode | LayerNames, layers: Collection[str]
+    checkpoint: CheckpointMode | LayerNames | bool, layers: Collection[str]
 ) -> CheckpointMode | tuple[str, ...]:
     """Return a checkpoint mode, or the names of the layers to checkpoint.
 
     Args:
-        checkpoint: a mode or names
+        checkpoint: a mode, names, or whether to checkpoint
         layers: the names of all layers
 
     Raises:

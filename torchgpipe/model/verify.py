@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -120,7 +121,7 @@ Let the balance be measured, here for {partitions} partition{"s" * (partitions >
     from torchgpipe_balancing import balance_by_time
     balance = balance_by_time(module, sample, partitions={partitions})
 
-(or by size; see torchgpipe_balancing, or torchgpipe.balance for the signatures of later releases)"""
+(balance_by_size for memory; torchgpipe.plan(module, sample, batch=...) decides on chunks and schedule, too)"""
 
 
 def verify_divided(layers: Iterable[str], partitions: Sequence[Partition]) -> None:
@@ -155,14 +156,14 @@ def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devic
     Raises:
         TypeError: ``devices`` is a single device.
         IndexError: there are fewer devices than partitions.
-        ValueError: one of the devices is the meta device.
+        ValueError: one of the devices is the meta device, or is not there.
     """
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(
             f"devices must be a list with a device for each partition, but got {devices!r}; to have all partitions "
             f"there, give devices=[{devices!r}] * {n}"
         )
-    known = default_devices(n) if devices is None else [canonical_device(device) for device in devices]
+    known = default_devices(n) if devices is None else [canonical_device(device) for device in islice(devices, n)]
     if len(known) < n:
         there = known or default_devices(n)
         shared = [str(there[j * len(there) // n]) for j in range(n)]
@@ -170,7 +171,7 @@ def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devic
             f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
             f"one: devices={shared}, or take a balance with fewer partitions"
         )
-    on_meta = [f"devices[{j}]" for j, device in enumerate(known[:n]) if device.type == "meta"]
+    on_meta = [f"devices[{j}]" for j, device in enumerate(known) if device.type == "meta"]
     if on_meta:
         raise ValueError(
             f"nothing can be computed on the meta device, which {', '.join(on_meta)} is; a model may be made there, "

@@ -38,7 +38,7 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     """Record the work of a pipeline in a ``with`` block around any training steps::
 
         with torchgpipe.record(model) as timeline:
-            loss_fn(model(input), target).backward()  # or model.step(input, target)
+            loss_fn(model(input), target).backward()  # or model.step(input, target=target)
         timeline.plot("step.svg")
         print(timeline.report())
 

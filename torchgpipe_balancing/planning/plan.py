@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
-from torchgpipe.devices.memory import shown_size
+from torchgpipe.devices.memory import read_size, shown_size
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.inputs import chunk_sizes
@@ -51,7 +51,7 @@ def plan(
     sample: Any,
     *,
     batch: int,
-    memory: Sequence[float] | None = None,
+    memory: Sequence[float | str] | None = None,
     devices: Iterable[Device] | None = None,
     optimizer: Optimizer = None,
     target: Any = None,
@@ -88,7 +88,8 @@ def plan(
         sample: an input of some rows: for a Sequential as in :meth:`GPipe.step <torchgpipe.GPipe.step>`, for others
             as in :func:`~torchgpipe.pipelined`
         batch: the rows of a mini-batch
-        memory: the bytes of each device's memory (default: what the accelerators have; no limit on the CPU)
+        memory: the bytes of each device's memory, as numbers or as texts such as ``'14GiB'`` (default: what the
+            accelerators have; no limit on the CPU)
         devices: the devices (default: as many as ``memory`` has of the accelerators, or else of the CPU's cores)
         optimizer: what will train the model: a class such as ``torch.optim.AdamW``, a function that takes parameters,
             an optimizer, or the bytes that it keeps for each byte of a parameter (default: nothing)
@@ -126,10 +127,9 @@ def plan(
     decided = {"balance", "partitions"} & {*options}
     if decided:
         raise TypeError(f"a plan decides on {' and '.join(sorted(decided))}, which cannot be given")
-    if memory is not None:
-        memory = _bytes_of_each(memory)
-    places = _devices(devices, memory)
-    planned = _with_memory(places, memory, speeds, margin)
+    sizes_of_devices = None if memory is None else _bytes_of_each(memory)
+    places = _devices(devices, sizes_of_devices)
+    planned = _with_memory(places, sizes_of_devices, speeds, margin)
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else NAMES)
     counts = _chunks(chunks, batch, len(places), model)
@@ -186,9 +186,13 @@ def _subject(
 
 def _bytes_of_each(memory: Any) -> list[float]:
     try:
-        return [float(size) for size in memory]
-    except TypeError as error:
-        raise TypeError(f"memory must be a list with the bytes of each device, but got {memory!r}") from error
+        if not isinstance(memory, str):
+            return [read_size(size) if isinstance(size, str) else float(size) for size in memory]
+    except TypeError:
+        pass
+    raise TypeError(
+        f"memory must be a list with the bytes of each device, such as ['14GiB', '14GiB'], but got {memory!r}"
+    )
 
 
 def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -> list[torch.device]:

@@ -16,10 +16,11 @@ from torch import nn
 
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions
+from torchgpipe_balancing.planning.answer import Answer
 from torchgpipe_balancing.planning.check import Check, checked
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
-from torchgpipe_balancing.planning.problem import Choice, Device, Outcome
+from torchgpipe_balancing.planning.problem import Choice, Device
 from torchgpipe_balancing.planning.subject import apply, released, subject_of
 from torchgpipe_balancing.planning.trials import way_of
 
@@ -29,7 +30,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Answer):
     """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
 
     Attributes:
@@ -44,20 +45,9 @@ class Plan:
         options: further arguments of the pipeline
     """
 
-    question: Question
-    fitting: tuple[Alternative, ...]
-    misfits: tuple[tuple[Alternative, tuple[float, ...]], ...]
-    without_limits: float
-    with_more_memory: float
-    with_one_more_device: float
     sample: Any = field(default=None, repr=False, compare=False)
     target: Any = field(default=None, repr=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def best(self) -> Alternative:
-        """The alternative that was chosen."""
-        return self.fitting[0]
 
     @property
     def balance(self) -> list[int]:
@@ -89,23 +79,12 @@ class Plan:
         """The predicted time of a step."""
         return self.best.seconds
 
-    def outcome(self, alternative: Alternative | None = None) -> Outcome:
-        """Return what an alternative costs, partition by partition, with its simulated step.
-
-        Args:
-            alternative: one of ``fitting`` or ``misfits`` (default: the best)
-        """
-        one = alternative or self.best
-        problem = problem_of(self.question, one.schedule, one.chunks)
-        assert problem is not None
-        return problem.outcome(one.choice)
-
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
 
             plan = torchgpipe.plan(model, sample, batch=16, devices=["cuda:0", "cuda:1"], seconds=0.1)
             model = plan.apply(model, loss_fn=loss_fn)
-            loss = model.step(input, target)
+            loss = model.step(input, target=target)
 
         Args:
             model: the model that the plan was made for, or one with the same layers

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.programs import SPLITTING
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, rows_of
-
-if TYPE_CHECKING:
-    from torchgpipe_balancing.planning.problem import Outcome
-    from torchgpipe_balancing.planning.result import Plan
+from torchgpipe_balancing.planning.answer import Answer
+from torchgpipe_balancing.planning.problem import Outcome
 
 __all__ = ["described", "written"]
 
@@ -21,7 +18,7 @@ __all__ = ["described", "written"]
 _SAME = 0.001
 
 
-def written(plan: Plan) -> str:
+def written(plan: Answer) -> str:
     """Return a plan in words."""
     return "\n".join(_lines(plan))
 
@@ -37,7 +34,7 @@ def described(question: Question, one: Alternative) -> str:
     )
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: Answer) -> Iterator[str]:
     question, best, outcome = plan.question, plan.best, plan.outcome()
     costs = question.costs
     yield f"{question.batch} rows on {_count(len(question.devices), 'device')}: {described(question, best)}"
@@ -61,7 +58,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _binding(plan, outcome)
 
 
-def _devices(plan: Plan, outcome: Outcome) -> Iterator[str]:
+def _devices(plan: Answer, outcome: Outcome) -> Iterator[str]:
     question, best = plan.question, plan.best
     names = [layer.name for layer in question.costs.layers]
     cuts = list(accumulate(best.choice.balance, initial=0))
@@ -85,7 +82,7 @@ def _devices(plan: Plan, outcome: Outcome) -> Iterator[str]:
     yield from _table(rows, 2)
 
 
-def _alternatives(plan: Plan) -> Iterator[str]:
+def _alternatives(plan: Answer) -> Iterator[str]:
     ran = any(one.measured for one in plan.fitting)
     rows = [
         ("", "step", *["measured"] * ran, "schedule", "chunks", "balance", "recomputed", "idle", "largest memory", "")
@@ -145,7 +142,7 @@ def _work(best: Alternative, other: Alternative) -> str:
     return "backward in two halves computes longer" if other.schedule in SPLITTING else "cells compute longer"
 
 
-def _binding(plan: Plan, outcome: Outcome) -> Iterator[str]:
+def _binding(plan: Answer, outcome: Outcome) -> Iterator[str]:
     question, best = plan.question, plan.best
     shortest = min(one.seconds for one in plan.fitting)
 

@@ -24,6 +24,7 @@ from torchgpipe_balancing.planning.alternatives import default_chunks
         ({"memory": [1e9, 0]}, "memory must have positive numbers of bytes"),
         ({"memory": [1e9, float("nan")]}, "memory must have positive numbers of bytes"),
         ({"memory": []}, "memory has 0 numbers"),
+        ({"memory": ["14GiB", "much"]}, "a text such as '14GiB' or '14 GB', but got 'much'"),
         ({"devices": []}, "there are 0 devices"),
         ({"devices": ["cpu:0", "cpu:0"]}, "each device must be there once, but got"),
         ({"devices": [f"cpu:{k}" for k in range(7)]}, "6 layers that can be kept apart, fewer than the 7 devices"),
@@ -56,6 +57,7 @@ def test_a_wrong_argument_is_refused(wrong: dict[str, Any], message: str) -> Non
         (mlp(), {"optimizer": "AdamW"}, "optimizer must be a class such as"),
         (mlp(), {"ballance": [3, 3]}, "ballance"),
         (Residual(), {"ballance": [3, 3]}, "ballance"),
+        (mlp(), {"memory": "14GiB"}, "memory must be a list with the bytes of each device, .* but got '14GiB'"),
     ],
 )
 def test_a_wrong_type_or_name_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
@@ -100,6 +102,11 @@ def test_nothing_is_recomputed_without_checkpoints() -> None:
 def test_a_margin_of_the_memory_stays_free() -> None:
     plan = quick(mlp(), memory=[10_000, 20_000], margin=0.25)
     assert [device.memory for device in plan.question.devices] == [7500, 15_000]
+
+
+def test_memory_may_be_told_in_words() -> None:
+    plan = quick(mlp(), memory=["1.5 MiB", "2gb"], margin=0.0)
+    assert [device.memory for device in plan.question.devices] == [1.5 * 2**20, 2e9]
 
 
 def test_a_slow_device_gets_less() -> None:

@@ -107,3 +107,35 @@ def test_a_wrapped_model_is_refused_with_the_next_move(wrap: Any) -> None:
     model = wrap(nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]))
     with pytest.raises(TypeError, match=r"pipeline the plain model|call unpipelined\(\) or unwrap\(\) first"):
         subject_of(model, torch.randn(4, 3), None, 2, {})
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_fewer_parts_than_the_schedules_with_two_partitions_a_device_want(layers: int) -> None:
+    """The plan of a model of n to 2n - 1 parts for n devices was refused, for schedules that it need not take."""
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(layers)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    model = Short()
+    plan = torchgpipe.plan(model, torch.randn(4, 3), batch=8, devices=["cpu:0", "cpu:1"], seconds=0, trials=0)
+    assert sum(plan.balance) == layers
+    assert plan.apply(model).layout.balance == plan.balance
+
+
+def test_what_is_only_measured_is_not_proved(monkeypatch: Any) -> None:
+    proofs: list[nn.Module] = []
+    monkeypatch.setattr("torchgpipe.frames.pipelined._prove", lambda module, *_: proofs.append(module))
+    model = Model()
+    plan = torchgpipe.plan(
+        model, sample(), batch=8, devices=["cpu:0", "cpu:1"], seconds=0, trials=0, no_chunk=["table"]
+    )
+    assert not proofs
+    assert plan.apply(model) is model
+    assert proofs == [model]
