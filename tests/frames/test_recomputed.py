@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
 
@@ -49,9 +50,10 @@ def mean(output: Tensor) -> Tensor:
     return output.pow(2).mean()
 
 
-def trained(model: Any, run: str, x: Tensor = X) -> dict[str, Any]:
+def trained(model: Any, run: str, x: Tensor = X, seed: int | None = 3) -> dict[str, Any]:
     """Train once, and return everything that this leaves."""
-    torch.manual_seed(3)
+    if seed is not None:
+        torch.manual_seed(seed)
     loss = model.step(x) if run == "step" else mean(model(x))
     drawn = torch.rand(3) if run == "backward" else None  # as a loop draws that loads a batch here
     if run == "backward":
@@ -77,17 +79,9 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_recomputation_changes_nothing(run: str, schedule: Any, devices: list[str]) -> None:
     """Batch norms counted twice, spectral norms improved twice, and generators were left where others had them."""
     results = []
-    for checkpoint in ("never", "always", ["layers.1", "layers.2", "layers.4"]):
-        model: Any = Rows(*layers()).double()
-        pipelined(
-            model,
-            X[:2],
-            chunks=3,
-            devices=devices,
-            schedule=schedule,
-            checkpoint=checkpoint,
-            loss_fn=lambda y, _: mean(y),
-        )
+    options: dict[str, Any] = {"devices": devices, "schedule": schedule, "loss_fn": lambda y, _: mean(y)}
+    for mode in ("never", "always", ["layers.1", "layers.2", "layers.4"]):
+        model: Any = pipelined(Rows(*layers()).double(), X[:2], chunks=3, checkpoint=mode, **options)
         results.append([trained(model, run) for _ in range(3)])
     for other in results[1:]:
         for one, expected in zip(other, results[0]):
@@ -181,10 +175,10 @@ class Containers(nn.Module):
 def test_containers_are_those_of_the_first_run(run: str) -> None:
     """A list or a cache that a module adds to had the additions of the first run already."""
     results = []
-    for checkpoint in ("never", "always"):
+    for mode in ("never", "always"):
         torch.manual_seed(0)
         model = Containers().double()
-        options = {"balance": {"layers.2": 1}, "checkpoint": checkpoint, "loss_fn": lambda y, _: mean(y)}
+        options = {"balance": {"layers.2": 1}, "checkpoint": mode, "loss_fn": lambda y, _: mean(y)}
         results.append(trained(pipelined(model, X[:2], chunks=3, devices=TWO, **options), run))
     assert_equal(results[1], results[0])
 
@@ -238,10 +232,10 @@ def own_generator() -> nn.Module:
 
 def test_a_generator_of_a_layer_draws_the_same_again() -> None:
     results = []
-    for checkpoint in (False, True):
+    for mode in (False, True):
         torch.manual_seed(0)
         layer = own_generator()
-        model = two(layer, checkpoint=checkpoint)
+        model = two(layer, checkpoint=mode)
         results.append(trained(model, "backward") | {"generator": layer.generator.get_state()})
     assert_equal(results[1], results[0])
 
@@ -279,18 +273,18 @@ def test_a_module_that_changes_its_input_is_refused() -> None:
 
 
 def test_modes_are_those_of_gpipe() -> None:
-    for checkpoint, names in (("always", {"layers.0", "layers.1"}), ("never", set())):
-        assert vars(two(nn.Linear(4, 4), checkpoint=checkpoint))["_torchgpipe"].recomputed == names
+    for mode, names in (("always", {"layers.0", "layers.1"}), ("never", set())):
+        assert vars(two(nn.Linear(4, 4), checkpoint=mode))["_torchgpipe"].recomputed == names
     with pytest.raises(ValueError, match="checkpoint='except_last' is for GPipe"):
         two(nn.Linear(4, 4), checkpoint="except_last")
 
 
 def test_weights_that_autocast_casts_are_those_of_the_first_run() -> None:
     results = []
-    for checkpoint in (False, True):
+    for mode in (False, True):
         torch.manual_seed(0)
         model: Any = Rows(*[nn.Linear(4, 4) for _ in range(4)])
-        pipelined(model, X[:2].float(), chunks=3, devices=TWO, checkpoint=checkpoint)
+        pipelined(model, X[:2].float(), chunks=3, devices=TWO, checkpoint=mode)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(X.float()).float().sum()
@@ -305,12 +299,56 @@ def test_weights_that_autocast_casts_are_those_of_the_first_run() -> None:
 def test_cached_weights_are_right_or_refused() -> None:
     """Threads share the cache, and one that clears it makes another compute a weight in one run only."""
     results = []
-    for checkpoint in (False, True):
+    for mode in (False, True):
         torch.manual_seed(0)
         model: Any = Rows(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)).double()
-        pipelined(model, X[:2], chunks=3, devices=["cpu"], checkpoint=checkpoint)
+        pipelined(model, X[:2], chunks=3, devices=["cpu"], checkpoint=mode)
         with parametrize.cached():
             results.append(trained(model, "backward"))
     assert_equal(results[1], results[0])
     with parametrize.cached(), pytest.raises(RuntimeError, match=r"leave out cached\(\) or checkpoint"):
         two(parametrizations.weight_norm(nn.Linear(4, 4)), verify=False)(X)
+
+
+# ------------------------------------------------------------------------------------- checkpoints of the model's own
+
+
+class Own(nn.Module):
+    """Recomputes itself by PyTorch's checkpoint, which sets the generator of the process back and forth."""
+
+    def __init__(self, dropout: float, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(4, 64), nn.Dropout(dropout), nn.Tanh(), nn.Linear(64, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor
+        output = self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("run", ["backward", "step"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_two_checkpoints_of_the_models_own_at_once(dropout: float, reentrant: bool, run: str) -> None:
+    """One left the generator where the other had set it, so a loop drew the same numbers in every mini-batch."""
+    results = []
+    for own, devices in ((None, ["cpu"]), (reentrant, TWO)):
+        torch.manual_seed(0)
+        model: Any = Rows(*[Own(dropout, own) for _ in range(8)]).double()
+        pipelined(model, X[:2], chunks=6, devices=devices, loss_fn=lambda y, _: mean(y))
+        torch.manual_seed(3)
+        x = X.clone().requires_grad_()  # for reentrant checkpoints
+        results.append([trained(model, run, x, seed=None) for _ in range(8)])
+    for one, expected in zip(results[1], results[0]):
+        assert_equal(one, expected)
+
+
+def test_what_hooks_draw_at_backward_stays_drawn() -> None:
+    noises = []
+    model = two(nn.Linear(4, 4))
+    model.layers[0].weight.register_hook(lambda grad: noises.append(torch.rand(3)))
+    for _ in range(2):
+        model(X).sum().backward()
+    assert not torch.equal(*noises)
