@@ -341,11 +341,13 @@ def test_cached_parametrizations_can_be_forgotten() -> None:
         layer, double = nn.Linear(1, 1), Double()
         parametrize.register_parametrization(layer, "weight", double)
         with parametrize.cached():
+            assert internals.caches_parametrizations()
             before = double.calls
             _ = layer.weight, layer.weight
             internals.forget_parametrizations()
             _ = layer.weight
             assert double.calls == before + 2
+        assert not internals.caches_parametrizations()
 
 
 def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "active_data_parallel",
     "apply_directly",
     "at_end_of_pass",
+    "caches_parametrizations",
     "current_pass",
     "dispatch_modes",
     "exchange_memory",
@@ -265,13 +266,22 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
 # package optree does the same.
 
 
+def caches_parametrizations() -> bool:
+    """Return whether any thread of the process is within `torch.nn.utils.parametrize.cached`.
+
+    All threads share its cache. Since 2.0. Without it, a layer that another thread makes compute its weight once more
+    in one of its two runs would save other tensors than in the other run.
+    """
+    return parametrize._cache_enabled > 0
+
+
 def forget_parametrizations() -> None:
     """Forget what was computed from parametrized parameters within `torch.nn.utils.parametrize.cached`.
 
     A weight that a run without a graph has computed cannot be differentiated in a run with one. Since 2.0. Without it,
     a checkpointed pipeline could not run within ``cached()``.
     """
-    if parametrize._cache_enabled:
+    if caches_parametrizations():
         parametrize._cache.clear()
 
 

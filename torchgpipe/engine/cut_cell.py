@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.recomputation import Recomputation
+from torchgpipe.engine.record import Kind
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.replay.seeds import LayerSeeds
 
@@ -42,6 +44,13 @@ class SeededCell(Cell):
                 return super().compute(leaves)
             output = call.run_layers(self._input.replace(leaves))
         return (self._seeds.run_loss(self.i, device, self._finish, output),)
+
+    @contextmanager
+    def differentiating(self, kind: Kind = "backward") -> Iterator[None]:
+        """Let layers that recompute themselves draw what they have drawn, in a ``with`` block; see `Cell`."""
+        # Around the graph only: a second run holds norms, and waits for the generator within.
+        with self._seeds.backward(), super().differentiating(kind):
+            yield
 
 
 class CutCell:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import starts_in_place
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.found import Found, registered
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import current_seeds
 from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
@@ -99,9 +99,9 @@ class PartitionCall:
 
         self._partition = partition
         # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
-        layers = [module for module in modules if module is not partition]
-        self._layers = [(module, module.training, list(module._parameters.items())) for module in layers]
-        self._norms = [module for module, training, _ in self._layers if training and isinstance(module, Norm)]
+        self._found = Found([module for module in modules if module is not partition])
+        layers = self._found.layers
+        self._norms = [module for module, training, _ in layers if training and isinstance(module, Norm)]
         self._buffers = [
             (module, name)
             for module in modules
@@ -110,7 +110,7 @@ class PartitionCall:
             if not (isinstance(module, Norm) and name in STATISTICS)
         ]
         # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
-        owned = {parameter: None for _, _, own in self._layers for _, parameter in own if parameter is not None}
+        owned = {parameter: None for _, _, own in layers for _, parameter in own if parameter is not None}
         parameters = [parameter for parameter in owned if not is_lazy(parameter)]
         self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
@@ -157,14 +157,10 @@ class PartitionCall:
         """Return what is no longer as the call found it, or None. The layers are looked at once in a backward pass."""
         if self._unchanged_in == current_pass():
             return None
-        for module, training, own in self._layers:
-            if module.training != training:
-                return f"it was in {'training' if training else 'evaluation'} mode"
-            for name, parameter in own:
-                if _registered(module._parameters, name) is not parameter:
-                    return f"'{name}' of a {type(module).__name__} was another parameter"
-        self._unchanged_in = current_pass()
-        return None
+        change = self._found.changed()
+        if change is None:
+            self._unchanged_in = current_pass()
+        return change
 
     def forget_casts(self) -> None:
         """Clear the casts that autocast keeps, after a run.
@@ -197,17 +193,9 @@ class PartitionCall:
                 )
 
     def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = [_registered(module._buffers, name) for module, name in self._buffers]
+        buffers = [registered(module._buffers, name) for module, name in self._buffers]
         # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
         return list(zip(buffers, versions(buffers)))
-
-
-def _registered(tensors: Any, name: str) -> Tensor | None:
-    """Return a parameter or buffer by name, or None. The dicts of TorchScript modules have no ``get``."""
-    if name not in tensors:
-        return None
-    found: Tensor | None = tensors[name]
-    return found
 
 
 def _run(partition: Partition, source: str, batch: Batch) -> Batch:

@@ -183,7 +183,10 @@ class _Step:
                     run(number)
         else:
             streams = [calls[action.j].stream for action in agenda.actions]
-            run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, self._ambient)
+            try:
+                run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, self._ambient)
+            finally:
+                self._seeds.end()
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:

@@ -251,8 +251,13 @@ def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Modu
 
 
 def _recomputed(names: Collection[str], doors: Mapping[str, int], checkpoint: bool | Collection[str]) -> set[str]:
-    if isinstance(checkpoint, bool):
-        return {*doors} if checkpoint else set()
+    if checkpoint == "except_last":
+        raise ValueError(
+            "checkpoint='except_last' is for GPipe; a pipelined model recomputes modules, in all micro-batches: give "
+            "'always', 'never', or the names of modules to recompute"
+        )
+    if isinstance(checkpoint, bool) or checkpoint in ("always", "never"):
+        return {*doors} if checkpoint in (True, "always") else set()
     if isinstance(checkpoint, str):
         checkpoint = [checkpoint]
     unknown = [name for name in checkpoint if name not in names]

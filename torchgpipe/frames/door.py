@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
+from torchgpipe.frames.recomputed import recomputed
 
 __all__ = ["Door", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
 
@@ -92,7 +92,7 @@ class Door:
     def call_module(self, args: Any, kwargs: Any) -> Any:
         """Call the module."""
         if self.recomputes and self.module.training and torch.is_grad_enabled():
-            return checkpoint(self._call, *args, use_reentrant=False, **kwargs)
+            return recomputed(self.module, self.name, self._call, args, kwargs)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.stream import Streams
-from torchgpipe.devices.torch_internals import has_call_hooks, is_checkpointed
+from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
 from torchgpipe.engine.direct_gradients import deliver
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.hooks import has_hooks
@@ -146,8 +146,13 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------------- pieces
 
-    def prepare(self, module: nn.Module) -> None:
-        """Put doors in front of the modules of the spine, which may have been replaced since the last mini-batch."""
+    def prepare(self, module: nn.Module, *, recomputes: bool = True) -> None:
+        """Put doors in front of the modules of the spine, which may have been replaced since the last mini-batch.
+
+        Args:
+            module: the model
+            recomputes: whether modules run again at backward; the plain model of a proof must not
+        """
         settings = self.settings
         children = list(module.modules())
         self._has_hooks = any(map(has_call_hooks, children))
@@ -162,7 +167,8 @@ class Pipeline:
         for ref, name, column in self._doors:
             child = ref()
             if child is not None:
-                put_door(child, name, column, recomputes=name in settings.recomputed, owner=self.identity)
+                again = recomputes and name in settings.recomputed
+                put_door(child, name, column, recomputes=again, owner=self.identity)
 
     @contextmanager
     def aliased(
@@ -178,7 +184,7 @@ class Pipeline:
         """
         refuse_transforms()
         with self._lock:
-            self.prepare(module)
+            self.prepare(module, recomputes=not alone)
             streams = self.streams
             slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
             places = (self.settings.devices, streams.moves, streams.device_of)
@@ -290,6 +296,11 @@ class Pipeline:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
+            )
+        if self.settings.recomputed and caches_parametrizations() and len(set(self.settings.devices)) > 1:
+            raise RuntimeError(
+                "torch.nn.utils.parametrize.cached() is around a pipelined model whose modules run again at backward; "
+                "threads of several devices share its cache, so the runs could differ: leave out cached() or checkpoint"
             )
         if is_checkpointed() and len(self.settings.devices) > 1:
             raise RuntimeError(

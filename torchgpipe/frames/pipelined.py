@@ -92,7 +92,8 @@ def pipelined(
         reduce: ``'mean'`` or ``'sum'``: how numbers that micro-batches return, such as losses, are joined (default:
             the sum where ``num_items_in_batch`` is given, or else the weighted mean)
         no_chunk: names of arguments that every micro-batch gets whole
-        checkpoint: names of modules that keep only their inputs, and run again at backward; True for all of the spine
+        checkpoint: names of modules that keep only their inputs, and run again at backward; True or ``'always'`` for
+            all of the spine, False or ``'never'`` for none
         verify: whether to run the sample through the pipeline and the plain model, and compare outputs, changed buffers
             and the gradients of all parameters; or the names of outputs, such as a loss that balances experts over the
             batch, that may differ between rows together and apart, with a warning

@@ -5,9 +5,9 @@
     pipeline           as it stands, micro-batch by micro-batch       ─┘ equal, or the cut has lost something
 
 Micro-batches apart are compared with the pipeline by outputs, losses, changed buffers, and the gradients of all
-parameters; rows together only by outputs and losses. A layer that draws, or a batch norm, makes rows together differ
-from rows apart in training, so these two run once more in evaluation; the pipeline draws what the plain model draws,
-and is compared as it stands.
+parameters; rows together only by outputs and losses. A layer that draws or changes its buffers, or a batch norm, makes
+rows together differ from rows apart in training, so these two run once more in evaluation; the pipeline draws what the
+plain model draws, and is compared as it stands.
 
 The pipeline runs column by column: all micro-batches pass the first column before one enters the second. So state that
 one partition leaves on the model for a later one is always that of another micro-batch, which shows.
@@ -206,7 +206,8 @@ class Proof:
         sizes = self._sizes
         if len(sizes) == 1:
             return
-        couples = apart.draws.cpu or apart.draws.device
+        # A layer that changes its buffers, as a spectral norm does, may compute with them.
+        couples = apart.draws.cpu or apart.draws.device or bool(apart.buffers)
         couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
         training = training and not couples
         with in_mode(self._module, training):

@@ -98,6 +98,23 @@ class RandomNumbers:
         else:
             yield
 
+    @contextmanager
+    def backward_half(self) -> Iterator[None]:
+        """Leave the caller's generator of the CPU as it is, or as hooks leave it that draw, after a ``with`` block.
+
+        A module with a checkpoint of its own sets that generator to its state in forward, and afterwards back. Where
+        workers of two devices do so at once, one takes the state that the other has set for the caller's, and leaves
+        it there. Drawing never leads to an earlier state, so such a state is not one that somebody has drawn to.
+        """
+        with cpu_lock():
+            state = torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            with cpu_lock():
+                if torch.equal(torch.default_generator.get_state(), self._before):
+                    torch.default_generator.set_state(state)
+
     @property
     def drawn(self) -> Draws:
         """What has been drawn from so far, as far as `of` has swapped generators."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Container", "container", "dotted", "each", "hidden", "is_cache", "mapped"]
+__all__ = ["Container", "container", "copied", "dotted", "each", "hidden", "is_cache", "mapped"]
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -110,6 +110,20 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
     objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
     items = [mapped(item, change, caches=caches, objects=objects) for item in opened.items]
     return value if all([a is b for a, b in zip(items, opened.items)]) else opened.rebuilt(items)
+
+
+def copied(value: Any, *, objects: bool = True) -> Any:
+    """Return ``value`` with copies of all containers in it, and the same tensors.
+
+    Args:
+        value: a value
+        objects: whether to copy plain objects of the user's classes, too
+    """
+    opened = container(value, caches=True, objects=objects)
+    if opened is None:
+        return value
+    objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
+    return opened.rebuilt([copied(item, objects=objects) for item in opened.items])
 
 
 def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

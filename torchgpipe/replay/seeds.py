@@ -6,13 +6,18 @@ numbers of the first run without noting anything.
 Only layers that draw pay. The first run of a layer shows whether the layer draws. `LayerSeeds.run` seeds the generator
 of the device before every run of a layer that draws, and puts the generator back afterwards. The CPU has one generator
 for all threads, so such layers of the CPU run one at a time.
+
+A layer may have a checkpoint of its own, by `torch.utils.checkpoint`: at backward it sets the CPU's generator to its
+state in forward, and afterwards back, without a look at other threads. If anything in the step draws from that
+generator, its backward takes turns with the others (`LayerSeeds.backward`). Otherwise only the generator itself may be
+left in one of these states (`LayerSeeds.end`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -79,6 +84,9 @@ class LayerSeeds:
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self._before = _state(torch.default_generator)
+        self._seeds: set[int] = set()
+        #: Whether anything with a seed has drawn from the generator of the CPU in this step.
+        self._draws_from_cpu = False
 
     def at(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let `Partition` run its layers with the seeds of micro-batch ``i`` in a ``with`` block."""
@@ -109,17 +117,38 @@ class LayerSeeds:
     @contextmanager
     def _seeded(self, i: int, device: torch.device, position: int) -> Iterator[Callable[[], bool]]:
         """Seed generators for a ``with`` block, and give a function that tells whether anything was drawn."""
-        generators = _generators(device)
+        generators, seed = _generators(device), mixed(self._base, i, position)
+        self._seeds.add(seed)
         with sharing_cpu_generator():
             before = [_state(generator) for generator in generators]
             for generator in generators:
-                generator.manual_seed(mixed(self._base, i, position))
+                generator.manual_seed(seed)
             seeded = [_state(generator) for generator in generators]
             try:
                 yield lambda: not all(map(torch.equal, map(_state, generators), seeded))
             finally:
+                self._draws_from_cpu |= not torch.equal(_state(generators[0]), seeded[0])
                 for generator, state in zip(generators, before):
                     generator.set_state(state)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Let what layers recompute themselves in a ``with`` block draw what it has drawn: nobody else draws meanwhile.
+
+        A backward comes after all layers and the loss have run once, so it is known by then whether they draw.
+        """
+        with sharing_cpu_generator() if self._draws_from_cpu else nullcontext():
+            yield
+
+    def end(self) -> None:
+        """Put the generator of the CPU back where it was, if two layers have recomputed at once and left a seed there.
+
+        What hooks have drawn at backward stays drawn.
+        """
+        with cpu_lock():
+            now = _state(torch.default_generator)
+            if not torch.equal(now, self._before) and any([torch.equal(now, _seeded(seed)) for seed in self._seeds]):
+                torch.default_generator.set_state(self._before)
 
     def verify(self) -> None:
         """Check, after a step with recomputations, that no layer without a seed has drawn.
@@ -169,6 +198,10 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     if device.type == "cpu":
         return [torch.default_generator]
     return [torch.default_generator, device_module(device).default_generators[device.index]]
+
+
+def _seeded(seed: int) -> Tensor:
+    return _state(torch.Generator().manual_seed(seed))
 
 
 def _state(generator: torch.Generator) -> Tensor:

@@ -1,0 +1,354 @@
+"""Modules that a pipelined model recomputes: the second run does what the first run did, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from torchgpipe import is_checkpointing, is_recomputing, pipelined
+
+TWO = ["cpu:0", "cpu:1"]
+X = torch.randn(6, 4, dtype=torch.float64)
+
+
+class Rows(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def layers() -> list[nn.Module]:
+    """Return layers that keep books on their runs."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+        nn.utils.spectral_norm(nn.Linear(4, 4)),
+        nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4), nn.Dropout(0.2)),
+    ]
+
+
+def mean(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def trained(model: Any, run: str, x: Tensor = X, seed: int | None = 3) -> dict[str, Any]:
+    """Train once, and return everything that this leaves."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    loss = model.step(x) if run == "step" else mean(model(x))
+    drawn = torch.rand(3) if run == "backward" else None  # as a loop draws that loads a batch here
+    if run == "backward":
+        loss.backward()
+    left = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    left |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return {**left, "loss": loss.detach(), "drawn": drawn, "drawn next": torch.rand(3)}
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        other = expected[name]
+        assert (value is None and other is None) or torch.equal(value, other), name
+
+
+@pytest.mark.parametrize(
+    ("run", "schedule"), [("backward", "1F1B"), ("step", "GPipe"), ("step", "1F1B"), ("step", "ZeroBubble")]
+)
+@pytest.mark.parametrize("devices", [["cpu"], TWO, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_recomputation_changes_nothing(run: str, schedule: Any, devices: list[str]) -> None:
+    """Batch norms counted twice, spectral norms improved twice, and generators were left where others had them."""
+    results = []
+    options: dict[str, Any] = {"devices": devices, "schedule": schedule, "loss_fn": lambda y, _: mean(y)}
+    for mode in ("never", "always", ["layers.1", "layers.2", "layers.4"]):
+        model: Any = pipelined(Rows(*layers()).double(), X[:2], chunks=3, checkpoint=mode, **options)
+        results.append([trained(model, run) for _ in range(3)])
+    for other in results[1:]:
+        for one, expected in zip(other, results[0]):
+            assert_equal(one, expected)
+
+
+def test_statistics_are_those_of_the_plain_model() -> None:
+    model = Rows(*[layer for layer in layers() if "Dropout" not in str(layer)]).double()
+    plain = copy.deepcopy(model)
+    pipelined(model, X[:2], chunks=3, devices=TWO, checkpoint=True)
+    for _ in range(2):
+        model(X).sum().backward()
+        for x in X.chunk(3):
+            plain(x).sum().backward()
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def two(first: nn.Module, **options: Any) -> Any:
+    """Pipeline a module and a Linear on two devices; all is recomputed."""
+    return pipelined(
+        Rows(first, nn.Linear(4, 4)).double(), X[:2], chunks=3, devices=TWO, **{"checkpoint": True, **options}
+    )
+
+
+def test_a_layer_can_ask_which_run_it_is_in() -> None:
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((is_checkpointing(), is_recomputing()))
+            return super().forward(x)
+
+    seen: list[tuple[bool, bool]] = []
+    model = two(Asks(4, 4))
+    seen.clear()
+    model(X).sum().backward()
+    assert seen == 3 * [(True, False)] + 3 * [(False, True)]
+    seen.clear()
+    with torch.no_grad():
+        model(X)
+    model.eval()(X).sum().backward()
+    assert seen == 6 * [(False, False)]
+
+
+def test_what_the_caller_has_set_holds_in_both_runs() -> None:
+    class Sets(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((setting.get(), torch.is_autocast_enabled("cpu"), torch.empty(0).dtype))
+            return super().forward(x)
+
+    seen: list[Any] = []
+    setting: ContextVar[str] = ContextVar("setting", default="none")
+    model = two(Sets(4, 4).float()).float()
+    seen.clear()
+    token = setting.set("mine")
+    with torch.autocast("cpu", torch.bfloat16), torch.device("cpu"):
+        loss = model(X.float()).sum()
+    setting.reset(token)
+    loss.backward()
+    assert seen == 6 * [("mine", True, torch.float32)]
+
+
+class Container(nn.Module):
+    """Takes and returns containers, and adds to a list of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, state: dict[str, Any], *, seen: list[Tensor]) -> dict[str, Any]:
+        seen.append(self.linear(self.norm(state["x"]) * (1 + len(seen))))
+        return {"x": torch.stack(seen).sum(0), "past": (state["x"], *state["past"])}
+
+
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Container() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"x": x, "past": ()}
+        for half in (self.layers[:2], self.layers[2:]):
+            seen: list[Tensor] = []
+            for layer in (*half, half[1]):  # One is called twice.
+                state = layer(state, seen=seen)
+        return state["x"] + sum(state["past"])
+
+
+@pytest.mark.parametrize("run", ["backward", "step"])
+def test_containers_are_those_of_the_first_run(run: str) -> None:
+    """A list or a cache that a module adds to had the additions of the first run already."""
+    results = []
+    for mode in ("never", "always"):
+        torch.manual_seed(0)
+        model = Containers().double()
+        options = {"balance": {"layers.2": 1}, "checkpoint": mode, "loss_fn": lambda y, _: mean(y)}
+        results.append(trained(pipelined(model, X[:2], chunks=3, devices=TWO, **options), run))
+    assert_equal(results[1], results[0])
+
+
+def test_a_graph_that_is_kept_is_recomputed_again() -> None:
+    model = two(parametrizations.spectral_norm(nn.Linear(4, 4)))
+    loss = model(X).sum()
+    loss.backward(retain_graph=True)
+    once = trained_gradients(model)
+    loss.backward()
+    for one, both in zip(once, trained_gradients(model)):
+        assert torch.equal(2 * one, both)
+
+
+def trained_gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_activations_are_not_kept() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).exp()
+            held.append(weakref.ref(y))
+            return super().forward(y.sin())
+
+    held: list[weakref.ref[Tensor]] = []
+    model = two(nn.Sequential(Keeps(4, 4), nn.BatchNorm1d(4)))
+    gc.disable()
+    try:
+        held.clear()
+        loss = model(X).sum()
+        assert [one() for one in held] == 3 * [None]
+        loss.backward()
+        assert [one() for one in held] == 6 * [None]
+    finally:
+        gc.enable()
+
+
+def own_generator() -> nn.Module:
+    class Noise(nn.Linear):
+        generator = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+            return super().forward(x * noise)
+
+    layer = Noise(4, 4)
+    layer.generator = torch.Generator().manual_seed(1)
+    return layer
+
+
+def test_a_generator_of_a_layer_draws_the_same_again() -> None:
+    results = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        layer = own_generator()
+        model = two(layer, checkpoint=mode)
+        results.append(trained(model, "backward") | {"generator": layer.generator.get_state()})
+    assert_equal(results[1], results[0])
+
+
+def step_between(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def replace(model: Any) -> None:
+    model.layers[0].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("change", [step_between, replace, nn.Module.eval])
+def test_layers_that_are_changed_between_the_runs_are_refused(change: Callable[[Any], Any]) -> None:
+    model = two(nn.Linear(4, 4))
+    loss = model(X).sum()
+    change(model)
+    with pytest.raises(RuntimeError, match="is not what it was at forward"):
+        loss.backward()
+
+
+def test_a_module_that_changes_its_input_is_refused() -> None:
+    class Doubles(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    class Cells(Rows):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 1)
+
+    with pytest.raises(RuntimeError, match=r"'layers.0' changes its input in place"):
+        pipelined(Cells(Doubles(4, 4), nn.Linear(4, 4)).double(), X[:2], chunks=3, devices=TWO, checkpoint=True)
+
+
+def test_modes_are_those_of_gpipe() -> None:
+    for mode, names in (("always", {"layers.0", "layers.1"}), ("never", set())):
+        assert vars(two(nn.Linear(4, 4), checkpoint=mode))["_torchgpipe"].recomputed == names
+    with pytest.raises(ValueError, match="checkpoint='except_last' is for GPipe"):
+        two(nn.Linear(4, 4), checkpoint="except_last")
+
+
+def test_weights_that_autocast_casts_are_those_of_the_first_run() -> None:
+    results = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        model: Any = Rows(*[nn.Linear(4, 4) for _ in range(4)])
+        pipelined(model, X[:2].float(), chunks=3, devices=TWO, checkpoint=mode)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(X.float()).float().sum()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= parameter.grad
+        results.append(dict(model.named_parameters()))
+    assert_equal(results[1], results[0])
+
+
+def test_cached_weights_are_right_or_refused() -> None:
+    """Threads share the cache, and one that clears it makes another compute a weight in one run only."""
+    results = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        model: Any = Rows(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)).double()
+        pipelined(model, X[:2], chunks=3, devices=["cpu"], checkpoint=mode)
+        with parametrize.cached():
+            results.append(trained(model, "backward"))
+    assert_equal(results[1], results[0])
+    with parametrize.cached(), pytest.raises(RuntimeError, match=r"leave out cached\(\) or checkpoint"):
+        two(parametrizations.weight_norm(nn.Linear(4, 4)), verify=False)(X)
+
+
+# ------------------------------------------------------------------------------------- checkpoints of the model's own
+
+
+class Own(nn.Module):
+    """Recomputes itself by PyTorch's checkpoint, which sets the generator of the process back and forth."""
+
+    def __init__(self, dropout: float, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = nn.Sequential(nn.Linear(4, 64), nn.Dropout(dropout), nn.Tanh(), nn.Linear(64, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor
+        output = self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("run", ["backward", "step"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_two_checkpoints_of_the_models_own_at_once(dropout: float, reentrant: bool, run: str) -> None:
+    """One left the generator where the other had set it, so a loop drew the same numbers in every mini-batch."""
+    results = []
+    for own, devices in ((None, ["cpu"]), (reentrant, TWO)):
+        torch.manual_seed(0)
+        model: Any = Rows(*[Own(dropout, own) for _ in range(8)]).double()
+        pipelined(model, X[:2], chunks=6, devices=devices, loss_fn=lambda y, _: mean(y))
+        torch.manual_seed(3)
+        x = X.clone().requires_grad_()  # for reentrant checkpoints
+        results.append([trained(model, run, x, seed=None) for _ in range(8)])
+    for one, expected in zip(results[1], results[0]):
+        assert_equal(one, expected)
+
+
+def test_what_hooks_draw_at_backward_stays_drawn() -> None:
+    noises = []
+    model = two(nn.Linear(4, 4))
+    model.layers[0].weight.register_hook(lambda grad: noises.append(torch.rand(3)))
+    for _ in range(2):
+        model(X).sum().backward()
+    assert not torch.equal(*noises)

@@ -1,0 +1,116 @@
+"""A call of a module that keeps its arguments only, and runs again at backward.
+
+The first run leaves a graph whose nodes have not saved their tensors, by the hooks of `torch.utils.checkpoint`. When
+backward comes to the first of these nodes, the second run computes what they would have saved, and stops. So gradients
+go wherever the graph of the first run leads, also to what the module has got in other ways than as arguments.
+
+PyTorch only repeats the random numbers and autocast, and for random numbers it puts the generator of the whole process
+back and forth, without a look at other threads. So here the second run is our own, as in a GPipe: with the settings,
+phase, random numbers and buffers of the first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from torchgpipe.devices.torch_internals import forget_parametrizations, saved_tensors_hooks_in_use, versions
+from torchgpipe.frames.values import copied, each
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.buffers import BufferStates
+from torchgpipe.replay.found import Found
+from torchgpipe.replay.phase import current_phase, enter_phase
+from torchgpipe.replay.random import Drawn, RandomStates
+from torchgpipe.replay.statistics import exclusive
+
+__all__ = ["recomputed"]
+
+
+def recomputed(module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module, and let it run again at backward.
+
+    Args:
+        module: the module
+        name: its name, for errors
+        call: calls it
+        args: its arguments
+        kwargs: its arguments with names
+
+    Returns:
+        what the module returns
+
+    Raises:
+        RuntimeError: the module has changed its arguments in place.
+    """
+    return checkpoint(_Runs(module, name, call, args, kwargs), use_reentrant=False, preserve_rng_state=False)
+
+
+class _Runs:
+    """The first and the second run of a call, see `recomputed` for the arguments."""
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        modules = list(module.modules())
+        self._name, self._call = name, call
+        self._given: tuple[Any, Any] | None = (args, kwargs)
+        # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
+        self._args, self._kwargs = copied(args), copied(kwargs)
+        # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
+        self._ambient = Ambient()
+        self._found = Found(modules)
+        self._parameters = [one for _, _, own in self._found.layers for _, one in own]
+        self._inputs = [tensor for _, tensor in each((args, kwargs))]
+        self._versions = versions([*self._parameters, *self._inputs])
+        device = next((one.device for one in (*self._parameters, *self._inputs) if one is not None), None)
+        # Cells that draw from one generator run one at a time, see `RandomNumbers`.
+        self._random = RandomStates(device or torch.device("cpu"), modules, beside=False, between=True)
+        self._buffers = BufferStates(modules)
+        self._drawn: Drawn | None = None
+
+    def __call__(self) -> Any:
+        if self._given is not None:
+            return self._first_run()
+        # What the caller has set is set again, but tensors are saved where PyTorch's checkpoint wants them.
+        return self._ambient.run(self._second_run, saved_tensors_hooks_in_use())
+
+    def _first_run(self) -> Any:
+        assert self._given is not None
+        (args, kwargs), self._given = self._given, None
+        forget_parametrizations()
+        with enter_phase((True, current_phase()[1])), exclusive(self._buffers.modules):
+            before = self._random.begin()
+            output = self._call(*args, **kwargs)
+            self._drawn = self._random.end(before)
+            self._buffers.end()
+        forget_parametrizations()
+        if versions([*self._parameters, *self._inputs]) != self._versions:
+            raise RuntimeError(
+                f"'{self._name}' changes its input in place, so recomputation would start from another input; let it "
+                "work on a copy (input.clone()), or leave it out of checkpoint"
+            )
+        return output
+
+    def _second_run(self, hooks: Any) -> None:
+        change = self._found.changed()
+        if change is None and versions([*self._parameters, *self._inputs]) != self._versions:
+            change = "a parameter or an input was changed in place since"
+        if change is not None:
+            raise RuntimeError(
+                f"'{self._name}' is not what it was at forward ({change}), so recomputation would give other "
+                "gradients; call backward() before optimizer.step(), train() and eval(), or leave it out of checkpoint"
+            )
+        assert self._drawn is not None
+        forget_parametrizations()
+        with (
+            saved_tensors_hooks(*hooks),
+            enter_phase((current_phase()[0], True)),
+            exclusive(self._buffers.modules),
+            self._buffers.replayed(),
+            self._random.replay(self._drawn),
+        ):
+            self._call(*copied(self._args), **copied(self._kwargs))
+        forget_parametrizations()
