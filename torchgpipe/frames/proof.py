@@ -37,6 +37,7 @@ from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.replay.ambient import Ambient
 
 __all__ = ["Proof", "sample_of"]
 
@@ -376,7 +377,8 @@ def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:
     try:
         if roots:
             tensors, grads = zip(*roots)
-            torch.autograd.backward(tensors, grads)
+            with Ambient().without_autocast():  # as the pipeline does
+                torch.autograd.backward(tensors, grads)
     except RuntimeError:
         return False
     return True

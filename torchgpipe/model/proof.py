@@ -28,6 +28,7 @@ from torchgpipe.model.loss import MeanLoss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
 
@@ -202,7 +203,8 @@ def _differentiate(leaves: Sequence[Leaf], grads: Sequence[Leaf]) -> None:
     pairs = [(one, grad) for one, grad in zip(leaves, grads) if one is not None and grad is not None]
     wanted = [(one, grad) for one, grad in pairs if one.requires_grad]
     if wanted:
-        torch.autograd.backward([one for one, _ in wanted], [grad for _, grad in wanted])
+        with Ambient().without_autocast():
+            torch.autograd.backward([one for one, _ in wanted], [grad for _, grad in wanted])
 
 
 def _take(parameter: Tensor) -> Tensor | None:
