@@ -5,6 +5,7 @@
     memory      the activations that each device keeps (`pipelined_steps.py`)
     speed       language models on two cores (`pipelined_speed.py`)
     splits      whether export can split them (`pipelined_speed.py`)
+    proof       what the proof takes, for GPT-2 (`pipelined_proof.py`)
 
 Each part can be run by itself; parts that were measured before stay in the result. Figures are medians over turns, and
 ratios are taken within a turn. `speed` means nothing where other processes take a core.
@@ -22,6 +23,7 @@ from typing import Any
 
 from benchmarks.pipelined_host import host, pipelined_host, pipelined_times
 from benchmarks.pipelined_models import language_models
+from benchmarks.pipelined_proof import pipelined_proof, proof
 from benchmarks.pipelined_speed import pipelined_speed, pipelined_splits, speed, splits
 from benchmarks.pipelined_steps import memory, pipelined_memory, pipelined_sleeping, sleeping
 from benchmarks.program import Command
@@ -31,6 +33,7 @@ __all__ = [
     "pipelined_aims",
     "pipelined_host",
     "pipelined_memory",
+    "pipelined_proof",
     "pipelined_sleeping",
     "pipelined_speed",
     "pipelined_splits",
@@ -43,6 +46,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "memory": memory,
     "speed": speed,
     "splits": splits,
+    "proof": proof,
 }
 
 
@@ -54,6 +58,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
         "activations": pipelined_memory(result),
         "language models on two cores": pipelined_speed(result),
         "splitting": pipelined_splits(result),
+        "the proof": pipelined_proof(result),
         "what was aimed at": pipelined_aims(result),
     }
     return {title: text for title, text in told.items() if text}

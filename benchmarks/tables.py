@@ -133,6 +133,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pipelined_sleeping": _of("pipelined", pipelined.pipelined_sleeping),
     "pipelined_memory": _of("pipelined", pipelined.pipelined_memory),
     "pipelined_splits": _of("pipelined", pipelined.pipelined_splits),
+    "pipelined_proof": _of("pipelined", pipelined.pipelined_proof),
     "pipelined_aims": _of("pipelined", pipelined.pipelined_aims),
     "plan_prediction": _of("plan", plan.plan_prediction),
     "plan_memory": _of("plan", plan.plan_memory),

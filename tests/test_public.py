@@ -21,6 +21,7 @@ REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob(
 PUBLIC: dict[str, list[str]] = {
     "torchgpipe": ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "plan", "record"],
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
+    "torchgpipe.model.comparison": ["Compared", "Comparison"],
     "torchgpipe.balance": ["balance_by_size", "balance_by_time"],
     "torchgpipe.batchnorm": ["DeferredBatchNorm", "mini_batch"],
     "torchgpipe.schedule": ["Action", "Simulation", "draw_svg", "draw_text", "program", "simulate", "verify"],
@@ -49,6 +50,7 @@ PUBLIC: dict[str, list[str]] = {
 SHARED = {
     "torchgpipe.schedule",
     "torchgpipe.batchnorm",
+    "torchgpipe.model.comparison",
     "torchgpipe.timeline.prediction",
     "torchgpipe.timeline.span",
 }
@@ -107,7 +109,7 @@ def test_each_public_name_is_shown_at_work() -> None:
     pages += [snippets.in_docstring(inspect.getdoc(t)) for name in NAMES for _, t in snippets.documented(named(name))]
     code = "\n".join(snippet.code for page in pages for snippet in page)
     returned = {"LayerProfile", "LocalRRef", "Profile", "Report", "Timeline", "Row", "Span", "Advice", "DeviceUse"}
-    returned |= {"Check", "Plan", "Prediction"}
+    returned |= {"Check", "Compared", "Comparison", "Plan", "Prediction"}
     names = {name.rpartition(".")[2] for name in NAMES} - returned - {"BalanceError"}  # never raised
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
 

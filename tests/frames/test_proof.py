@@ -73,9 +73,8 @@ def test_nothing_stays_behind() -> None:
     table = model.verify(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not counts
-    assert "'balance' of 6 rows is" in table.faults[0]
-    names = [row.name for row in table.rows]
-    assert names[:2] == ["'out', rows together and apart", "'balance', rows together and apart"]
+    assert table.is_equal  # The balance may still differ.
+    assert "'balance', rows together and apart" not in [row.name for row in table.rows]
 
 
 def test_the_balancing_of_experts_is_refused_unless_it_is_named() -> None:

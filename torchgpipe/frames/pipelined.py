@@ -181,6 +181,7 @@ def _pipelined(
         reduce=reduce,
         **others,
     )
+    settings.may_differ = () if isinstance(verify, bool) else [verify] if isinstance(verify, str) else verify
     program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
     move(module, settings)
     vars(module)[_SETTINGS] = settings
@@ -189,22 +190,21 @@ def _pipelined(
     module.__class__ = _subclass(kind)
     if verify is not False and not settings.on_meta:
         try:
-            _prove(module, arguments, verify)
+            _prove(module, arguments)
         except BaseException:
             cast(Any, module).unpipelined()
             raise
     return module
 
 
-def _prove(module: Any, sample: Arguments, verify: bool | Collection[str]) -> None:
+def _prove(module: Any, sample: Arguments) -> None:
     """Compare a pipelined module with the plain one on the sample.
 
     Raises:
         ValueError: the two differ.
     """
-    names = () if verify is True else [verify] if isinstance(verify, str) else verify
     runs, plain = module._runs(), functools.partial(_plain(module).forward, module)
-    proof = Proof(runs, module, plain, *sample_of(runs, sample), may_differ=names)  # type: ignore[arg-type]
+    proof = Proof(runs, module, plain, *sample_of(runs, sample))
     comparison = proof.run()
     if comparison.faults:
         raise ValueError(f"{comparison.faults[0]} (verify=False does without this comparison)")

@@ -18,7 +18,7 @@ held once; those of the pipeline are compared and dropped column by column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -84,7 +84,6 @@ class Proof:
         sizes: the rows of each micro-batch
         target: the target of the loss function
         with_loss: whether to compute the loss function of a step
-        may_differ: the names of outputs that may differ between rows together and rows apart
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Proof:
         target: Any = None,
         *,
         with_loss: bool = False,
-        may_differ: Collection[str] = (),
     ) -> None:
         self._pipeline, self._module, self._plain = pipeline, module, plain
         settings = self._settings = pipeline.settings
@@ -107,7 +105,6 @@ class Proof:
         self._named = [settings.splitter.names(part) for part in self._parts]
         self._target = mapped(target, pipeline.to(settings.devices[-1])) if with_loss else None
         self._with_loss = with_loss
-        self._may_differ = may_differ
         self.comparison = Comparison(settings.epsilon)
         #: The outputs that may differ, and do.
         self.differing: list[str] = []
@@ -237,7 +234,7 @@ class Proof:
         for path, tensor in each(whole):
             ours = joined.get(path)
             fault = self._coupled(path, tensor, ours, [one.get(path) for one in parts])
-            if ours is not None and path in self._may_differ:
+            if ours is not None and path in self._settings.may_differ:
                 difference, largest = difference_of(tensor, ours)
                 if difference > self.comparison.loose * largest:
                     self.differing.append(path)

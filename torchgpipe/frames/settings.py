@@ -5,7 +5,7 @@ It lies on the module, so that copies and pickles of the module are pipelined, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Settings:
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model was on the meta device
         layout: the layout, for people
+        may_differ: the names of outputs that may differ between rows together and rows apart
     """
 
     chunks: int
@@ -70,6 +71,7 @@ class Settings:
     epsilon: float
     on_meta: bool
     layout: Layout
+    may_differ: Collection[str] = ()
 
     def column_of(self, name: str) -> int:
         """Return the column of a module, parameter or buffer, given its name in the model."""

@@ -82,7 +82,12 @@ class Comparison:
         return is_equal
 
     def note(self, name: str, fault: str) -> None:
-        """Add a row for what could not be compared."""
+        """Add a row for what could not be compared.
+
+        Args:
+            name: what it is
+            fault: what is wrong and the next move
+        """
         self.rows.append(Compared(name, math.nan, math.nan, math.nan, fault))
 
     def __str__(self) -> str:
