@@ -1,15 +1,17 @@
-"""Random models, random faults, and very many cells in one process: does the engine stay right?
+"""Random models, random faults, random programs, and very many cells in one process: does the engine stay right?
 
-The first two run the properties of the tests with more examples than a test run has time for, of the forward pass and
+The first three run the properties of the tests with more examples than a test run has time for, of the forward pass and
 of `step`. Any model, balance, chunks, checkpoint mode, batch and program gives what the plain model gives. Any faults
-raise the first of them, with its place, and leave a model that works. Each is tried inline and through workers.
+raise the first of them, with its place, and leave a model that works. Each is tried inline and through workers. A
+program is the forward of a model for `pipelined`, of the kinds that people write; it is right or refused, also on
+devices that have a memory each.
 
 The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
 what the process holds: memory, tensors, threads, open files.
 
     python -m benchmarks.robustness                                     # some hours on two cores
     python -m benchmarks.robustness --parts models                      # beside another part, in a process of its own
-    python -m benchmarks.robustness --models 1000 --faults 100 --cells 10000   # some minutes
+    python -m benchmarks.robustness --models 1000 --faults 100 --programs 100 --cells 10000   # some minutes
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ MODELS = [
     "tests/test_step_transparency.py::test_any_skips_step_as_in_the_plain_model",
 ]
 FAULTS = ["tests/test_faults.py::test_any_faults", "tests/test_step_faults.py::test_any_faults"]
-QUESTIONS = ("endurance", "faults", "models")
+PROGRAMS = ["tests/frames/test_random_models.py::test_any_program"]
+QUESTIONS = ("endurance", "faults", "models", "programs")
 PARTITIONS, CHUNKS = 8, 32
 #: In steps. Every second fault comes to workers.
 WORKERS_EVERY, FAULT_EVERY = 4, 10
@@ -69,7 +72,11 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
     # Hypothesis tells how many it has tried: fewer, where a property has no more.
     report = run("--timeout=0", "--hypothesis-show-statistics", "-n=auto", "--maxschedchunk=1", each=each)
     tried = [int(count) for count in re.findall(r"(\d+) passing\b", report)]
-    return {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
+    found = {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
+    shares = re.findall(r"\* +([\d.]+)%, (right|refused)", report)  # of each variant; they have as many examples
+    for kind in sorted({kind for _, kind in shares}):
+        found[kind] = round(sum([float(share) for share, own in shares if own == kind]) / 100 / variants, 3)
+    return found
 
 
 class Fault(nn.Module):
@@ -127,9 +134,11 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
 
 
 def robustness(result: dict[str, Any]) -> str:
-    tried = [(name, result[name]) for name in ("models", "faults") if name in result]
+    tried = [(name, result[name]) for name in ("models", "faults", "programs") if name in result]
+    refused = [f"{one['refused']:.0%}" if "refused" in one else "" for _, one in tried]
     return table(
-        [[name, f"{one['examples']:,}", one["failures"]] for name, one in tried], ["random", "tried", "failed"]
+        [[name, f"{one['examples']:,}", one["failures"], share] for (name, one), share in zip(tried, refused)],
+        ["random", "tried", "failed", "refused"],
     )
 
 
@@ -154,6 +163,7 @@ def main() -> None:
     )
     command.add("--models", type=int, default=100_000)
     command.add("--faults", type=int, default=10_000)
+    command.add("--programs", type=int, default=100_000)
     command.add("--cells", type=int, default=1_000_000)
     args = command.parse()
 
@@ -161,8 +171,8 @@ def main() -> None:
         if part == "endurance":
             outcome: Any = list(endurance(args.cells))
         else:
-            tests, examples = (FAULTS, args.faults) if part == "faults" else (MODELS, args.models)
-            outcome = {"tests": tests, **properties(tests, examples)}
+            tests = {"faults": FAULTS, "models": MODELS, "programs": PROGRAMS}[part]
+            outcome = {"tests": tests, **properties(tests, getattr(args, part))}
         # Read only now: another process may have run another part meanwhile.
         result = command.known()
         environments = {**result.get("environments", {}), part: command.environment}
