@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import GPipe
+from torchgpipe.replay.callers_generator import CallersGenerator
 
 X = torch.randn(12, 4, dtype=torch.float64)
 
@@ -47,3 +48,24 @@ def test_layers_draw_and_the_caller_draws_what_they_would_draw(dropout: float, m
             model.zero_grad()
         results.append(torch.stack(seen))
     assert torch.equal(*results)
+
+
+def test_a_generator_that_is_left_where_forward_began_is_put_back() -> None:
+    """As threads of the autograd engine leave it, each of which serves an accelerator."""
+    generator, forward = CallersGenerator(), torch.get_rng_state()
+    x = torch.ones(3, requires_grad=True)
+    middle = x * 2
+    output = middle * 2
+    generator.watch([output, None, x])
+    torch.rand(3)  # as a loop draws that loads a batch here
+    state = torch.get_rng_state()
+    hook = middle.register_hook(lambda _: torch.set_rng_state(forward))
+    output.sum().backward(retain_graph=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    hook.remove()
+    middle.register_hook(lambda _: torch.rand(3))
+    output.sum().backward(retain_graph=True)
+    drawn = torch.get_rng_state()
+    assert not torch.equal(drawn, state)
+    output.sum().backward()
+    assert not torch.equal(torch.get_rng_state(), drawn)

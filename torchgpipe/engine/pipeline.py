@@ -30,6 +30,7 @@ from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles
 
@@ -115,11 +116,16 @@ class Pipeline:
             cell = Cell(self._calls[j], i, self._m)
             batches[i], lanes[j] = pass_through(cell, batches[i], lanes[j], self._mode(i, j))
 
+        accelerators = {device for device in self._devices if device.type != "cpu"}
+        # Autograd has a thread for each of them, but one thread for all devices of the CPU.
+        generator = CallersGenerator() if len(accelerators) > 1 and self._ambient.builds_graph else None
         run_in_workers(self._tasks(cells), run, self._ambient)
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:
             tie(batches[-1], open_lanes)
+        if generator is not None:
+            generator.watch([leaf for batch in batches for leaf in batch.leaves])
 
     def _tasks(self, cells: Sequence[tuple[int, int]]) -> list[Task]:
         """Return the cells as tasks. Those that share a random number generator need each other, in their order."""

@@ -188,7 +188,7 @@ class MiniBatch:
                     f"an input of shape {tuple(tensor.shape)} of a pipelined model was changed in place after forward, "
                     "so backward would compute with other values; change a copy, or call backward() before"
                 )
-        with self._aliases.installed(), self.random_numbers.backward_half():
+        with self._aliases.installed(), self.random_numbers.callers_generator.kept():
             self._run_actions(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
         if self._verified is not None:
             self._verified()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.device import device_module
+from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.seeds import cpu_lock, mixed, sharing_cpu_generator
 
 __all__ = ["Draws", "RandomNumbers"]
@@ -39,6 +40,9 @@ class RandomNumbers:
 
     Args:
         draws: what the model draws from; None if that is unknown
+
+    Attributes:
+        callers_generator: the generator of the CPU, which the caller draws from as well
     """
 
     def __init__(self, draws: Draws | None) -> None:
@@ -46,10 +50,9 @@ class RandomNumbers:
         self._swaps = draws or Draws(True, True)
         self._drawn = [False, False]
         self._states: dict[int, dict[str, Tensor]] = {}
-        with cpu_lock():
-            self._before = torch.default_generator.get_state()
+        self.callers_generator = CallersGenerator()
         self._source = torch.Generator()
-        self._source.set_state(self._before)
+        self._source.set_state(self.callers_generator.before)
         # From a copy of the caller's generator, which goes on only if the model draws.
         self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu", generator=self._source))
 
@@ -98,23 +101,6 @@ class RandomNumbers:
         else:
             yield
 
-    @contextmanager
-    def backward_half(self) -> Iterator[None]:
-        """Leave the caller's generator of the CPU as it is, or as hooks leave it that draw, after a ``with`` block.
-
-        A module with a checkpoint of its own sets that generator to its state in forward, and afterwards back. Where
-        workers of two devices do so at once, one takes the state that the other has set for the caller's, and leaves
-        it there. Drawing never leads to an earlier state, so such a state is not one that somebody has drawn to.
-        """
-        with cpu_lock():
-            state = torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            with cpu_lock():
-                if torch.equal(torch.default_generator.get_state(), self._before):
-                    torch.default_generator.set_state(state)
-
     @property
     def drawn(self) -> Draws:
         """What has been drawn from so far, as far as `of` has swapped generators."""
@@ -134,4 +120,4 @@ class RandomNumbers:
         if self._swaps.cpu:
             return False
         with cpu_lock():
-            return not torch.equal(torch.default_generator.get_state(), self._before)
+            return not torch.equal(torch.default_generator.get_state(), self.callers_generator.before)
