@@ -142,7 +142,7 @@ def apply(
 
 def released(devices: Iterable[torch.device]) -> None:
     """Give back the memory of a subject that nobody refers to any more."""
-    gc.collect()  # A pipelined module is in cycles with its doors and threads.
+    gc.collect()  # A model may be in cycles of its own.
     if any(device.type != "cpu" for device in devices):
         torch.accelerator.empty_cache()
 
