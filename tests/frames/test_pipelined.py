@@ -87,6 +87,39 @@ def on_fake_devices(model: Any) -> FakeAccelerator:
     return accelerator
 
 
+class Coder(nn.Module):
+    """Has methods beside forward, with a residual across partitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[1](self.layers[0](x).relu())
+        return y
+
+    def decode(self, y: Tensor) -> Tensor:
+        return y + self.layers[2](y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_methods_beside_forward_run_from_device_to_device(verify: bool) -> None:
+    """They once mixed tensors of two devices."""
+    plain, x = Coder(), X.clone()
+    options: dict[str, Any] = {"chunks": 2, "devices": [f"cpu:{j}" for j in range(3)], "balance": [1, 1, 1]}
+    model: Any = pipelined(copy.deepcopy(plain), X[:2], verify=verify, **options)
+    with on_fake_devices(model) as accelerator:
+        accelerator.place(x, "cpu:9")  # the host
+        code = model.encode(x)
+        output = model.decode(code)
+        assert {*map(accelerator.device_of, [code, output])} == {torch.device("cpu:0")}
+    assert not accelerator.hazards
+    assert torch.equal(output, plain(X))
+
+
 @pytest.mark.parametrize("names", [["cpu"] * 8, ["cpu:0"] * 4 + ["cpu:1"] * 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_neighbours_on_one_device_may_be_kept_apart(data: dict[str, Tensor], names: list[str], schedule: Any) -> None:
