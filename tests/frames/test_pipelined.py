@@ -87,6 +87,49 @@ def on_fake_devices(model: Any) -> FakeAccelerator:
     return accelerator
 
 
+def replace_block(model: Any) -> None:
+    model.layers[1] = Block(6).double()
+
+
+def append_block(model: Any) -> None:
+    model.layers.append(Block(6).double())
+
+
+def replace_head(model: Any) -> None:
+    model.head = nn.Linear(6, 11).double()
+
+
+def replace_inside(model: Any) -> None:
+    model.layers[2].up = nn.Linear(6, 12).double()
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("change", [replace_block, append_block, replace_head, replace_inside])
+def test_modules_that_are_new_run_where_they_stand(
+    devices: Devices, data: dict[str, Tensor], change: Callable[[Any], None], has_run: bool
+) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=devices(2))
+    if has_run:
+        model.step(**data)
+        gradients(model)
+    change(model)
+    plain = copy.deepcopy(model).unpipelined()
+    loss, _ = plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    torch.testing.assert_close(model.step(**data), loss, rtol=1e-12, atol=0)
+    same(gradients(model), expected)
+    model(**data)["loss"].backward()
+    same(gradients(model), expected)
+
+
+def test_a_new_module_is_put_on_its_device() -> None:
+    model: Any = pipelined(Coder(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    model.layers[2] = nn.Linear(2, 2, device="meta")
+    weight = model.layers[2].weight
+    model(X)
+    assert model.layers[2].weight is weight and weight.device.type == "cpu"
+
+
 class Coder(nn.Module):
     """Has methods beside forward, with a residual across partitions."""
 

@@ -29,6 +29,7 @@ from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
+from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
@@ -174,6 +175,7 @@ class Pipeline:
             ]
             self._slots = [(weakref.ref(child), name, column) for child, name, column in settings.slots(module)]
             self._structure = structure
+            move(module, settings)  # What is new, such as another head; the rest is there.
             # One that was wrapped since, as by torch.compile, would otherwise have a door behind that of its wrapper.
             for name, child in named.items():
                 if name not in settings.doors:
