@@ -87,6 +87,82 @@ def on_fake_devices(model: Any) -> FakeAccelerator:
     return accelerator
 
 
+def replace_block(model: Any) -> None:
+    model.layers[1] = Block(6).double()
+
+
+def append_block(model: Any) -> None:
+    model.layers.append(Block(6).double())
+
+
+def replace_head(model: Any) -> None:
+    model.head = nn.Linear(6, 11).double()
+
+
+def replace_inside(model: Any) -> None:
+    model.layers[2].up = nn.Linear(6, 12).double()
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("change", [replace_block, append_block, replace_head, replace_inside])
+def test_modules_that_are_new_run_where_they_stand(
+    devices: Devices, data: dict[str, Tensor], change: Callable[[Any], None], has_run: bool
+) -> None:
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=devices(2))
+    if has_run:
+        model.step(**data)
+        gradients(model)
+    change(model)
+    plain = copy.deepcopy(model).unpipelined()
+    loss, _ = plain_loss(plain, data, 3)
+    expected = gradients(plain)
+    torch.testing.assert_close(model.step(**data), loss, rtol=1e-12, atol=0)
+    same(gradients(model), expected)
+    model(**data)["loss"].backward()
+    same(gradients(model), expected)
+
+
+def test_a_new_module_is_put_on_its_device() -> None:
+    model: Any = pipelined(Coder(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    model.layers[2] = nn.Linear(2, 2, device="meta")
+    weight = model.layers[2].weight
+    model(X)
+    assert model.layers[2].weight is weight and weight.device.type == "cpu"
+
+
+class Coder(nn.Module):
+    """Has methods beside forward, with a residual across partitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[1](self.layers[0](x).relu())
+        return y
+
+    def decode(self, y: Tensor) -> Tensor:
+        return y + self.layers[2](y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_methods_beside_forward_run_from_device_to_device(verify: bool) -> None:
+    """They once mixed tensors of two devices."""
+    plain, x = Coder(), X.clone()
+    options: dict[str, Any] = {"chunks": 2, "devices": [f"cpu:{j}" for j in range(3)], "balance": [1, 1, 1]}
+    model: Any = pipelined(copy.deepcopy(plain), X[:2], verify=verify, **options)
+    with on_fake_devices(model) as accelerator:
+        accelerator.place(x, "cpu:9")  # the host
+        code = model.encode(x)
+        output = model.decode(code)
+        assert {*map(accelerator.device_of, [code, output])} == {torch.device("cpu:0")}
+    assert not accelerator.hazards
+    assert torch.equal(output, plain(X))
+
+
 @pytest.mark.parametrize("names", [["cpu"] * 8, ["cpu:0"] * 4 + ["cpu:1"] * 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_neighbours_on_one_device_may_be_kept_apart(data: dict[str, Tensor], names: list[str], schedule: Any) -> None:

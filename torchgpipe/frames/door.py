@@ -2,7 +2,8 @@
 
 Whoever runs the model in a thread visits its doors: a frame of a mini-batch, a recomputation at backward, or a run in
 one piece. The visitor brings the arguments to the column of the module; then the door calls the module, whose hooks,
-compiled code and checkpointing are behind the door. Without a visitor a door only calls its module.
+compiled code and checkpointing are behind the door. Without a visitor, as in a method of the model beside forward, the
+pipeline brings them, and brings back what the module returns.
 
 A door takes the place of the module's own call. A copy or a pickle of the model has no doors until it runs, whatever a
 module puts into its state: a copied door would lead to the module of the original.
@@ -20,7 +21,7 @@ from torch import nn
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
 from torchgpipe.frames.recomputed import recomputed
 
-__all__ = ["Door", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
+__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
 
 
 class Visitor(Protocol):
@@ -30,13 +31,32 @@ class Visitor(Protocol):
         owner: the identity of the pipeline of the model; the doors of other pipelines do not ask this visitor
     """
 
-    owner: object
+    owner: Owner
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` with its tensors where the run is."""
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Bring the arguments to the column of ``door``, and return what the module behind it returns."""
+
+
+class Outside(Protocol):
+    """A pipeline, as what is called outside of its runs knows it."""
+
+    def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Call the module behind ``door`` outside of any run of the pipeline."""
+
+
+class Owner:
+    """The identity of a pipeline, for what its model holds.
+
+    Args:
+        pipeline: the pipeline, kept weakly, as its loss function may hold the model: a cycle would keep a model alive
+            that nobody has any more
+    """
+
+    def __init__(self, pipeline: Outside) -> None:
+        self.pipeline = weakref.ref(pipeline)
 
 
 class _Here(threading.local):
@@ -61,15 +81,14 @@ class Door:
         name: the name of the module
         column: the column of the module
         recomputes: whether the module keeps only its inputs, and runs again at backward
-        owner: the identity of the pipeline, not the pipeline itself, which holds the model: a cycle would keep a model
-            alive that nobody has any more
+        owner: the identity of the pipeline
         is_encoder_layer: whether the module is a layer of PyTorch's own encoder
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
     __slots__ = ("_behind", "_module", "column", "is_encoder_layer", "layers", "name", "owner", "recomputes")
 
-    def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
+    def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: Owner) -> None:
         # Weakly, as the module holds its door.
         self._module = weakref.ref(module)
         self.owner = owner
@@ -85,9 +104,10 @@ class Door:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         visitor = here.visitor
-        if visitor is None or visitor.owner is not self.owner:
-            return self.call_module(args, kwargs)
-        return visitor.visit(self, args, kwargs)
+        if visitor is not None and visitor.owner is self.owner:
+            return visitor.visit(self, args, kwargs)
+        pipeline = None if torch.compiler.is_compiling() else self.owner.pipeline()
+        return self.call_module(args, kwargs) if pipeline is None else pipeline.call_outside(self, args, kwargs)
 
     def call_module(self, args: Any, kwargs: Any) -> Any:
         """Call the module."""
@@ -110,7 +130,7 @@ class Door:
         replace_call(self.module, self._behind)
 
 
-def put_door(module: nn.Module, name: str, column: int, *, recomputes: bool, owner: object) -> None:
+def put_door(module: nn.Module, name: str, column: int, *, recomputes: bool, owner: Owner) -> None:
     """Put a door in front of ``module``, unless it is there; another one is removed, and compiled code is behind it."""
     door: Any = own_call(module)
     if isinstance(door, Door):
@@ -126,8 +146,8 @@ def has_compiled_code(module: nn.Module) -> bool:
     return (call._behind if isinstance(call, Door) else call) is not None or is_optimized(module)
 
 
-def remove_door(module: nn.Module) -> None:
-    """Remove the door of ``module``, if it has one."""
+def remove_door(module: nn.Module, owner: Owner | None = None) -> None:
+    """Remove the door of ``module``, if it has one: that of ``owner``, or that of any pipeline."""
     door: Any = own_call(module)
-    if isinstance(door, Door):
+    if isinstance(door, Door) and owner in (None, door.owner):
         door.remove()

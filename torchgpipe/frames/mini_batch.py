@@ -28,6 +28,7 @@ from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.frames.cell import Arrival, Cell, Export
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
+from torchgpipe.frames.door import Owner
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
@@ -64,7 +65,7 @@ class MiniBatch:
         labels: names each column, for errors
         model: names the model's forward, for errors
         buffers: the ids of the model's buffers
-        owner: the pipeline
+        owner: the identity of the pipeline
         facts: returns what a note about memory is made from
 
     Attributes:
@@ -88,7 +89,7 @@ class MiniBatch:
         labels: Sequence[str],
         model: str,
         buffers: Set[int],
-        owner: object,
+        owner: Owner,
         facts: Callable[[], MiniBatchFacts],
     ) -> None:
         self._facts = facts

@@ -24,16 +24,17 @@ from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
-from torchgpipe.frames.door import put_door
+from torchgpipe.frames.door import Door, Owner, put_door, remove_door
 from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
+from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.random_numbers import Draws, RandomNumbers
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import is_cache, mapped
+from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
@@ -56,7 +57,7 @@ class Pipeline:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.identity = object()
+        self.identity = Owner(self)
         self.streams = Streams()
         self.recorder: Recorder | None = None
         self._lock = threading.RLock()
@@ -144,6 +145,21 @@ class Pipeline:
             _add(list(zip(aliases.trained, grads)))
         return result
 
+    def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Call a module of the spine on its device, and bring what it returns to where its arguments were.
+
+        So methods of the model beside forward run on several devices, as far as they call modules of the spine.
+        """
+        devices, streams = self.settings.devices, self.streams
+        own = devices[door.column]
+        given = [there for _, tensor in each((args, kwargs)) if (there := streams.device_of(tensor)) is not None]
+        if not any([streams.moves(there, own) for there in given]):
+            return door.call_module(args, kwargs)
+        with streams.current(own).use():
+            output = door.call_module(*mapped((args, kwargs), self.to(own)))
+        # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
+        return mapped(output, self.to(given[0])) if given[0] in devices else output
+
     # ------------------------------------------------------------------------------------------------------- pieces
 
     def prepare(self, module: nn.Module, *, recomputes: bool = True) -> None:
@@ -164,6 +180,11 @@ class Pipeline:
             ]
             self._slots = [(weakref.ref(child), name, column) for child, name, column in settings.slots(module)]
             self._structure = structure
+            move(module, settings)  # What is new, such as another head; the rest is there.
+            # One that was wrapped since, as by torch.compile, would otherwise have a door behind that of its wrapper.
+            for name, child in named.items():
+                if name not in settings.doors:
+                    remove_door(child, self.identity)
         for ref, name, column in self._doors:
             child = ref()
             if child is not None:

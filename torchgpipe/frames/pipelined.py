@@ -188,6 +188,7 @@ def _pipelined(
     _tell_trainers(module, settings)
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
+    cast(Any, module)._runs().prepare(module)  # Methods beside forward have doors from now on.
     if verify is not False and not settings.on_meta:
         try:
             _prove(module, arguments)

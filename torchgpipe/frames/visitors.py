@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
-from torchgpipe.frames.door import Door, Visitor, here
+from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.values import is_cache, mapped
@@ -38,13 +38,13 @@ class Traveller:
         frame: the frame
         crossing: brings tensors from column to column
         columns: the columns
-        owner: the pipeline
+        owner: the identity of the pipeline
 
     Attributes:
         frame: the frame
     """
 
-    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns, owner: object) -> None:
+    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns, owner: Owner) -> None:
         self.owner = owner
         self.frame = frame
         self._crossing = crossing
@@ -184,7 +184,7 @@ class Recomputation:
         owner: the identity of the pipeline
     """
 
-    def __init__(self, columns: Columns, column: int, owner: object) -> None:
+    def __init__(self, columns: Columns, column: int, owner: Owner) -> None:
         self.owner = owner
         self._columns, self._column = columns, column
 
@@ -215,10 +215,10 @@ class InOnePiece(TorchFunctionMode):
 
     Args:
         columns: the columns, some of them on different devices
-        owner: the pipeline
+        owner: the identity of the pipeline
     """
 
-    def __init__(self, columns: Columns, owner: object) -> None:
+    def __init__(self, columns: Columns, owner: Owner) -> None:
         super().__init__()
         self.owner = owner
         self._columns = columns
