@@ -156,7 +156,7 @@ class Pipeline:
         if not any([streams.moves(there, own) for there in given]):
             return door.call_module(args, kwargs)
         with streams.current(own).use():
-            output = door.call_module(*mapped((args, kwargs), self.to(own)))
+            output = door.call_module(*mapped((args, kwargs), self.to(own), objects=True))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(given[0])) if given[0] in devices else output
 

@@ -207,7 +207,7 @@ class Recomputation:
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
         change = _copier(self._columns, door.column)
-        return door.call_module(mapped(args, change), mapped(kwargs, change))
+        return door.call_module(*mapped((args, kwargs), change, objects=True))
 
 
 class InOnePiece(TorchFunctionMode):
@@ -231,7 +231,7 @@ class InOnePiece(TorchFunctionMode):
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
         self._change = _copier(self._columns, door.column)
-        return door.call_module(self.bring(args), self.bring(kwargs))
+        return door.call_module(*mapped((args, kwargs), self._change, objects=True))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*self.bring(args), **self.bring(kwargs or {}))
