@@ -157,6 +157,33 @@ def test_a_sample_whose_rows_are_equal_shows_what_couples_them(sample: Tensor) -
         pipelined(Centred(), sample, chunks=3, devices=TWO, balance="parameters")
 
 
+def test_a_model_that_draws_in_evaluation_too() -> None:
+    """Rows together draw other numbers than rows apart, but the pipeline draws what the rows apart draw."""
+
+    class Autoencoder(Chain):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = super().forward(x)
+            return x + torch.randn_like(x) * 0.1, x
+
+    pipelined(Autoencoder(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
+
+
+@pytest.mark.parametrize("source", [random.random, np.random.rand])
+def test_a_model_that_draws_from_python_or_numpy_in_training(source: Callable[[], float]) -> None:
+    """Drops layers, as speech models do; the order of micro-batches decides on what each of them drops."""
+
+    class Dropping(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                y = torch.tanh(layer(x))
+                x = x if self.training and source() < 0.5 else y
+            return x
+
+    np.random.seed(0)
+    random.seed(0)
+    pipelined(Dropping(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
+
+
 def test_a_model_that_only_evaluates_needs_no_backward() -> None:
     class Rounding(Chain):
         def forward(self, x: Tensor) -> Tensor:

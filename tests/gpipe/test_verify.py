@@ -57,6 +57,15 @@ def test_layers_that_draw_are_compared_in_evaluation(pipe: Pipe) -> None:
     assert model.training and model[1].training
 
 
+def test_layers_that_draw_in_evaluation_too_cannot_be_compared(pipe: Pipe) -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand_like(x)
+
+    model = pipe(nn.Sequential(nn.Linear(4, 4), Noise()), [1, 1], chunks=2)
+    assert "layers draw random numbers in evaluation, too" in model.verify(torch.randn(4, 4)).faults[0]
+
+
 def test_a_layer_that_couples_rows(pipe: Pipe) -> None:
     class Centered(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

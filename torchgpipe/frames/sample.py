@@ -6,7 +6,6 @@ behind.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.frames.values import mapped
-from torchgpipe.model.untouched import in_mode, untouched
+from torchgpipe.model.untouched import in_mode, python_random_states, untouched
 
 __all__ = ["Study", "study", "without_compiler"]
 
@@ -36,7 +35,7 @@ class Study:
         kinds: how outputs depend on the rows, in evaluation and in training
         takes_items: whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore
         shifts: whether the loss leaves out the first label of each row, because it compares with the next labels
-        draws_elsewhere: whether the model draws from generators of Python
+        draws_elsewhere: whether the model draws from generators of Python or NumPy
         on_meta: whether the model is on the meta device, which has no values
     """
 
@@ -63,7 +62,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
     on_meta = where.type == "meta"
     sample = Arguments(*mapped(tuple(sample), lambda tensor: tensor.detach().to(where)))
     with untouched(module), torch.no_grad():
-        before = random.getstate()
+        before = python_random_states()
         try:
             traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
@@ -74,7 +73,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
                     "values the model looks at, such as attention_mask; later batches may have them"
                 )
             raise
-        draws_elsewhere = random.getstate() != before
+        draws_elsewhere = python_random_states() != before
         kinds = _kinds(module, sample, splitter)
         takes_items, shifts = _loss_of(module, sample)
     return Study(splitter, traces, kinds, takes_items, shifts, draws_elsewhere, on_meta)

@@ -43,7 +43,7 @@ class Settings:
         shifts: whether the model's own loss leaves out the first label of each row
         takes_items: whether the model's own loss is a sum divided by ``num_items_in_batch``
         keeps_tensors: whether modules have put tensors on themselves in the sample's run
-        draws_elsewhere: whether the model draws from generators of Python
+        draws_elsewhere: whether the model draws from generators of Python or NumPy
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model was on the meta device
         layout: the layout, for people

@@ -127,7 +127,8 @@ class _Uses(TorchFunctionMode):
         self._known = {*parameters, *[id(buffer) for buffer in module.buffers()]}
         #: By address, the names of parameters, and of arguments.
         self._parameters = {address: name for name, one in module.named_parameters() if (address := _address(one))}
-        self._arguments = {_address(one): (name, one) for name, value in arguments.items() for _, one in each(value)}
+        tensors = [(name, one) for name, value in arguments.items() for _, one in each(value)]
+        self._arguments = {address: (name, one) for name, one in tensors if (address := _address(one))}
         self._arguments.pop(0, None)
         self.made: dict[int, int] = {}
         self.used: dict[Tensor, int] = {}
@@ -183,10 +184,13 @@ class _Uses(TorchFunctionMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none, as on the meta device."""
+    """Return the address of a tensor's memory; 0 if it has none that can be told, as on the meta device."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return 0
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:  # of a function transform of torch.func
+        return 0
 
 
 def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Trace:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.model.comparison import difference_of
 from torchgpipe.replay.random import restored_generators
 
-__all__ = ["Buffers", "in_mode", "untouched"]
+__all__ = ["Buffers", "in_mode", "python_random_states", "untouched"]
 
 #: What every module has, apart from what its class puts there; of this, only hooks are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
@@ -36,8 +36,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         if not any([one is not None and is_lazy(one) for one in child._parameters.values()])
     ]
     devices = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
-    numpy: Any = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    of_python, of_numpy = python_random_states()
     with restored_generators(devices, list(module.modules())):
         try:
             yield
@@ -46,8 +45,17 @@ def untouched(module: nn.Module) -> Iterator[None]:
             for put_back in restore:
                 put_back()
             random.setstate(of_python)
-            if numpy:
-                numpy.random.set_state(of_numpy)
+            if of_numpy is not None:
+                sys.modules["numpy"].random.set_state(of_numpy)
+
+
+def python_random_states() -> tuple[Any, Any]:
+    """Return the states of the generators of Python and of NumPy, the latter if NumPy is imported, to compare."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *others = numpy.random.get_state()
+    return random.getstate(), (kind, tuple(keys), *others)
 
 
 class Buffers:
