@@ -298,15 +298,16 @@ def _varied(row: Tensor, count: int) -> Tensor:
     """Return a row that has occurred ``count`` times before: rolled, and with other numbers of the same range.
 
     Rows that were equal, or of the same mean, would hide what couples them. There is no telling which integers, such as
-    those of words, may stand for others, so these are rolled only.
+    those of words, may stand for others, so these are rolled only. Masks stay: rolled, they would mask other positions
+    than a model may expect.
     """
-    if not count:
+    if not count or row.is_meta:
         return row
-    if row.dim():
-        row = row.roll(count, 0)
-    if not row.is_floating_point() or row.is_meta:
-        return row
+    if not row.is_floating_point():
+        is_mask = torch.equal(row, row.bool().to(row.dtype))
+        return row if is_mask or not row.dim() else row.roll(count, 0)
     noise = torch.rand(row.shape, generator=torch.Generator().manual_seed(count), device="cpu").to(row)
+    row = row.roll(count, 0) if row.dim() else row
     return row * (1 - noise / 2) if row.any() else noise / 10
 
 

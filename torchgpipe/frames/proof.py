@@ -19,7 +19,7 @@ held once; those of the pipeline are compared and dropped column by column.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -209,10 +209,8 @@ class Proof:
         couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
         training = training and not couples
         with in_mode(self._module, training):
-            run = apart
-            if couples:
-                with torch.no_grad() if not self._with_loss else nullcontext():
-                    run = self._apart(backward=False)
+            # With a graph, as rows together: without one, nn.TransformerEncoder computes padded positions otherwise.
+            run = self._apart(backward=False) if couples else apart
             outputs, loss = run.outputs, run.loss
             # A model that draws in evaluation, too, draws other numbers for all rows at once.
             draws = run.draws.cpu or run.draws.device

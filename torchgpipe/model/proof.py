@@ -133,7 +133,7 @@ class Proof:
 
     def _evaluated(self, chunks: int) -> dict[str, Tensor]:
         """Return the output of the layers without a graph."""
-        with untouched(self._model), self._around(chunks, self._model), torch.no_grad():
+        with untouched(self._model), self._around(chunks, self._model):
             return _named(self._gather([self._layers(batch) for batch in self._batches(chunks)]))
 
     def _layers(self, batch: Batch) -> Batch:
