@@ -483,7 +483,7 @@ MUTATIONS = [
     Mutation(
         "a layer's own generator is noted",
         "RandomStates._generators",
-        "(() if self._seeded else _generators(self._device)) + _generators_of(self._modules)",
+        "(() if self._seeded else _generators(self._device)) + generators_of(self._modules)",
         "() if self._seeded else _generators(self._device)",
         "replay/random",
     ),

@@ -329,6 +329,39 @@ def test_a_view_of_what_is_changed_in_place_on_another_device() -> None:
         model(X)
 
 
+# ---------------------------------------------------------------------------------------- generators of the model's own
+
+
+class Noisy(nn.Module):
+    """Drops features after some layers, in training, by a generator of its own."""
+
+    def __init__(self, *where: int) -> None:
+        super().__init__()
+        self.layers, self.where = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)]), where
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.training and k in self.where:
+                x = x * (torch.rand(x.shape, generator=self.generator) > 0.5)
+        return x
+
+
+@pytest.mark.parametrize("where", [(0,), (0, 1), (2, 3)])
+def test_a_generator_of_the_models_own(where: tuple[int, ...], devices: Devices) -> None:
+    model, plain = make(Noisy(*where), devices(2), balance=[2, 2])
+    for _ in range(2):
+        expect_same(model, plain)
+    assert torch.equal(model.generator.get_state(), plain.generator.get_state())
+
+
+def test_a_generator_that_partitions_share_is_refused() -> None:
+    """Their micro-batches would draw in no certain order."""
+    with pytest.raises(ValueError, match=r"partitions 0 and 1 draw from one torch\.Generator .* each module"):
+        make(Noisy(1, 2), balance=[2, 2])
+
+
 # ----------------------------------------------------------------------------------------------------------------- ends
 
 

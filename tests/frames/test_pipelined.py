@@ -87,6 +87,17 @@ def on_fake_devices(model: Any) -> FakeAccelerator:
     return accelerator
 
 
+def test_in_one_piece_a_leaf_on_another_device_has_its_gradient() -> None:
+    """The proof once found no gradients of the plain model but those on its last device."""
+    model: Any = pipelined(Coder(), X[:2], chunks=2, devices=["cpu:0", "cpu:1", "cpu:2"], balance=[1, 1, 1])
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.grad = torch.ones(2)
+    with on_fake_devices(model) as accelerator, model._runs().in_one_piece(model, backward=False):
+        accelerator.place(leaf, "cpu:0")
+        model.layers[2](X)
+        assert leaf.grad is not None
+
+
 def replace_block(model: Any) -> None:
     model.layers[1] = Block(6).double()
 

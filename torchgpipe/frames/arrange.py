@@ -72,6 +72,7 @@ def arrange(
     names = {child: name for name, child in module.named_modules()}
     homes = _homes(module, traces[0], doors, names)
     _verify_kept(traces[0], doors, names)
+    _verify_drawn(traces[0], doors, names)
     recomputed = _recomputed(names.values(), doors, checkpoint)
     doors = _coarser(module, traces[0], doors, names) | {
         name: next(doors[own] for own in doors if f"{name}.".startswith(f"{own}.") or f"{own}.".startswith(f"{name}."))
@@ -247,6 +248,20 @@ def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Modu
             raise ValueError(
                 f"{where} keeps the tensor '{attribute}' on itself, and partition {user} uses it, where it may be "
                 "that of another micro-batch; return it, or give a balance that keeps it and its user together"
+            )
+
+
+def _verify_drawn(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
+    """Raise if partitions share a generator of the model's own: their micro-batches would draw in no certain order."""
+    column_at = _column_at(traced, doors, names)
+    first: dict[torch.Generator, int] = {}
+    for generator, place in traced.drawn:
+        column, before = column_at(place), first.setdefault(generator, column_at(place))
+        if column != before:
+            raise ValueError(
+                f"partitions {before} and {column} draw from one torch.Generator of the model, in no certain order, as "
+                "they work at the same time; draw from PyTorch's own generator, for which each micro-batch has a seed, "
+                "give each module a generator, or a balance that keeps those that share it in one partition"
             )
 
 

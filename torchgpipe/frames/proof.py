@@ -38,6 +38,7 @@ from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import generators_of
 
 __all__ = ["Proof", "sample_of"]
 
@@ -106,6 +107,7 @@ class Proof:
         self._target = mapped(target, pipeline.to(settings.devices[-1])) if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(settings.epsilon)
+        self._draws = False
         #: The outputs that may differ, and do.
         self.differing: list[str] = []
 
@@ -205,7 +207,8 @@ class Proof:
         if len(sizes) == 1:
             return
         # A layer that changes its buffers, as a spectral norm does, may compute with them.
-        couples = apart.draws.cpu or apart.draws.device or bool(apart.buffers)
+        self._draws = apart.draws.cpu or apart.draws.device or bool(generators_of(self._module.modules()))
+        couples = self._draws or bool(apart.buffers)
         couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
         training = training and not couples
         with in_mode(self._module, training):
@@ -338,6 +341,8 @@ class Proof:
         return (
             f"the output '{path}' {shapes} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
             f"attention over rows or a contrastive loss, and cannot be split; or {self._remedy()} ({self._decisions()})"
+            + f"; or it is random in evaluation, too: verify=['{path}'] lets it differ, with a warning"
+            * self._draws
         )
 
     def _of_scalar(self, path: str, whole: Tensor, parts: Sequence[Tensor], joined: Tensor | None) -> str:

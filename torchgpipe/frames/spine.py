@@ -69,6 +69,7 @@ class Trace:
         kept: the tensors that modules have put on themselves, and the buffers that have changed, each with the place
             where it was made or first used, and that of its last use
         keeps_tensors: whether modules have put any tensors on themselves
+        drawn: the generators of the model's own that it has drawn from, each time with the place
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
         epsilon: the rounding error of the coarsest numbers in it, relative to 1
     """
@@ -78,6 +79,7 @@ class Trace:
     used: dict[Tensor, int]
     kept: list[tuple[nn.Module, str, int, int]]
     keeps_tensors: bool
+    drawn: list[tuple[torch.Generator, int]]
     labels: tuple[str, int] | None
     epsilon: float
 
@@ -133,6 +135,7 @@ class _Uses(TorchFunctionMode):
         self.made: dict[int, int] = {}
         self.used: dict[Tensor, int] = {}
         self.last: dict[int, int] = {}
+        self.drawn: list[tuple[torch.Generator, int]] = []
         self.labels: tuple[str, int] | None = None
         self.kinds = {parameter.dtype for parameter in module.parameters()}
 
@@ -148,6 +151,8 @@ class _Uses(TorchFunctionMode):
             self._refuse_changed(func, kwargs["out"])
         elif func in (functional.cross_entropy, functional.nll_loss):
             self._note_labels(inspect.signature(func).bind(*args, **kwargs).arguments)
+        if kwargs.get("generator") is not None:
+            self.drawn.append((kwargs["generator"], self._clock[0]))
         result = func(*args, **kwargs)
         for _, tensor in each(result):
             self.made[id(tensor)] = self._clock[0]
@@ -259,7 +264,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
         if child._buffers.get(name) is not buffer and id(child._buffers.get(name)) in uses.last
     ]
     epsilon = max([torch.finfo(kind).eps for kind in uses.kinds if kind.is_floating_point], default=0.0)
-    return Trace(root, output, uses.used, kept, keeps_tensors, uses.labels, epsilon)
+    return Trace(root, output, uses.used, kept, keeps_tensors, uses.drawn, uses.labels, epsilon)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -16,6 +16,7 @@ from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
+from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL
 from torchgpipe.frames.values import is_cache, mapped
 
 __all__ = ["InOnePiece", "Recomputation", "Traveller", "visiting"]
@@ -234,6 +235,8 @@ class InOnePiece(TorchFunctionMode):
         return door.call_module(*mapped((args, kwargs), self._change, objects=True))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
+            return func(*args, **(kwargs or {}))
         return func(*self.bring(args), **self.bring(kwargs or {}))
 
 

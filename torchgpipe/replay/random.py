@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "generator_states", "restored_generators", "sharing_generator"]
+__all__ = ["Drawn", "RandomStates", "generator_states", "generators_of", "restored_generators", "sharing_generator"]
 
 
 class _Generator(NamedTuple):
@@ -89,7 +89,7 @@ class RandomStates:
     @cached_property
     def _generators(self) -> tuple[_Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return (() if self._seeded else _generators(self._device)) + _generators_of(self._modules)
+        return (() if self._seeded else _generators(self._device)) + generators_of(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""
@@ -133,7 +133,7 @@ class RandomStates:
         return _replay(drawn) if drawn else nullcontext()
 
     def _refuse_new_generators(self) -> None:
-        if set(_generators_of(self._modules)) - set(self._generators):
+        if set(generators_of(self._modules)) - set(self._generators):
             raise RuntimeError(
                 "a layer has a random number generator that it did not have when the pipeline was called, so "
                 "recomputation could draw other numbers; make the generator with the layer, leave it as it is until "
@@ -236,7 +236,7 @@ def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
 def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the generators of the CPU, of devices and of modules back into their states after a ``with`` block."""
     found = dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in _generators(device)])
-    generators = [*found, *_generators_of(modules)]
+    generators = [*found, *generators_of(modules)]
     with _copying:
         states = [generator.get() for generator in generators]
     try:
@@ -265,7 +265,8 @@ def _generators(device: torch.device) -> tuple[_Generator, ...]:
     return cpu, _Generator(module.get_rng_state, module.set_rng_state, device)
 
 
-def _generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
+def generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
+    """Return the generators among the attributes of modules."""
     values = [value for module in modules for value in vars(module).values()]
     # Look at types first: a deep model has tens of thousands of attributes, and hardly a generator among them.
     kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Generator)}
