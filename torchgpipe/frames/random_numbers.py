@@ -9,7 +9,7 @@ Only models that draw pay. Whether a model draws is seen when it first runs, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.device import device_module
-from torchgpipe.replay.seeds import cpu_lock, mixed, sharing_cpu_generator
+from torchgpipe.replay.seeds import Watch, cpu_lock, drawing_from_cpu, generators_of, mixed, sharing_cpu_generator
 
 __all__ = ["Draws", "RandomNumbers"]
 
@@ -39,17 +39,20 @@ class RandomNumbers:
 
     Args:
         draws: what the model draws from; None if that is unknown
+        devices: the devices of the columns; needed where it is known
     """
 
-    def __init__(self, draws: Draws | None) -> None:
+    def __init__(self, draws: Draws | None, devices: Iterable[torch.device] = ()) -> None:
         self._draws = draws
         self._swaps = draws or Draws(True, True)
         self._drawn = [False, False]
         self._states: dict[int, dict[str, Tensor]] = {}
+        found = [generator for device in devices for generator in generators_of(device)]
         with cpu_lock():
-            self._before = torch.default_generator.get_state()
+            self._watch = Watch([one for one in found if not self._swaps[one.device.type != "cpu"]])
+            before = torch.default_generator.get_state()
         self._source = torch.Generator()
-        self._source.set_state(self._before)
+        self._source.set_state(before)
         # From a copy of the caller's generator, which goes on only if the model draws.
         self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu", generator=self._source))
 
@@ -108,13 +111,10 @@ class RandomNumbers:
         if self._draws is None:
             self._draws = Draws(*self._drawn)
         if any(self._draws):
-            with cpu_lock():
+            with drawing_from_cpu():
                 torch.default_generator.set_state(self._source.get_state())
         return self._draws
 
-    def has_drawn_unseen(self) -> bool:
-        """Return whether the CPU's generator was drawn from, although the model was known to draw nothing."""
-        if self._swaps.cpu:
-            return False
-        with cpu_lock():
-            return not torch.equal(torch.default_generator.get_state(), self._before)
+    def drawn_unseen(self) -> list[str]:
+        """Return the devices whose generators were drawn from, although the model was known not to."""
+        return self._watch.drawn_from()
