@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from torchgpipe import GPipe
+from torchgpipe import GPipe, pipelined
+
+
+def gpipe_of_two(layers: nn.Sequential) -> nn.Module:
+    """Return a pipeline of two devices, whose loss is the mean."""
+    split = [len(layers) // 2, len(layers) - len(layers) // 2]
+    return GPipe(layers, split, devices=["cpu:0", "cpu:1"], chunks=3, loss_fn=lambda output, _: output.mean())
+
+
+def pipelined_of_two(layers: nn.Sequential) -> nn.Module:
+    """Return a pipelined model on two devices, whose loss is the mean."""
+    return pipelined(
+        layers, torch.ones(2, 4), chunks=3, devices=["cpu:0", "cpu:1"], balance="parameters", loss_fn=torch.mean
+    )
 
 
 def test_an_autograd_function_that_returns_its_input(pipe: Pipe, checkpoint: str) -> None:
@@ -299,3 +318,76 @@ def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe
             model(x).mean().backward()
         torch.testing.assert_close([parameter.grad for parameter in layers.parameters()], expected, rtol=1e-12, atol=0)
         model.zero_grad()
+
+
+@pytest.mark.parametrize("of", [gpipe_of_two, pipelined_of_two])
+def test_control_c_twice_while_a_layer_computes(of: Callable[[nn.Sequential], nn.Module]) -> None:
+    """In Python 3.11, `Thread.join` takes a thread for stopped once a signal has interrupted it.
+
+    So a worker computed beyond the exception and changed ``.grad``, or the wait for a frame that ran had no end.
+    """
+    heard, computing = threading.Event(), threading.Lock()
+
+    def hear(*_: Any) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    class Pressing(nn.Module):
+        presses = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.presses and x.device.type != "meta":
+                self.presses -= 1
+                with computing:
+                    for _ in range(2):
+                        heard.clear()
+                        while not heard.is_set():
+                            os.kill(os.getpid(), signal.SIGINT)
+                            heard.wait(0.05)  # A thread that is about to wait for a lock may hear a signal later.
+                    for _ in range(3):
+                        x = (x @ torch.ones(x.shape[1], 2000)) @ torch.ones(2000, x.shape[1])
+            return x
+
+    pressing = Pressing()
+    model = of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), pressing))
+    previous = signal.signal(signal.SIGINT, hear)
+    threads = {*threading.enumerate()}
+    try:
+        pressing.presses = 1
+        with pytest.raises(KeyboardInterrupt):
+            model.step(torch.ones(6, 4))
+        assert not computing.locked()
+        assert threads.issuperset(threading.enumerate())
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.step(torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("of", [gpipe_of_two, pipelined_of_two])
+def test_a_thread_that_cannot_start(of: Callable[[nn.Sequential], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where processes are limited, threads are, too. The wait for a frame whose thread had not started had no end."""
+    model = of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    threads = {*threading.enumerate()}
+    start = threading.Thread.start
+
+    def steps(may_start: int) -> bool:
+        def limited(thread: threading.Thread) -> None:
+            nonlocal may_start
+            may_start -= 1
+            if may_start < 0:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", limited)
+            model.step(torch.ones(6, 4))
+        return True
+
+    for may_start in count():
+        with suppress(RuntimeError):
+            if steps(may_start):
+                break
+        assert threads.issuperset(threading.enumerate())
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert may_start >= 2

@@ -6,6 +6,8 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tests.fake_accelerator import on_fake_devices
 from tests.skip.layers import pair
 from tests.test_transparency import Case, cases
 from torchgpipe import GPipe, NoChunk, is_recomputing
+from torchgpipe.replay import seeds
 from torchgpipe.schedule import program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -386,6 +389,55 @@ def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:
         model.step(x, y)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.step(x, y)
+
+
+def test_a_layer_that_begins_to_draw_on_its_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the CPU's generator was looked at. 'cpu:1' stands for an accelerator, which has a generator of its own."""
+    own, cpu = torch.Generator(), torch.default_generator
+    monkeypatch.setattr(seeds, "generators_of", lambda device: [cpu, own] if device.index else [cpu])
+
+    class Noise(nn.Module):
+        draws = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(x.shape, generator=own) if self.draws else x * 1
+
+    module, noise = mlp(), Noise()
+    module.append(noise)
+    x, y = data()
+    model = stepping(module, ["cpu:0", "cpu:1"], balance=[2, 3], checkpoint="always")
+    model.step(x, y)
+    noise.draws = True
+    with pytest.raises(RuntimeError, match="from the generator of cpu during this step"):
+        model.step(x, y)
+    model.step(x, y)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_step_in_another_thread_draws_no_numbers_of_this_one(drawn: bool) -> None:
+    """Each step draws its seed from the generator of the CPU; the other step took that for a draw of its layers."""
+    x, y = data()
+    other = stepping(mlp(), ["cpu:0", "cpu:1"], balance=[2, 2], checkpoint="always")
+
+    class Meeting(nn.Module):
+        meets = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            if self.meets:
+                self.meets = False
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(other.step, x, y).result()
+                    if drawn:
+                        pool.submit(torch.rand, 1).result()
+            return input * 1
+
+    module, meeting = mlp(), Meeting()
+    module.append(meeting)
+    model = stepping(module, ["cpu:0", "cpu:1"], balance=[2, 3], checkpoint="always")
+    model.step(x, y)
+    meeting.meets = True
+    with pytest.raises(RuntimeError, match="from the generator of cpu") if drawn else nullcontext():
+        model.step(x, y)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

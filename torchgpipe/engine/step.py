@@ -120,7 +120,7 @@ class _Step:
         self._replicas = replicas
         self._backward_runs = backward
         self._ambient = Ambient()
-        self._seeds = LayerSeeds(partitions)
+        self._seeds = LayerSeeds(partitions, devices)
         self._recomputed = False
         self._turn: AbstractContextManager[Any]
         # Autocast has one cache of casts for all threads, which every run clears: under it, cells run one at a time.

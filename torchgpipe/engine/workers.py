@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from torchgpipe.devices.stream import Stream
+from torchgpipe.engine.interrupts import join, uninterrupted
 from torchgpipe.replay.ambient import Ambient
 
 __all__ = ["Task", "run_in_workers"]
@@ -67,6 +68,7 @@ class _Worker:
         stream: where the tasks compute
         tasks: the number of each task, with the numbers of the tasks on other devices that it needs
         inbox: receives the numbers of finished tasks
+        working: held by the thread while it runs
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -74,6 +76,7 @@ class _Worker:
         self.tasks: list[tuple[int, list[int]]] = []
         # A queue of the standard library in C: half the time of a future for each message.
         self.inbox: SimpleQueue[int] = SimpleQueue()
+        self.working = threading.Lock()
 
 
 class _Crew:
@@ -96,6 +99,8 @@ class _Crew:
             worker.tasks.append((number, foreign))
         #: Autocast has one cache for all threads. The first worker to leave would clear it, so workers leave together.
         self._leaving = threading.Barrier(len(self._workers))
+        #: Receives something from each worker that has finished. Why the caller waits for that: see `interrupts`.
+        self._left: SimpleQueue[None] = SimpleQueue()
 
     def work(self, ambient: Ambient) -> BaseException | None:
         """Run all tasks up to the first that fails, and return the error of that task, if any. No thread is left."""
@@ -110,21 +115,26 @@ class _Crew:
         try:
             for thread in crew:
                 thread.start()
-            for thread in crew:
-                thread.join()
+            for _ in crew:
+                self._left.get()
         except BaseException:  # The caller was interrupted, or a thread could not start.
-            self._stop(0)
-            self._leaving.abort()
-            for thread in crew:
-                if thread.ident is not None:
-                    thread.join()
+            uninterrupted(self._abandon)
             raise
         finally:
             if share is not None:
                 # Threads that start later would get the number that the workers have set.
                 torch.set_num_threads(threads)
+            join(crew)
         errors, self._errors = self._errors, {}  # An error holds its frames, and these hold this object: a cycle.
         return errors[min(errors)] if errors else None
+
+    def _abandon(self) -> None:
+        """Wait until no worker runs. One whose thread has yet to begin will do nothing."""
+        self._stop(0)
+        self._leaving.abort()
+        for worker in self._workers.values():
+            with worker.working:
+                pass
 
     def _share_of_cores(self, threads: int) -> int | None:
         """Return how many threads a layer may use in a worker of the CPU; None if there is no need to share.
@@ -136,13 +146,18 @@ class _Crew:
 
     def _serve(self, worker: _Worker, ambient: Ambient, share: int | None) -> None:
         """Run as the thread of a worker."""
-        try:
-            if share is not None and worker.stream.device.type == "cpu":
-                torch.set_num_threads(share)
-            ambient.run(self._serve_tasks, worker)
-        except BaseException as error:  # Other workers wait for the tasks of this one, so they must be told.
-            self._fail(-1, error)
-            self._leaving.abort()
+        with worker.working:
+            try:
+                if self._leaving.broken:
+                    return
+                if share is not None and worker.stream.device.type == "cpu":
+                    torch.set_num_threads(share)
+                ambient.run(self._serve_tasks, worker)
+            except BaseException as error:  # Other workers wait for the tasks of this one, so they must be told.
+                self._fail(-1, error)
+                self._leaving.abort()
+            finally:
+                self._left.put(None)
 
     def _serve_tasks(self, worker: _Worker) -> None:
         with worker.stream.use():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
@@ -70,8 +71,11 @@ class Frame:
         self._begin = begin
         self._end: End | None = None
         self._started = False
-        # Each is held except when the other side has handed over. Two locks take half the time of a condition.
-        self._turn, self._pause = threading.Lock(), threading.Lock()
+        # Each receives something when the other side hands over. They take half the time of a condition.
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._pause: SimpleQueue[None] = SimpleQueue()
+        #: Held by the thread while it runs.
+        self._working = threading.Lock()
         #: For each column that was entered, the sequence number of the first autograd node that belongs to it.
         self._starts: list[int] = []
         self._columns: list[int] = []
@@ -88,13 +92,11 @@ class Frame:
             self._ambient.run(self._go)
             return
         if self._started:
-            self._turn.release()
+            self._turn.put(None)
         else:
             self._started = True
-            self._turn.acquire()
-            self._pause.acquire()
             self._threads.run(self._serve)
-        self._pause.acquire()
+        self._pause.get()
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -109,8 +111,8 @@ class Frame:
         if self._threads is not None and j != self.column:
             self._end_work(failed=False)
             self._wanted = j
-            self._pause.release()
-            self._turn.acquire()
+            self._pause.put(None)
+            self._turn.get()
             if self._cancelled:
                 raise Cancelled
         self.column = j
@@ -128,11 +130,14 @@ class Frame:
             end(failed)
 
     def cancel(self) -> None:
-        """Unwind the stack of a frame that has not finished, and wait until that is done."""
-        if self._started and not self.finished:
-            self._cancelled = True
-            self._turn.release()
-            self._pause.acquire()
+        """Unwind the stack of a frame that has not finished, and wait until that is done.
+
+        The frame may be waiting for its turn, or, if `advance` was interrupted, be running or about to start.
+        """
+        self._cancelled = True
+        self._turn.put(None)
+        with self._working:
+            pass
 
     def span(self, column: int) -> tuple[int, int]:
         """Return the numbers of the autograd nodes made in a column: the first, and the one behind the last.
@@ -154,16 +159,18 @@ class Frame:
 
     def _serve(self, leave: Callable[[], None]) -> None:
         """Run in a thread."""
-        try:
-            self._ambient.run(self._go)
-        except Cancelled:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.finished = True
-            leave()
-            self._pause.release()
+        with self._working:
+            try:
+                if not self._cancelled:
+                    self._ambient.run(self._go)
+            except Cancelled:
+                pass
+            except BaseException as error:
+                self._error = error
+            finally:
+                self.finished = True
+                leave()
+                self._pause.put(None)
 
     def _go(self) -> None:
         failed = True

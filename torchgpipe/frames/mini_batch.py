@@ -22,6 +22,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.copy import copy_back, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
+from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.engine.record import End, Kind, recorded
 from torchgpipe.engine.workers import Task, run_in_workers
@@ -163,9 +164,12 @@ class MiniBatch:
                     else:
                         self._run_backward(i, j, kind, keep_graph=False)
         except BaseException:
-            for frame in self._frames:
-                frame.cancel()
+            uninterrupted(self._cancel)
             raise
+
+    def _cancel(self) -> None:
+        for frame in self._frames:
+            frame.cancel()
 
     def _drop(self) -> None:
         """Forget what only forward needs: frames refer back to this object, and ``finish`` to the outputs."""
@@ -238,8 +242,7 @@ class MiniBatch:
                 streams = [computing[action.j] for action in agenda.actions]
                 run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, ambient)
         except BaseException:
-            for frame in self._frames:
-                frame.cancel()
+            uninterrupted(self._cancel)
             raise
 
     # ----------------------------------------------------------------------------------------------------- forward

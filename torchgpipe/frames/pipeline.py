@@ -237,7 +237,7 @@ class Pipeline:
         columns = Columns(settings.devices, self.streams, labelled(step))
         bring = self.to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
-        random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)))
+        random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
         return MiniBatch(
             plain,
             inputs,
@@ -293,12 +293,13 @@ class Pipeline:
     def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
         random_numbers = mini_batch.random_numbers
         modes = _modes(module)
-        if random_numbers.has_drawn_unseen():
+        unseen = random_numbers.drawn_unseen()
+        if unseen:
             self._draws[modes] = Draws(True, True)
             raise RuntimeError(
-                "random numbers were drawn from the CPU's generator in this mini-batch, though the model drew none "
-                "before, so micro-batches have drawn in no certain order, and a recomputation may draw others; run it "
-                "again: from now on, micro-batches have seeds"
+                f"random numbers were drawn from the generator of {' and '.join(unseen)} in this mini-batch, though "
+                "the model drew none before, so micro-batches have drawn in no certain order, and a recomputation may "
+                "draw others; run it again: from now on, micro-batches have seeds"
             )
         draws = random_numbers.end()
         if rows:  # Without rows, layers that draw have drawn nothing.

@@ -9,7 +9,7 @@ Only models that draw pay. Whether a model draws is seen when it first runs, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import device_module
 from torchgpipe.replay.callers_generator import CallersGenerator
-from torchgpipe.replay.seeds import cpu_lock, mixed, sharing_cpu_generator
+from torchgpipe.replay.seeds import Watch, cpu_lock, drawing_from_cpu, generators_of, mixed, sharing_cpu_generator
 
 __all__ = ["Draws", "RandomNumbers"]
 
@@ -40,17 +40,21 @@ class RandomNumbers:
 
     Args:
         draws: what the model draws from; None if that is unknown
+        devices: the devices of the columns; needed where it is known
 
     Attributes:
         callers_generator: the generator of the CPU, which the caller draws from as well
     """
 
-    def __init__(self, draws: Draws | None) -> None:
+    def __init__(self, draws: Draws | None, devices: Iterable[torch.device] = ()) -> None:
         self._draws = draws
         self._swaps = draws or Draws(True, True)
         self._drawn = [False, False]
         self._states: dict[int, dict[str, Tensor]] = {}
-        self.callers_generator = CallersGenerator()
+        found = [generator for device in devices for generator in generators_of(device)]
+        with cpu_lock():
+            self._watch = Watch([one for one in found if not self._swaps[one.device.type != "cpu"]])
+            self.callers_generator = CallersGenerator()
         self._source = torch.Generator()
         self._source.set_state(self.callers_generator.before)
         # From a copy of the caller's generator, which goes on only if the model draws.
@@ -111,13 +115,10 @@ class RandomNumbers:
         if self._draws is None:
             self._draws = Draws(*self._drawn)
         if any(self._draws):
-            with cpu_lock():
+            with drawing_from_cpu():
                 torch.default_generator.set_state(self._source.get_state())
         return self._draws
 
-    def has_drawn_unseen(self) -> bool:
-        """Return whether the CPU's generator was drawn from, although the model was known to draw nothing."""
-        if self._swaps.cpu:
-            return False
-        with cpu_lock():
-            return not torch.equal(torch.default_generator.get_state(), self.callers_generator.before)
+    def drawn_unseen(self) -> list[str]:
+        """Return the devices whose generators were drawn from, although the model was known not to."""
+        return self._watch.drawn_from()

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeAlias
 
 import torch
 
+from torchgpipe.engine.interrupts import join, uninterrupted
+
 __all__ = ["Threads"]
+
+#: What a thread runs. When it has finished, it calls its argument, which leaves the thread to others.
+_Work: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Threads:
@@ -20,8 +27,12 @@ class Threads:
         self._all: list[_Thread] = []
         self._idle: list[_Thread] = []
 
-    def run(self, work: Callable[[Callable[[], None]], None]) -> None:
-        """Run ``work`` in a thread. When it has finished, it calls its argument, which leaves the thread to others."""
+    def run(self, work: _Work) -> None:
+        """Run ``work`` in a thread.
+
+        Raises:
+            RuntimeError: no thread could be started.
+        """
         if self._idle:
             thread = self._idle.pop()
         else:
@@ -32,32 +43,27 @@ class Threads:
 
     def close(self) -> None:
         """End all threads, whose frames have finished."""
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
         for thread in self._all:
             thread.take(None)
-        for thread in self._all:
-            thread.join()
+        join(self._all)
 
 
 class _Thread(threading.Thread):
     def __init__(self, idle: list[_Thread], number: int) -> None:
         super().__init__(name=f"torchgpipe frame {number}")
         self._idle = idle
-        self._work: Callable[[Callable[[], None]], None] | None = None
-        self._given = threading.Lock()
-        self._given.acquire()
+        self._given: SimpleQueue[_Work | None] = SimpleQueue()
 
-    def take(self, work: Callable[[Callable[[], None]], None] | None) -> None:
+    def take(self, work: _Work | None) -> None:
         """Give the thread work, or let it end."""
-        self._work = work
-        self._given.release()
+        self._given.put(work)
 
     def run(self) -> None:
         # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
         torch.autocast_increment_nesting()
-        while True:
-            self._given.acquire()
-            work, self._work = self._work, None
-            if work is None:
-                return
+        while (work := self._given.get()) is not None:
             work(lambda: self._idle.append(self))
             del work  # It would keep the frame alive while the thread waits.

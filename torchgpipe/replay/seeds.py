@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,17 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import is_compiled
 
-__all__ = ["LayerSeeds", "cpu_lock", "current_seeds", "mixed", "own_cpu_lock", "sharing_cpu_generator"]
+__all__ = [
+    "LayerSeeds",
+    "Watch",
+    "cpu_lock",
+    "current_seeds",
+    "drawing_from_cpu",
+    "generators_of",
+    "mixed",
+    "own_cpu_lock",
+    "sharing_cpu_generator",
+]
 
 T = TypeVar("T")
 
@@ -63,14 +73,56 @@ def own_cpu_lock() -> Iterator[None]:
         _inner_lock.reset(token)
 
 
+class Watch:
+    """Notice draws from generators, but for those of other pipelines' seeds (see `drawing_from_cpu`).
+
+    Args:
+        generators: the generators
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        with cpu_lock():
+            self._states = {generator: _state(generator) for generator in generators}
+            if cpu_lock() is _process_lock:
+                _watches.add(self)
+
+    def drawn_from(self) -> list[str]:
+        """Return the devices whose generators were drawn from."""
+        with cpu_lock():
+            return [str(one.device) for one, state in self._states.items() if not torch.equal(_state(one), state)]
+
+    def follow(self, before: Tensor) -> None:
+        """Take the present state of the CPU's generator for the one to be, if that was ``before``."""
+        generator = torch.default_generator
+        if generator in self._states and torch.equal(self._states[generator], before):
+            self._states[generator] = _state(generator)
+
+
+#: The watches of this process, but for those inside of a block that holds the generator of the CPU.
+_watches: WeakSet[Watch] = WeakSet()
+
+
+@contextmanager
+def drawing_from_cpu() -> Iterator[None]:
+    """Draw a pipeline's own seed from the generator of the CPU in a ``with`` block, unnoticed by other pipelines."""
+    with cpu_lock():
+        before = _state(torch.default_generator)
+        yield
+        # A pipeline inside of a layer draws on behalf of that layer, which is to be noticed.
+        if cpu_lock() is _process_lock and current_seeds() is None:
+            for watch in _watches:
+                watch.follow(before)
+
+
 class LayerSeeds:
     """The seeds of a step.
 
     Args:
         partitions: the layers of each partition
+        devices: the device of each partition
     """
 
-    def __init__(self, partitions: Iterable[nn.Sequential]) -> None:
+    def __init__(self, partitions: Iterable[nn.Sequential], devices: Iterable[torch.device]) -> None:
         layers = [(partition, layer) for partition in partitions for layer in partition]
         self._positions: dict[nn.Module, int] = {layer: k for k, (_, layer) in enumerate(layers)}
         self._end = len(layers)
@@ -80,10 +132,11 @@ class LayerSeeds:
         self._modes = {one: tuple([module.training for module in one.modules()]) for one in self._positions}
         #: The layers that are known to draw nothing.
         self._silent = {one for one, modes in self._modes.items() if _draws.get(one, {}).get(modes) is False}
-        with cpu_lock():
+        with drawing_from_cpu():
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self._before = _state(torch.default_generator)
+        self._watch = Watch([generator for device in devices for generator in generators_of(device)])
         self._seeds: set[int] = set()
         #: Whether anything with a seed has drawn from the generator of the CPU in this step.
         self._draws_from_cpu = False
@@ -117,7 +170,7 @@ class LayerSeeds:
     @contextmanager
     def _seeded(self, i: int, device: torch.device, position: int) -> Iterator[Callable[[], bool]]:
         """Seed generators for a ``with`` block, and give a function that tells whether anything was drawn."""
-        generators, seed = _generators(device), mixed(self._base, i, position)
+        generators, seed = generators_of(device), mixed(self._base, i, position)
         self._seeds.add(seed)
         with sharing_cpu_generator():
             before = [_state(generator) for generator in generators]
@@ -156,18 +209,18 @@ class LayerSeeds:
         Raises:
             RuntimeError: a layer may have drawn other numbers in its recomputation. From now on all have seeds.
         """
-        with cpu_lock():
-            if torch.equal(_state(torch.default_generator), self._before):
-                return
+        drawn_from = self._watch.drawn_from()
+        if not drawn_from:
+            return
         known = [_draws.get(layer, {}).get(self._modes[layer]) for layer in self._positions]
         if all(known):
             return  # The draw was elsewhere: in another thread, or in backward.
         for layer, modes in self._modes.items():
             _draws.setdefault(layer, {})[modes] = True
         raise RuntimeError(
-            "random numbers were drawn from the CPU's generator during this step, perhaps by a layer that drew none "
-            "when it first ran, so a recomputation may have drawn others, and the gradients of this step are dropped; "
-            "call step() again: all layers have seeds from now on"
+            f"random numbers were drawn from the generator of {' and '.join(drawn_from)} during this step, perhaps by "
+            "a layer that drew none when it first ran, so a recomputation may have drawn others, and the gradients of "
+            "this step are dropped; call step() again: all layers have seeds from now on"
         )
 
 
@@ -193,7 +246,7 @@ def current_seeds() -> Callable[..., Any] | None:
     return _current.get()
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
     """Return the generators that layers on ``device`` draw from."""
     if device.type == "cpu":
         return [torch.default_generator]
