@@ -57,7 +57,7 @@ def test_any_program(where: str, program: Program, data: st.DataObject) -> None:
     plain = copy.deepcopy(program)
     dtype = program.square.dtype
     size = data.draw(st.sampled_from([6, 6, 5]))
-    batches = [torch.randn(size, 4, dtype=dtype) for _ in range(2)]
+    batches = [torch.randn(size, 4, dtype=dtype) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
     mask = torch.rand(size) > 0.3
     extra = {"list": [torch.randn(size, 4, dtype=dtype) for _ in range(2)]} if data.draw(st.booleans()) else None
     options: dict[str, Any] = {
