@@ -288,8 +288,13 @@ def test_gradient_hooks() -> None:
 def test_hooks_after_accumulation() -> None:
     with relied_on("hooks after accumulation can be seen", "such hooks hear the gradient of each micro-batch"):
         x = one()
-        handle = x.register_post_accumulate_grad_hook(lambda x: None)
+        heard = []
+        handle = x.register_post_accumulate_grad_hook(lambda x: heard.append("old"))
         assert internals.has_gradient_hooks(x)
+        ((key, _),) = internals.hooks_behind_accumulation(x).items()
+        internals.hooks_behind_accumulation(x)[key] = lambda x: heard.append("new")
+        x.backward()
+        assert heard == ["new"]
         handle.remove()
         assert not internals.has_gradient_hooks(x)
 

@@ -49,6 +49,41 @@ def test_a_listener_is_called_once_with_the_whole_gradient(pipe: Pipe, checkpoin
     del nodes  # A parameter does not keep its gradient node alive, and the hooks live on that node.
 
 
+@pytest.mark.parametrize("run", ["backward", "step"])
+def test_hooks_of_a_parameter_that_got_no_gradient(pipe: Pipe, checkpoint: str, run: str) -> None:
+    """The graph leads to all parameters of a partition that is recomputed, so PyTorch called the hooks of all.
+
+    An optimizer that steps in a hook moved layers that were not used, by what was in ``.grad`` before.
+    """
+
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ways = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+            self.way = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.ways[self.way](x)
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switch(), nn.Linear(WIDTH, WIDTH)).double()
+    model = pipe(layers, [1, 2], chunks=CHUNKS, checkpoint=checkpoint, loss_fn=lambda y, _: y.sum())
+    weight = layers[1].ways[1].weight
+    node: Any = torch.autograd.graph.get_gradient_edge(weight).node
+    heard: list[str] = []
+    weight.register_hook(lambda _: heard.append("before"))
+    node.register_prehook(lambda _: heard.append("before the node"))
+    weight.register_post_accumulate_grad_hook(lambda _: heard.append("after"))
+    node.register_hook(lambda *_: heard.append("after the node"))
+    for way in (0, 1, 0, 1):
+        layers[1].way = way
+        if run == "step":
+            model.step(batch().detach())
+        else:
+            model(batch()).sum().backward()
+        assert heard == ["before", "before the node", "after", "after the node"] * way
+        heard.clear()
+
+
 class Captures(nn.Module):
     """A layer that uses a tensor that is not registered."""
 

@@ -42,6 +42,7 @@ __all__ = [
     "gradient_hooks",
     "has_call_hooks",
     "has_gradient_hooks",
+    "hooks_behind_accumulation",
     "is_checkpointed",
     "is_compiled",
     "is_optimized",
@@ -210,6 +211,16 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Tensor | None
     the dict too, as ``handle.hooks_dict_ref()``.
     """
     hooks: Any = tensor._backward_hooks
+    return hooks or {}
+
+
+def hooks_behind_accumulation(tensor: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """Return the hooks that were registered with ``tensor.register_post_accumulate_grad_hook``.
+
+    If there are any, changing the dict changes the hooks of the tensor. Autograd also calls them if no gradient has
+    arrived; see `gradient_hooks`. Since 2.1.
+    """
+    hooks: Any = tensor._post_accumulate_grad_hooks
     return hooks or {}
 
 

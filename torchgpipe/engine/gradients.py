@@ -26,7 +26,7 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, Function, accumulate, gradients, unshare, without_gradient
-from torchgpipe.engine.hooks import has_hooks, without_hooks
+from torchgpipe.engine.hooks import has_hooks, refuse_none, without_hooks
 from torchgpipe.engine.phony import get_phony
 
 __all__ = ["ParameterGradients", "differentiate_into", "sum_of"]
@@ -133,7 +133,12 @@ class Deliver(Function):
     @staticmethod
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
         this = ctx.passes.get(current_pass())
-        return None, None, *((this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2))
+        sums = (this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2)
+        if this is None or this.sums:  # Else nothing listens, or nothing of this is asked for.
+            for (node, _), grad in zip(ctx.next_functions[-len(sums) :], sums):
+                if grad is None and type(node).__name__ == "AccumulateGrad":
+                    refuse_none(node.variable, node)
+        return None, None, *sums
 
 
 def differentiate_into(

@@ -1,7 +1,10 @@
-"""Hooks of parameters: finding them, and keeping them from hearing parts of a gradient.
+"""Hooks of parameters: finding them, and keeping them from hearing parts of a gradient, or None.
 
 A cell differentiates a small graph of its own, which ends in the parameters, so PyTorch calls the hooks of a parameter
 there: with the gradient of one micro-batch. A hook must hear the gradient of the mini-batch, once.
+
+The caller's graph leads to all parameters of a partition, because which of them a checkpointed cell uses shows at
+backward only. PyTorch then calls the hooks of all. An optimizer that steps in a hook would move a layer without use.
 """
 
 from __future__ import annotations
@@ -13,23 +16,31 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks
+from torchgpipe.devices.torch_internals import (
+    current_pass,
+    gradient_hooks,
+    has_gradient_hooks,
+    hooks_behind_accumulation,
+    versions,
+)
 
-__all__ = ["has_hooks", "without_hooks"]
+__all__ = ["has_hooks", "refuse_none", "without_hooks"]
 
 
 def has_hooks(tensor: Tensor, node: Any) -> bool:
     """Return whether Python is called when a gradient of ``tensor``, a leaf with this node, is accumulated."""
     if has_gradient_hooks(tensor):
         return True
+    return any([len(hooks) > 1 for hooks in _hooks_of_node(node)])
+
+
+def _hooks_of_node(node: Any) -> Iterator[dict[int, Callable[..., Any]]]:
+    """Yield the dicts of a node's hooks, before and after it runs, each with one more hook for the moment."""
     for register in (node.register_hook, node.register_prehook):
         # A node does not list its hooks, but a handle has the dict that holds all of them.
         handle = register(_ignore)
-        others = len(handle.hooks_dict_ref()) > 1
+        yield handle.hooks_dict_ref()
         handle.remove()
-        if others:
-            return True
-    return False
 
 
 def _ignore(*_: Any) -> None:
@@ -41,23 +52,64 @@ _in_a_cell: ContextVar[bool] = ContextVar("torchgpipe_in_a_cell", default=False)
 
 
 class _Whole:
-    """A hook that hears whole gradients only. It takes the place of the hook in the dict of the tensor, for good."""
+    """A hook that hears whole gradients only. It takes the place of the hook in the dict of the tensor or node."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        return None if _in_a_cell.get() else self.hook(grad)
+    def __call__(self, *heard: Any) -> Any:
+        arrived = heard[-1][0] if isinstance(heard[-1], tuple) else heard[-1]  # Hooks of nodes hear tuples.
+        return None if arrived is None or _in_a_cell.get() else self.hook(*heard)
+
+
+class _Behind:
+    """A hook behind accumulation that runs if something was accumulated. It takes the place of the hook in the dict.
+
+    Attributes:
+        unused: the last backward pass that had no gradient for the parameter so far, with the state of ``.grad``
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+        self.unused = (-1, (0, 0))
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self.unused != (current_pass(), _state(parameter.grad)):
+            self.hook(parameter)
+
+
+def _state(grad: Tensor | None) -> tuple[int, int]:
+    """Return what tells a gradient from the same one after something was added to it."""
+    return id(grad), versions([grad])[0]
+
+
+def refuse_none(parameter: Tensor, node: Any) -> None:
+    """Let no hook of ``parameter`` run in this pass, unless a gradient arrives, perhaps from elsewhere.
+
+    Args:
+        parameter: a leaf that this pass has had no gradient for so far
+        node: its node
+    """
+    for hooks in (gradient_hooks(parameter), *_hooks_of_node(node)):
+        _wrap(hooks, _Whole)
+    behind = hooks_behind_accumulation(parameter)
+    _wrap(behind, _Behind)
+    for hook in behind.values():
+        if isinstance(hook, _Behind):
+            hook.unused = current_pass(), _state(parameter.grad)
+
+
+def _wrap(hooks: dict[int, Any], kind: type[_Whole] | type[_Behind]) -> None:
+    for key, hook in list(hooks.items()):
+        if not isinstance(hook, kind):
+            hooks[key] = kind(hook)
 
 
 @contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Keep the hooks of ``tensors`` from hearing what this thread differentiates in a ``with`` block."""
     for tensor in tensors:
-        hooks = gradient_hooks(tensor)
-        for key, hook in list(hooks.items()):
-            if not isinstance(hook, _Whole):
-                hooks[key] = _Whole(hook)
+        _wrap(gradient_hooks(tensor), _Whole)
     token = _in_a_cell.set(True)
     try:
         yield

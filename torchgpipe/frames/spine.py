@@ -145,7 +145,7 @@ class _Uses(TorchFunctionMode):
             self.last[id(tensor)] = self._clock[0]
             if id(tensor) in self._known:
                 self.used.setdefault(tensor, self._clock[0])
-        if changes_shape(func) or changes_values(func):
+        if (changes_shape(func) or changes_values(func)) and not _assigns_itself(func, args):
             self._refuse_changed(func, args[:1])
         elif "out" in kwargs:
             self._refuse_changed(func, kwargs["out"])
@@ -186,6 +186,13 @@ class _Uses(TorchFunctionMode):
         finally:
             if mode is self:
                 push_function_mode(mode)
+
+
+def _assigns_itself(func: Callable[..., Any], args: Any) -> bool:
+    """Return whether ``tensor.data`` gets the memory that it has, as by ``module.to(its dtype)``."""
+    if func.__name__ != "__set__" or len(args) < 2 or not isinstance(args[1], Tensor):
+        return False
+    return args[0].dtype == args[1].dtype and _address(args[0]) == _address(args[1]) != 0
 
 
 def _address(tensor: Tensor) -> int:
