@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import pipelined
 
@@ -196,3 +198,67 @@ def test_a_model_that_only_evaluates_needs_no_backward() -> None:
     x = torch.randn(6, 4)
     with torch.no_grad():
         torch.testing.assert_close(model(x), torch.cat([Rounding.forward(model.unpipelined(), x)]))
+
+
+class Reversible(torch.autograd.Function):
+    """Layers that keep nothing: backward runs all of them again, and differentiates them itself, as in Reformer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = y = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                y = layer(y)
+        y.backward(*grads)
+        return x.grad, None
+
+
+def test_a_function_that_runs_layers_of_later_partitions_again_is_no_fault() -> None:
+    """The gradients of a later partition arrive in the backward of the first one, which took them for lost."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Reversible.apply(self.first(x), self.layers)  # type: ignore[no-any-return]
+
+    plain, x = Net().double(), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    model: Any = pipelined(copy.deepcopy(plain), x, chunks=2, devices=TWO, balance=[2, 3])
+    model(x).square().sum().backward()
+    for part in x.chunk(2):
+        plain(part).square().sum().backward()
+    for ours, expected in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_statistics_that_a_checkpoint_of_the_models_own_counts_again() -> None:
+    """They are counted twice in the plain model, too: the second time at backward, and a split backward counts on."""
+
+    class Net(nn.Module):
+        def __init__(self, momentum: float | None) -> None:
+            super().__init__()
+            norms = [nn.BatchNorm1d(4, momentum=momentum) for _ in range(4)]
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), norm) for norm in norms])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) + x  # type: ignore[no-untyped-call]
+            return x
+
+    x = torch.randn(4, 4)
+    pipelined(Net(None), x, chunks=2, devices=TWO)  # The average of all runs, in any order.
+    for net, schedule in [(Net(0.1), "1F1B"), (Net(None), "ZeroBubble")]:
+        with pytest.raises(ValueError, match=r"buffer .* again at backward.* pipelined\(checkpoint=...\)"):
+            pipelined(net, x, chunks=2, devices=TWO, schedule=schedule)

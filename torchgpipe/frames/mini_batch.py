@@ -146,11 +146,12 @@ class MiniBatch:
         finally:
             self._drop()
 
-    def run_columns_backward(self, after: Callable[[int], None]) -> None:
+    def run_columns_backward(self, after: Callable[[int], None], *, split: bool) -> None:
         """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
         with self._aliases.installed():
             for j in reversed(range(self._n)):
-                self._run_in_this_thread([Action("B", i, j) for i in reversed(range(self._m))])
+                for i in reversed(range(self._m)):
+                    self._run_in_this_thread([Action(kind, i, j) for kind in ("IW" if split else "B")])
                 after(j)
         if self._verified is not None:
             self._verified()

@@ -76,10 +76,15 @@ class Comparison:
             tolerance: how much they may differ, relative to the largest number of the two
             floor: a number that is held against differences, too, with the rounding error alone
         """
-        difference, largest = difference_of(plain, ours)
-        is_equal = difference <= tolerance * largest + 64 * self._epsilon * floor
+        difference, _ = difference_of(plain, ours)
+        is_equal = self.are_equal(plain, ours, tolerance=tolerance, floor=floor)
         self.rows.append(Compared(name, _norm(plain), _norm(ours), difference, "" if is_equal else fault))
         return is_equal
+
+    def are_equal(self, plain: Tensor | None, ours: Tensor | None, *, tolerance: float, floor: float = 0.0) -> bool:
+        """Return whether two tensors are equal but for rounding, as `add` does, without a row."""
+        difference, largest = difference_of(plain, ours)
+        return difference <= tolerance * largest + 64 * self._epsilon * floor
 
     def note(self, name: str, fault: str) -> None:
         """Add a row for what could not be compared.
