@@ -151,7 +151,8 @@ class MiniBatch:
         with self._aliases.installed():
             for j in reversed(range(self._n)):
                 for i in reversed(range(self._m)):
-                    self._run_in_this_thread([Action(kind, i, j) for kind in ("IW" if split else "B")])
+                    actions = [Action("I", i, j), Action("W", i, j)] if split else [Action("B", i, j)]
+                    self._run_in_this_thread(actions)
                 after(j)
         if self._verified is not None:
             self._verified()
