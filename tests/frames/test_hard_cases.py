@@ -494,3 +494,21 @@ def test_an_output_without_rows_is_that_of_all_micro_batches_or_refused() -> Non
     with pytest.raises(ValueError, match=refusal):
         model(X)
     assert torch.equal(model.eval()(X)["table"], torch.ones(3))
+
+
+def test_an_input_that_a_model_differentiates_under_no_grad() -> None:
+    """The parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere."""
+
+    class Forces(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if not x.requires_grad:
+                return y
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad((x.sin() * x).sum(), x)
+            return y + slope
+
+    model, plain = make(Forces())
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)

@@ -269,8 +269,12 @@ def has_an_item_for_each(value: Any, rows: int) -> bool:
 def split_rows(value: Any, sizes: list[int]) -> list[Any]:
     """Return the rows of a tensor, or the items of a list, for each micro-batch."""
     if isinstance(value, Tensor):
-        # Each with a version of its own: a model may change its input in place, and so no other micro-batch's.
-        return [part if part.requires_grad else part.data for part in torch.split(value, sizes)]
+        parts = torch.split(value, sizes)
+        if value.requires_grad and torch.is_grad_enabled():
+            return list(parts)
+        # Each with a version of its own: a model may change its input in place, and so no other micro-batch's. Under
+        # no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
+        return [part.data.requires_grad_(value.requires_grad) for part in parts]
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     return [value[end - size : end] for end, size in zip(ends, sizes)]
 
