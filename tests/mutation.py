@@ -203,7 +203,7 @@ MUTATIONS = [
     Mutation(
         "the copy of a gradient waits for what computes it",
         "copy_back",
-        "route.arriving.wait(route.target.mark())",
+        "route.grads_leaving.wait(route.target.mark())",
         "pass",
     ),
     Mutation(
@@ -266,7 +266,7 @@ MUTATIONS = [
         "the computation waits for its own gradient only",
         "wait_back",
         "route.source.wait(route.back[i])",
-        "route.source.wait(route.leaving.mark())",
+        "route.source.wait(route.grads_arriving.mark())",
     ),
     Mutation(
         "a worker is on the stream of its device",
@@ -828,7 +828,7 @@ MUTATIONS = [
     Mutation(
         "... and the copy of a gradient for what computes the gradient",
         "copy_back",
-        "route.arriving.wait(route.target.mark())",
+        "route.grads_leaving.wait(route.target.mark())",
         "pass",
         "engine/step_streams",
     ),
