@@ -997,7 +997,7 @@ MUTATIONS = [
     Mutation(
         "each layer has a seed of its own",
         "LayerSeeds._seeded",
-        "generator.manual_seed(mixed(self._base, i, position))",
+        "generator.manual_seed(seed)",
         "pass",
         "step",
     ),
@@ -1020,6 +1020,20 @@ MUTATIONS = [
         "_Step._differentiating",
         "self._ambient.without_autocast()",
         "nullcontext()",
+        "step",
+    ),
+    Mutation(
+        "a step begins with casts of its own",
+        "Ambient.fresh_casts",
+        "torch.clear_autocast_cache if self.autocast_caches else lambda: None",
+        "lambda: None",
+        "step",
+    ),
+    Mutation(
+        "... and its cells share them",
+        "PartitionCall.forget_casts",
+        "self.ambient.autocast_caches and self.direct is None",
+        "self.ambient.autocast_caches",
         "step",
     ),
     # ------------------------------------------------------------------------------------------------------ skips

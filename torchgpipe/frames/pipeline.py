@@ -32,11 +32,12 @@ from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.parameters import Aliases
-from torchgpipe.frames.random_numbers import Draws, RandomNumbers
+from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]

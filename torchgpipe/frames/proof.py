@@ -32,13 +32,14 @@ from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.random_numbers import Draws, RandomNumbers
+from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_of
+from torchgpipe.replay.seeds import Draws
 
 __all__ = ["Proof", "sample_of"]
 
