@@ -105,7 +105,7 @@ class Proof:
         self._arguments, self._sizes = arguments, sizes
         self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
         self._named = [settings.splitter.names(part) for part in self._parts]
-        self._target = mapped(target, pipeline.to(settings.devices[-1])) if with_loss else None
+        self._target = target if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(settings.epsilon)
         self._draws = False
@@ -191,7 +191,8 @@ class Proof:
             return None
         named = self._named if sizes is None else [self._settings.splitter.names(self._arguments)]
         training = self._module.training
-        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, training=training)
+        bring = self._pipeline.to(self._settings.devices[-1])
+        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, bring, training=training)
 
     def _roots(self, i: int, output: Any, loss: MicroBatchLoss | None) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
