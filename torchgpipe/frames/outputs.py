@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchgpipe.frames.values import container, dotted, each, hidden, is_cache
 
-__all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "own_loss", "verify_known"]
+__all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
 Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]

@@ -37,6 +37,7 @@ from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.model.verify import verify_compiled
 from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
 
@@ -175,6 +176,7 @@ class Pipeline:
         """
         settings = self.settings
         children = list(module.modules())
+        verify_compiled(children, settings.devices)
         self._has_hooks = any(map(has_call_hooks, children))
         structure = tuple([(id(child), *child._parameters) for child in children])
         if structure != self._structure:
