@@ -1174,6 +1174,13 @@ MUTATIONS = [
         "frames/pipelined",
     ),
     Mutation(
+        "a frame waits until a thread is left to it",
+        "_agenda_of",
+        "needs[number].append(ended.popleft())",
+        "pass",
+        "frames/pipelined",
+    ),
+    Mutation(
         "an import that was changed in place is imported again",
         "Crossing.forget",
         "self._known = {key: one for key, one in self._known.items() if versions([one.alias]) != [one.version]}",
