@@ -203,7 +203,7 @@ MUTATIONS = [
     Mutation(
         "the copy of a gradient waits for what computes it",
         "copy_back",
-        "route.arriving.wait(route.target.mark())",
+        "route.grads_leaving.wait(route.target.mark())",
         "pass",
     ),
     Mutation(
@@ -266,7 +266,7 @@ MUTATIONS = [
         "the computation waits for its own gradient only",
         "wait_back",
         "route.source.wait(route.back[i])",
-        "route.source.wait(route.leaving.mark())",
+        "route.source.wait(route.grads_arriving.mark())",
     ),
     Mutation(
         "a worker is on the stream of its device",
@@ -828,7 +828,7 @@ MUTATIONS = [
     Mutation(
         "... and the copy of a gradient for what computes the gradient",
         "copy_back",
-        "route.arriving.wait(route.target.mark())",
+        "route.grads_leaving.wait(route.target.mark())",
         "pass",
         "engine/step_streams",
     ),
@@ -997,7 +997,7 @@ MUTATIONS = [
     Mutation(
         "each layer has a seed of its own",
         "LayerSeeds._seeded",
-        "generator.manual_seed(mixed(self._base, i, position))",
+        "generator.manual_seed(seed)",
         "pass",
         "step",
     ),
@@ -1020,6 +1020,20 @@ MUTATIONS = [
         "_Step._differentiating",
         "self._ambient.without_autocast()",
         "nullcontext()",
+        "step",
+    ),
+    Mutation(
+        "a step begins with casts of its own",
+        "Ambient.fresh_casts",
+        "torch.clear_autocast_cache if self.autocast_caches else lambda: None",
+        "lambda: None",
+        "step",
+    ),
+    Mutation(
+        "... and its cells share them",
+        "PartitionCall.forget_casts",
+        "self.ambient.autocast_caches and self.direct is None",
+        "self.ambient.autocast_caches",
         "step",
     ),
     # ------------------------------------------------------------------------------------------------------ skips
@@ -1156,6 +1170,13 @@ MUTATIONS = [
         "a cell of frames waits for its gradients",
         "MiniBatch._run_backward",
         "wait_back(columns.leaving(j), i)",
+        "pass",
+        "frames/pipelined",
+    ),
+    Mutation(
+        "a frame waits until a thread is left to it",
+        "_agenda_of",
+        "needs[number].append(ended.popleft())",
         "pass",
         "frames/pipelined",
     ),

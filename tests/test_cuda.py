@@ -254,8 +254,8 @@ def stream() -> AcceleratorStream:
 @pytest.fixture
 def route() -> Route:
     """Return the streams of two devices on one GPU, where a copy is launched on one stream only."""
-    side = stream()
-    return Route(source=stream(), leaving=side, arriving=side, target=stream())
+    side, back = stream(), stream()
+    return Route(source=stream(), leaving=side, arriving=side, target=stream(), grads_leaving=back, grads_arriving=back)
 
 
 N = 1 << 20

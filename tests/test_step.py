@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices, Pipe
 from tests.fake_accelerator import on_fake_devices
+from tests.layers import Apply
 from tests.skip.layers import pair
 from tests.test_transparency import Case, cases
 from torchgpipe import GPipe, NoChunk, is_recomputing
@@ -351,6 +355,63 @@ def test_backward_is_outside_of_autocast(devices: Devices) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         looking.step(x, y)
     assert inside == [False] * 4
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+            self.counts[id(args[0])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+def test_a_step_casts_each_weight_once(devices: Devices, checkpoint: str, schedule: Any) -> None:
+    """Each run of a cell cast all of its weights, and while a cell was launched, all other devices waited."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    plain = copy.deepcopy(module)
+    model = stepping(module, devices(4), schedule=schedule, checkpoint=checkpoint)
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (module, plain))
+    x, y = (value.float() for value in data())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):  # In one block, and yet with the weights of the moment.
+            with Casts() as casts:
+                model.step(x, y)
+            assert casts.counts == {id(weight): 1 for weight in module.parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+    for _ in range(2):
+        for part, target in zip(x.chunk(4), y.chunk(4)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.mse_loss(plain(part), target) * (1 / 4)
+            loss.backward()
+        other.step()
+        other.zero_grad()
+    torch.testing.assert_close([*module.parameters()], [*plain.parameters()])
+
+
+def test_a_layer_under_autocast_holds_nobody_up() -> None:
+    """Cells were launched one at a time. So a layer that waited for its device let all devices wait."""
+    meeting = threading.Barrier(2, timeout=60)
+    launched: list[list[None]] = [[], []]
+
+    def meet(j: int, x: Tensor) -> Tensor:
+        launched[j].append(None)
+        if len(launched[j]) == 2 - j:  # The first layer is one micro-batch ahead.
+            meeting.wait()
+        return x * 2
+
+    layers = [Apply(partial(meet, j)) for j in range(2)]
+    model = stepping(nn.Sequential(*layers), ["cpu:0", "cpu:1"], checkpoint="never")
+    x, y = data()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.step(x.requires_grad_(), y)
 
 
 def test_a_loss_that_draws(devices: Devices) -> None:

@@ -34,6 +34,7 @@ from torchgpipe.model.settings import (
 )
 from torchgpipe.model.verify import (
     verify_balance,
+    verify_compiled,
     verify_devices,
     verify_divided,
     verify_initialised,
@@ -83,8 +84,9 @@ class GPipe(nn.Module):
             micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
         loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss, or a
             pair of the mean loss and other values
-        weight: for :meth:`step`, takes the target of a micro-batch, and returns the weight of its loss in the mean over
-            all micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
+        weight: for :meth:`step`, takes the target of a micro-batch, on the device where the caller has it, and returns
+            the weight of its loss in the mean over all micro-batches; for a mean over tokens, the number of tokens
+            (default: the size of the micro-batch)
         replicas: for :meth:`step`, a group of processes with the same layers and balance, each of which trains on a
             part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
             call :meth:`step` equally often; a forward and its backward stay in their process
@@ -149,6 +151,7 @@ class GPipe(nn.Module):
         self._partitions: list[Partition] = []
         verify_names(self, module)
         verify_layers(module.modules(), self.devices)
+        verify_compiled(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
@@ -248,7 +251,7 @@ class GPipe(nn.Module):
             if keywords:
                 raise TypeError(f"there is no layer that could take the keyword inputs {[*keywords]}")
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
-        verify_layers(self.modules(), self.devices)
+        self._verify_layers()
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         self._begin((inputs, keywords), 5)
         with mini_batch(len(batches), self):
@@ -299,7 +302,7 @@ class GPipe(nn.Module):
         mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1], takes_values=True)
         with replicas.together("the preparation of a step"):
             self._refuse_unwrapped()
-            verify_layers(self.modules(), self.devices)
+            self._verify_layers()
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
             self._begin(input, 3)
             own_weight = mean.prepare(inputs)
@@ -364,6 +367,11 @@ class GPipe(nn.Module):
             loss=loss if target is not None and loss_fn is not None and len(inputs) == 1 else None,
             step=lambda: self.step(fresh(inputs[0]), target),
         ).run()
+
+    def _verify_layers(self) -> None:
+        """Check what may have changed since the pipeline was made."""
+        verify_layers(self.modules(), self.devices)
+        verify_compiled((*self._partitions, *self.modules()), self.devices)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition separately, with the arguments of :func:`torch.compile`.

@@ -399,6 +399,19 @@ def test_a_module_tells_that_it_was_compiled() -> None:
         assert internals.is_compiled(layer)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
+def test_a_module_tells_that_it_was_compiled_into_cuda_graphs() -> None:
+    with relied_on("compiled code tells its configuration", "CUDA graphs are made in threads that end with the call"):
+        modes = {"reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False, "default": False}
+        for mode, expected in modes.items():
+            layer = nn.Linear(2, 2)
+            assert internals.uses_cuda_graphs(torch.compile(layer, mode=mode)) is expected
+            layer.compile(mode=mode)
+            assert internals.uses_cuda_graphs(layer) is expected
+        layer.compile(backend="eager")
+        assert not internals.uses_cuda_graphs(layer) and not internals.uses_cuda_graphs(nn.Linear(2, 2))
+
+
 # -------------------------------------------------------------------------------------------------- several processes
 
 

@@ -566,7 +566,8 @@ def test_neighbouring_cells_overlap_at_backward() -> None:
     first, second = torch.device("cpu:0"), torch.device("cpu:1")
     with FakeAccelerator() as fake:
         source, target = fake.current_stream(first), fake.current_stream(second)
-        route = Route(source, fake.stream(first, "leaving"), fake.stream(second, "arriving"), target)
+        route = Route.between(source, target, fake.streams, (0, 1), None)
+        assert route is not None
         copies, waits = [], []
         for i in range(2):
             (ready,) = wait([route], i, (torch.ones(3, device=first, requires_grad=True) * 2,))

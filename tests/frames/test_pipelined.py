@@ -859,3 +859,33 @@ def test_two_threads_may_share_a_model(data: dict[str, Tensor]) -> None:
 def test_by_default_there_is_a_partition_for_each_core_but_no_more_than_parts() -> None:
     model: Any = pipelined(plain_sequential(), X[:2], chunks=2)
     assert 1 <= len(model.layout.partitions) <= 2
+
+
+@pytest.mark.parametrize(
+    "schedule, places", [("GPipe", [0, 1, 2]), ("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1] * 2)]
+)
+def test_few_frames_are_under_way_at_a_time(schedule: str, places: list[int]) -> None:
+    """The first worker began all frames at once. Each has a thread, which takes memory of each device."""
+    names: set[str] = set()
+
+    class Noted(nn.Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            names.add(threading.current_thread().name)
+            if not self.last:
+                return super().forward(x)
+            # Slower than the others: they would run ahead.
+            return torch.stack([super(Noted, self).forward(x) for _ in range(50)]).mean(0)
+
+        last = False
+
+    n, m = len(places), 16
+    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), Noted()) for _ in range(n)])
+    model[-1][-1].last = True
+    devices, loss_fn = [f"cpu:{place}" for place in places], nn.functional.mse_loss
+    options: Any = {"balance": [1] * n, "chunks": m, "schedule": schedule, "loss_fn": loss_fn, "devices": devices}
+    pipelined(model, torch.randn(m, 4), **options)
+    x = torch.randn(m, 4)
+    for run in (lambda: model.step(x, target=x), lambda: model(x).sum().backward()):
+        names.clear()
+        run()
+        assert 1 <= len([name for name in names if "frame" in name]) <= n + 1

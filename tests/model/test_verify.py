@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchgpipe.model.verify import verify_balance, verify_module
+from torchgpipe.model.verify import verify_balance, verify_compiled, verify_module
 
 
 def test_a_sequential_can_be_partitioned() -> None:
@@ -39,3 +44,15 @@ def test_any_other_balance_is_refused(counts: list[int], layers: int) -> None:
         assert str(layers) in str(error)
     else:
         assert fits
+
+
+@pytest.mark.parametrize(
+    "devices, refused", [(["cuda:0", "cuda:1"], True), (["cuda:0"], False), (["cpu:0", "cpu:1"], False)]
+)
+def test_cuda_graphs_are_refused_on_several_devices(devices: list[str], refused: bool) -> None:
+    """PyTorch keeps them for each thread, and asserted in the workers' threads, which are new in each call."""
+    layer: Any = nn.Linear(1, 1)
+    # As after layer.compile(mode="reduce-overhead"); the compiler takes seconds to import.
+    layer._compiled_call_impl = SimpleNamespace(get_compiler_config=lambda: {"triton.cudagraphs": True})
+    with pytest.raises(ValueError, match="max-autotune-no-cudagraphs") if refused else nullcontext():
+        verify_compiled([nn.Tanh(), layer], list(map(torch.device, devices)))

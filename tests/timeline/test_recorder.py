@@ -117,7 +117,7 @@ def test_copies_and_waits_are_there_once(checkpoint: str) -> None:
     assert Counter((span.micro_batch, span.other, span.partition) for span in waits) == Counter(ways)
     for span in copies:
         assert span.other is not None
-        assert span.stream == ("leaving" if span.partition < span.other else "arriving")
+        assert span.stream == ("leaving" if span.partition < span.other else "gradient leaving")
         sending = at(
             timeline, "forward" if span.partition < span.other else "backward", span.micro_batch, span.partition
         )
@@ -145,7 +145,7 @@ def test_a_skip_has_copies_of_its_own() -> None:
     with on_fake_devices(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     skips = [span for span in timeline.spans if span.kind == "copy" and span.stream.startswith("skip")]
-    ways = [(i, *ends) for i in range(M) for ends in [(0, 2, "skip leaving"), (2, 0, "skip arriving")]]
+    ways = [(i, *ends) for i in range(M) for ends in [(0, 2, "skip leaving"), (2, 0, "skip gradient leaving")]]
     assert Counter((s.micro_batch, s.partition, s.other, s.stream) for s in skips) == Counter(ways)
 
 

@@ -57,7 +57,7 @@ def test_shares_of_a_device() -> None:
         span("wait", 0, 1, 2, 3, other=0),
         span("forward", 0, 1, 3, 5),
         span("backward", 0, 1, 5, 7),
-        span("copy", 0, 1, 6.5, 8, stream="arriving", other=0),
+        span("copy", 0, 1, 6.5, 8, stream="gradient leaving", other=0),
         span("wait", 0, 0, 7, 8, other=1),
         span("backward", 0, 0, 8, 10),
     ]

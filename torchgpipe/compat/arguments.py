@@ -80,7 +80,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def scatter(
-    inputs: tuple[Any, ...], chunks: int, device: torch.device, keywords: dict[str, Any] | None = None
+    inputs: tuple[Any, ...], chunks: int, device: torch.device | None, keywords: dict[str, Any] | None = None
 ) -> list[Batch]:
     """Split the tensors among the arguments of a pipeline. All other values go whole to every micro-batch.
 
@@ -88,7 +88,7 @@ def scatter(
         inputs: tensors of shape (batch, ...), :class:`NoChunk`, and other values; tensors inside other values are not
             split
         chunks: the requested number of micro-batches
-        device: the device to bring the micro-batches to
+        device: the device to bring the micro-batches to; None to leave them where they are
         keywords: keyword arguments, of the same types
 
     Raises:

@@ -134,7 +134,7 @@ class Streams:
 @cache
 def _side_stream(device: torch.device, purpose: str) -> Stream:
     # Cached for the life of the process: the allocator keeps memory for each stream, so new streams at each call would
-    # fragment it. A device has one stream for each direction, because a copy occupies a stream at both of its ends:
+    # fragment it. What leaves and what arrives has a stream each, because a copy occupies a stream at both of its ends:
     # with one stream for both, the copies of a chain of neighbours would wait for each other.
     if not _has_streams(device.type):
         return Stream(device, purpose)

@@ -65,6 +65,7 @@ __all__ = [
     "shares_memory",
     "storage_key",
     "transforms_are_active",
+    "uses_cuda_graphs",
     "versions",
     "will_run",
     "without_dispatch_modes",
@@ -322,6 +323,17 @@ def is_optimized(module: nn.Module) -> bool:
     takes longer than that of this package.
     """
     return hasattr(module, "_orig_mod")
+
+
+def uses_cuda_graphs(module: nn.Module) -> bool:
+    """Return whether ``module`` was compiled into CUDA graphs, as by ``compile(mode="reduce-overhead")``.
+
+    Such graphs are kept for each thread. The configuration is public, the name of the option is that of the default
+    backend. In 2.11. The arguments of `Partition.compile` would tell of partitions, but not of layers.
+    """
+    call = module if is_optimized(module) else getattr(module, "_compiled_call_impl", None)
+    configuration = getattr(call, "get_compiler_config", lambda: None)()
+    return isinstance(configuration, dict) and bool(configuration.get("triton.cudagraphs"))
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:

@@ -84,12 +84,8 @@ def make_calls(
     computing = [streams.current(device) for device in devices]
 
     def route(a: int, c: int, load: str = "") -> Route | None:
-        source, target = computing[a], computing[c]
-        if not streams.moves(source.device, target.device):
-            return None
-        leaving = streams.side(source.device, f"{load}leaving")
-        arriving = streams.side(target.device, f"{load}arriving")
-        return Route(source, leaving, arriving, target, (partitions[a]._index, partitions[c]._index), step)
+        ends = partitions[a]._index, partitions[c]._index
+        return Route.between(computing[a], computing[c], streams, ends, step, load)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
     modules = [list(partition.modules()) for partition in partitions]

@@ -1,7 +1,7 @@
 """Moving a micro-batch from device to device beside the computation, forward and backward.
 
-Every device has a stream that computes and, for each direction, one that copies. `Wait` closes the cell that
-sends and `Copy` opens the cell that receives:
+Every device has a stream that computes, and others that copy. `Wait` closes the cell that sends and `Copy` opens the
+cell that receives:
 
     source device                    target device
     computing     leaving            arriving      computing
@@ -12,8 +12,10 @@ sends and `Copy` opens the cell that receives:
         │            │                  ├────Copy─────►│
         │            │                  │           cell (i,j)
 
-Backward goes through the same figure from right to left, with every arrow reversed. The source waits for the arriving
-gradient in a node of its own, `Wait`. The recomputation does not need the gradient, so it can be launched before that.
+Backward goes through the same figure from right to left, with every arrow reversed, on copying streams for gradients
+only: a schedule such as 1F1B copies in both directions at once, and on one stream an input would wait for the backward
+whose gradient is copied before it. The source waits for the arriving gradient in a node of its own, `Wait`. The
+recomputation does not need the gradient, so it can be launched before that.
 
 The two ends are in different threads, and the sender may have launched its next cell before the receiver launches
 the copy. So the sender marks where a micro-batch is ready, and the copy waits for that mark, not for the whole stream.
@@ -23,11 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from torchgpipe.devices.stream import Mark, Stream
+from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
 from torchgpipe.engine.record import Step, recorded
@@ -37,23 +40,48 @@ __all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_r
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The streams from one device to another, in the order of the figure above.
+    """The streams from one device to another, in the order of the figure above, and those that copy gradients back.
 
     Attributes:
+        grads_leaving: the stream of the target's device
+        grads_arriving: the stream of the source's device
         ends: the partitions at both ends
         step: the listener of the mini-batch, if there is one
         ready: by micro-batch, the mark on ``source`` behind the computation of the leaves
-        back: by micro-batch, the mark on ``leaving`` behind the copy of the gradients
+        back: by micro-batch, the mark on ``grads_arriving`` behind the copy of the gradients
     """
 
     source: Stream
     leaving: Stream
     arriving: Stream
     target: Stream
+    grads_leaving: Stream
+    grads_arriving: Stream
     ends: tuple[int, int] = (0, 1)
     step: Step | None = None
     ready: dict[int, Mark] = field(default_factory=dict)
     back: dict[int, Mark] = field(default_factory=dict)
+
+    @staticmethod
+    def between(
+        source: Stream, target: Stream, streams: Streams, ends: tuple[int, int], step: Step | None, load: str = ""
+    ) -> Route | None:
+        """Return the route between the streams that compute, or None if their devices share a memory.
+
+        Args:
+            source: the stream that computes what is copied
+            target: the stream that computes with it
+            streams: the source of the streams that copy
+            ends: the partitions at both ends
+            step: the listener of the mini-batch, if there is one
+            load: what is copied, if it has streams of its own
+        """
+        if not streams.moves(source.device, target.device):
+            return None
+        here, there = partial(streams.side, source.device), partial(streams.side, target.device)
+        leaving, arriving = here(f"{load}leaving"), there(f"{load}arriving")
+        back = there(f"{load}gradient leaving"), here(f"{load}gradient arriving")
+        return Route(source, leaving, arriving, target, *back, ends, step)
 
 
 def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
@@ -112,10 +140,10 @@ def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
 def copy_back(route: Route, i: int, grads: Leaves) -> Leaves:
     """Copy gradients of micro-batch ``i`` from the target of ``route`` to its source."""
     a, c = route.ends
-    route.arriving.wait(route.target.mark())
-    with recorded(route.step, "copy", i, c, a, route.arriving):
-        moved = _move(route.arriving, route.leaving, route.source, grads)
-    route.back[i] = route.leaving.mark()
+    route.grads_leaving.wait(route.target.mark())
+    with recorded(route.step, "copy", i, c, a, route.grads_leaving):
+        moved = _move(route.grads_leaving, route.grads_arriving, route.source, grads)
+    route.back[i] = route.grads_arriving.mark()
     return moved
 
 

@@ -163,11 +163,8 @@ class PartitionCall:
         return change
 
     def forget_casts(self) -> None:
-        """Clear the casts that autocast keeps, after a run.
-
-        Else autocast would hand the cast weights of a run without a graph to a run that needs their gradients.
-        """
-        if self.ambient.autocast_caches:
+        """Clear the casts that autocast keeps, so that a later call casts weights anew; a step does so at its end."""
+        if self.ambient.autocast_caches and self.direct is None:
             torch.clear_autocast_cache()
 
     def recomputing(self) -> AbstractContextManager[None]:

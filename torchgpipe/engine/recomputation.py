@@ -53,7 +53,6 @@ class Recomputation:
             outputs = checkpointing(cell.compute, leaves)
             self._drawn = call.random.end(before)
             self._versions = call.versions()
-            call.forget_casts()
             forget_parametrizations()
             if versions(leaves) != untouched:
                 raise RuntimeError(

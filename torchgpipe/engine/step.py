@@ -16,10 +16,9 @@ worker: a device thread of the autograd engine could not run them while it waits
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -122,9 +121,6 @@ class _Step:
         self._ambient = Ambient()
         self._seeds = LayerSeeds(partitions, devices)
         self._recomputed = False
-        self._turn: AbstractContextManager[Any]
-        # Autocast has one cache of casts for all threads, which every run clears: under it, cells run one at a time.
-        self._turn = threading.RLock() if self._ambient.autocast_caches and len(set(devices)) > 1 else nullcontext()
         self._calls = make_calls(
             partitions,
             devices,
@@ -145,7 +141,7 @@ class _Step:
     def run(self, agenda: Agenda, gather: Callable[[], Any]) -> Any:
         """Run all actions, and deliver the gradients, or leave ``.grad`` as it was."""
         try:
-            with self._replicas.together("the step", self._reduced):
+            with self._ambient.fresh_casts(), self._replicas.together("the step", self._reduced):
                 if self._backward_runs:
                     self._begin_gradients()
                 self._run_actions(agenda)
@@ -235,8 +231,7 @@ class _Step:
                 leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
             cell.begin(batch)
             cut = CutCell(cell, recompute=i < self._stops[j] and not keeps)
-            with self._turn:
-                outputs = cut.run(leaves, backward=self._backward_runs)
+            outputs = cut.run(leaves, backward=self._backward_runs)
             if self._backward_runs:
                 self._cells[i, j] = cut
             mark_ready(call.leaving, i)
@@ -259,7 +254,7 @@ class _Step:
             grads = self._gradients.pop((i, j))
             grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
         self._recomputed |= cut.recomputes
-        with self._turn if cut.recomputes else nullcontext(), self._differentiating():
+        with self._differentiating():
             result = cut.differentiate(grads, split=split)
         width = len(result) - len(call.receiving)
         for portal, grad in zip(call.receiving, result[width:]):

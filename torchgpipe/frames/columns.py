@@ -26,16 +26,11 @@ class Columns:
         self.step = step
         self.computing: list[Stream] = [streams.current(device) for device in devices]
         self._routes = {
-            (a, c): self._route(a, c)
-            for c in range(len(devices))
-            for a in range(c)
-            if streams.moves(devices[a], devices[c])
+            (a, c): route
+            for c, target in enumerate(self.computing)
+            for a, source in enumerate(self.computing[:c])
+            if (route := Route.between(source, target, streams, (a, c), step)) is not None
         }
-
-    def _route(self, a: int, c: int) -> Route:
-        source, target = self.devices[a], self.devices[c]
-        leaving, arriving = self.streams.side(source, "leaving"), self.streams.side(target, "arriving")
-        return Route(self.computing[a], leaving, arriving, self.computing[c], (a, c), self.step)
 
     def route(self, a: int, c: int) -> Route | None:
         """Return the route from column ``a`` to column ``c``, or None if they share a memory."""

@@ -109,6 +109,10 @@ class Door:
         pipeline = None if torch.compiler.is_compiling() else self.owner.pipeline()
         return self.call_module(args, kwargs) if pipeline is None else pipeline.call_outside(self, args, kwargs)
 
+    def get_compiler_config(self) -> Any:
+        """Return what the module was compiled with, as compiled code does; None if it was not compiled."""
+        return getattr(self._behind, "get_compiler_config", lambda: None)()
+
     def call_module(self, args: Any, kwargs: Any) -> Any:
         """Call the module."""
         if self.recomputes and self.module.training and torch.is_grad_enabled():

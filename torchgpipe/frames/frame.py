@@ -24,7 +24,7 @@ from torchgpipe.devices.torch_internals import next_sequence_number, sequence_nu
 from torchgpipe.engine.record import End
 from torchgpipe.frames.threads import Threads
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.seeds import own_cpu_lock
+from torchgpipe.replay.seeds import own_locks
 
 __all__ = ["Cancelled", "Frame"]
 
@@ -175,7 +175,7 @@ class Frame:
     def _go(self) -> None:
         failed = True
         try:
-            with own_cpu_lock():
+            with own_locks():
                 self.pause_until(0)
                 self._run(self)
             failed = False

@@ -2,48 +2,52 @@
 
 A mean over tokens is the mean of the micro-batches' means, weighted with their tokens: with the number of labels that
 are not -100. Where the caller gives ``num_items_in_batch``, each micro-batch has its share already, and shares add up.
+
+Labels are counted before anything is launched, and where the caller has them: on the host, nobody waits for a device.
+For labels on a device the host waits once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
-from torchgpipe.frames.outputs import JoinScalar, join, own_loss
+from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import container, each
-from torchgpipe.model.loss import called_with_target
+from torchgpipe.frames.values import container, each, mapped
+from torchgpipe.model.loss import called_with_target, numbers
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
 
-def _count(labels: Any, ignored: int, rows: int, *, shifts: bool) -> float:
+def _count(labels: Any, ignored: int, rows: int, *, shifts: bool) -> int | Tensor:
     """Return the number of labels that count; that of the rows if there are no labels."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
-        return float(rows)
+        return rows
     if shifts and labels.dim() > 1:
         labels = labels[..., 1:]
-    return float((labels != ignored).sum())
+    counted: Tensor = (labels != ignored).sum()
+    return counted
 
 
 def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
     """Return the weights of micro-batches in a mean of what the model itself returns."""
     if settings.weight is not None and settings.loss_fn is None:
-        return [float(settings.weight(part)) for part in named]
+        return numbers([settings.weight(part) for part in named])
     name, ignored = settings.counted
-    return [_count(part.get(name), ignored, size, shifts=settings.shifts) for part, size in zip(named, sizes)]
+    return numbers([_count(part.get(name), ignored, size, shifts=settings.shifts) for part, size in zip(named, sizes)])
 
 
 def _weights_of_targets(settings: Settings, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Return the weights of micro-batches in a mean of what the loss function returns."""
     if settings.weight is not None:
-        return [float(called_with_target(settings.weight, target)) for target in targets]
+        return numbers([called_with_target(settings.weight, target) for target in targets])
     ignored = getattr(settings.loss_fn, "ignore_index", -100)
-    return [_count(target, ignored, size, shifts=False) for target, size in zip(targets, sizes)]
+    return numbers([_count(target, ignored, size, shifts=False) for target, size in zip(targets, sizes)])
 
 
 def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
@@ -53,23 +57,26 @@ def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> JoinScalar:
-    """Return what joins tensors without dimensions."""
+    """Return what joins tensors without dimensions; called before anything is launched."""
+    adds_up = _adds_up(settings, named)
+    own = settings.weight is not None and settings.loss_fn is None  # It may want labels that are not there.
+    counted = None if adds_up or own else _weights(settings, named, sizes)
 
     def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():
-            if all([torch.equal(value, values[0]) for value in values]):
+            if are_equal(values):
                 return values[0]
             raise ValueError(
                 f"the output '{path}' is a whole number that differs between micro-batches, and cannot be joined; use "
                 "model.step, whose loss_fn gets the output of each micro-batch"
             )
         stacked = torch.stack(list(values))
-        if _adds_up(settings, named):
+        if adds_up:
             return stacked.sum()
-        weights = _weights(settings, named, sizes)
+        weights = _weights(settings, named, sizes) if counted is None else counted
         total = sum(weights)
-        counted = [value * (weight / total) for value, weight in zip(values, weights) if weight]
-        return torch.stack(counted).sum() if counted else values[0]
+        shares = [value * (weight / total) for value, weight in zip(values, weights) if weight]
+        return torch.stack(shares).sum() if shares else values[0]
 
     return joined
 
@@ -82,6 +89,7 @@ class MicroBatchLoss:
         named: the arguments of each micro-batch, by name
         sizes: the rows of each micro-batch
         target: the target of the mini-batch, for the loss function
+        bring: brings a tensor of the target to where the loss is computed
         training: whether the model is in training
     """
 
@@ -91,13 +99,16 @@ class MicroBatchLoss:
         named: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],
         target: Any,
+        bring: Callable[[Tensor], Tensor],
         *,
         training: bool,
     ) -> None:
         self._loss_fn = settings.loss_fn
         self._coupled = [path for path, kind in settings.kinds[training].items() if kind == "coupled"]
         self._sizes = sizes
-        self._targets = _split(target, sizes)
+        given = _split(target, sizes)
+        brought = mapped(target, bring)
+        self._targets = given if brought is target else _split(brought, sizes)
         self._losses: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
         if settings.reduce == "sum" or (self._loss_fn is None and _adds_up(settings, named)):
@@ -106,7 +117,7 @@ class MicroBatchLoss:
         if self._loss_fn is None:
             weights = _weights(settings, named, sizes)
         else:
-            weights = _weights_of_targets(settings, self._targets, sizes)
+            weights = _weights_of_targets(settings, given, sizes)
         total = sum(weights) or 1.0
         self._shares = [weight / total for weight in weights]
 

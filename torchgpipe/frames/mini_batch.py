@@ -10,8 +10,10 @@ the model is called, all B in the backward of one autograd node; see `outer`.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.engine.agenda import Agenda, agenda_of
+from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.engine.copy import copy_back, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
@@ -43,6 +45,8 @@ from torchgpipe.schedule import Action, Program
 
 __all__ = ["Finish", "MiniBatch"]
 
+#: The frames that may be under way beside those that a program needs, as workers are never equally fast.
+SPARE = 1
 
 #: Takes a micro-batch's number, the output of the model, and a function that exports a tensor to the caller.
 Finish = Callable[[int, Any, Callable[[Tensor], Export]], None]
@@ -114,8 +118,7 @@ class MiniBatch:
         begin = None if columns.step is None else self._begin_forward
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
-        each = tuple((j,) for j in range(self._n))
-        self._agenda = agenda_of(tuple(map(tuple, program)), each, (False,) * self._n, backward=backward)
+        self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -354,6 +357,24 @@ class MiniBatch:
 
     def _where(self, i: int, j: int) -> str:
         return f"micro-batch {i} of {self._m}, {self._labels[j]}"
+
+
+@lru_cache(maxsize=32)
+def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
+    """Return an agenda with no more frames under way at a time than the program needs, and one to spare.
+
+    A frame that comes later begins when an earlier one has ended, and takes over its thread. Without that, the first
+    worker could begin all frames at once, each with a thread and with what a thread takes of each device's memory. The
+    agenda is in the order of time, so what an action waits for does not wait for the action.
+    """
+    agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, backward=backward)
+    needs, ended = [list(own) for own in agenda.needs], deque[int]()
+    for number, (kind, _, j) in enumerate(agenda.actions):
+        if kind == "F" and j == 0 and len(ended) > SPARE:
+            needs[number].append(ended.popleft())
+        if kind == "F" and j == n - 1:
+            ended.append(number)
+    return agenda._replace(needs=needs)
 
 
 class _Input(Arrival):

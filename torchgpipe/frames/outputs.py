@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchgpipe.frames.values import container, dotted, each, hidden, is_cache
 
-__all__ = ["JoinScalar", "Kinds", "join", "kinds_of", "own_loss", "verify_known"]
+__all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
 Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]
@@ -170,7 +170,7 @@ class _Join:
             return self._scalar(path, values)
         dim = self._kinds[path] if path in self._kinds else self._dimension(values, path)
         if dim is None:
-            if all([one is first or (one.shape == first.shape and torch.equal(one, first)) for one in values]):
+            if are_equal(values):
                 return first
             raise ValueError(
                 f"the output '{path}' of shape {tuple(first.shape)} has no dimension with the rows of the batch, and "
@@ -193,9 +193,18 @@ class _Join:
             factors = {len(one) // size for one, size in zip(values, self._sizes)}
             if len(factors) == 1:
                 return 0
-        if all([one.shape == values[0].shape and torch.equal(one, values[0]) for one in values]):
+        if are_equal(values):
             return None
         raise _differs(path, [str(tuple(one.shape)) for one in values])
+
+
+def are_equal(values: Sequence[Tensor]) -> bool:
+    """Return whether tensors are equal. The host waits once, as this may come between forward and backward."""
+    first = values[0]
+    others = [one for one in values if one is not first]
+    if any([one.shape != first.shape for one in others]):
+        return False
+    return not others or bool(torch.stack([(one == first).all() for one in others]).all())
 
 
 def _others(tensor: Tensor, dim: int) -> tuple[int, ...]:

@@ -32,11 +32,13 @@ from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.parameters import Aliases
-from torchgpipe.frames.random_numbers import Draws, RandomNumbers
+from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.model.verify import verify_compiled
+from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
@@ -89,6 +91,8 @@ class Pipeline:
         sizes, parts = self.micro_batches(arguments, rows)
         named = [settings.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
+        scalars = mean_or_sum(settings, named, sizes)
+        parts = self._brought(arguments, rows, parts)
         exported = Exported(len(parts), backward=backward)
         actions = program("GPipe", len(parts), places_of(settings.devices))
         with self.aliased(module, backward=backward) as aliases:
@@ -100,7 +104,7 @@ class Pipeline:
         mini_batch.watch_inputs(tuple(arguments))
         self._end(module, mini_batch, rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
-        return join(outputs, sizes, settings.kinds[module.training], mean_or_sum(settings, named, sizes))
+        return join(outputs, sizes, settings.kinds[module.training], scalars)
 
     def step(
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
@@ -112,9 +116,10 @@ class Pipeline:
         self._begin(arguments, rows, 4)  # the caller of step
         sizes, parts = self.micro_batches(arguments, rows)
         backward = torch.is_grad_enabled()
-        target = mapped(target, self.to(settings.devices[-1]))
         named = [settings.splitter.names(part) for part in parts]
-        loss = MicroBatchLoss(settings, named, sizes, target, training=module.training)
+        bring = self.to(settings.devices[-1])
+        loss = MicroBatchLoss(settings, named, sizes, target, bring, training=module.training)
+        parts = self._brought(arguments, rows, parts)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             value, weight = loss.of(i, output)
@@ -171,6 +176,7 @@ class Pipeline:
         """
         settings = self.settings
         children = list(module.modules())
+        verify_compiled(children, settings.devices)
         self._has_hooks = any(map(has_call_hooks, children))
         structure = tuple([(id(child), *child._parameters) for child in children])
         if structure != self._structure:
@@ -350,6 +356,13 @@ class Pipeline:
             return [1], [arguments]
         sizes = chunk_sizes(rows, self.settings.chunks)
         return sizes, self.settings.splitter.split(arguments, sizes)
+
+    def _brought(self, arguments: Arguments, rows: int, parts: list[Arguments]) -> list[Arguments]:
+        """Return micro-batches on the first device. The host waits for each copy, so an argument is copied in one."""
+        given, devices = tuple(arguments), self.settings.devices
+        copies = any([self.streams.moves(devices[0], device) for device in devices])
+        moved = mapped(given, self.to(devices[0]), caches=copies)
+        return parts if moved is given else self.micro_batches(Arguments(*moved), rows)[1]
 
     def _begin(self, arguments: Arguments, rows: int, stacklevel: int) -> None:
         """Tell of a mini-batch in training that cannot be split, and of a first one with few rows."""

@@ -33,13 +33,14 @@ from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.random_numbers import Draws, RandomNumbers
+from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_of
+from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["Proof", "sample_of"]
@@ -106,7 +107,7 @@ class Proof:
         self._arguments, self._sizes = arguments, sizes
         self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
         self._named = [settings.splitter.names(part) for part in self._parts]
-        self._target = mapped(target, pipeline.to(settings.devices[-1])) if with_loss else None
+        self._target = target if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(settings.epsilon)
         self._draws = False
@@ -192,7 +193,8 @@ class Proof:
             return None
         named = self._named if sizes is None else [self._settings.splitter.names(self._arguments)]
         training = self._module.training
-        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, training=training)
+        bring = self._pipeline.to(self._settings.devices[-1])
+        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, bring, training=training)
 
     def _roots(self, i: int, output: Any, loss: MicroBatchLoss | None) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors that backward of a micro-batch begins at, each with its gradient."""

@@ -2,7 +2,8 @@
 
 So dropout is the same for any partitions, schedule and number of devices. While a frame runs in a column, the
 generators of the CPU and of the device have the state that the frame has left in its last column; afterwards they get
-their own state back. The CPU has one generator for all threads, so frames that draw from it run one at a time.
+their own state back. A generator serves one frame at a time. The CPU has one for all threads, so frames that draw from
+it run one after the other.
 
 Only models that draw pay. Whether a model draws is seen when it first runs, for each set of training modes.
 """
@@ -11,28 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.device import device_module
 from torchgpipe.replay.callers_generator import CallersGenerator
-from torchgpipe.replay.seeds import Watch, cpu_lock, drawing_from_cpu, generators_of, mixed, sharing_cpu_generator
+from torchgpipe.replay.seeds import Draws, Watch, cpu_lock, drawing_from_cpu, generators_of, mixed, sharing
 
-__all__ = ["Draws", "RandomNumbers"]
-
-
-class Draws(NamedTuple):
-    """What a model draws from.
-
-    Attributes:
-        cpu: whether it draws from the generator of the CPU
-        device: whether it draws from generators of accelerators
-    """
-
-    cpu: bool
-    device: bool
+__all__ = ["RandomNumbers"]
 
 
 class RandomNumbers:
@@ -67,14 +55,11 @@ class RandomNumbers:
             yield
             return
         generators: dict[str, torch.Generator] = {}
+        if self._swaps.cpu:
+            generators["cpu"] = torch.default_generator
         if device.type != "cpu" and self._swaps.device:
             generators["device"] = device_module(device).default_generators[device.index]
-        if not self._swaps.cpu:
-            with self._swapped(i, generators):
-                yield
-            return
-        generators["cpu"] = torch.default_generator
-        with sharing_cpu_generator(), self._swapped(i, generators):
+        with sharing(generators.values()), self._swapped(i, generators):
             yield
 
     @contextmanager
@@ -100,7 +85,7 @@ class RandomNumbers:
     def backward(self) -> Iterator[None]:
         """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
         if self._swaps.cpu:
-            with sharing_cpu_generator():
+            with sharing([torch.default_generator]):
                 yield
         else:
             yield

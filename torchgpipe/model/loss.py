@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
-__all__ = ["LossFunction", "MeanLoss", "Weight", "called_with_target"]
+__all__ = ["LossFunction", "MeanLoss", "Weight", "called_with_target", "numbers"]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
@@ -26,6 +26,14 @@ def called_with_target(function: Callable[..., Any], *arguments: Any) -> Any:
         if arguments[-1] is None:  # `step(x, y)` of a pipelined model gives y to the model.
             error.add_note("no target was given: step(..., target=y)")
         raise
+
+
+def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
+    """Return numbers as floats. For tensors on an accelerator, the host waits once."""
+    tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
+    if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
+        return [float(number) for number in torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()]
+    return [float(value) for value in values]
 
 
 class MeanLoss:
@@ -83,10 +91,12 @@ class MeanLoss:
                     f"{self._rows} and {rows}"
                 )
         sizes = [len(part) for part in torch.empty(self._rows, device="meta").chunk(self._chunks)]
-        self._weights = [
-            float(size if self._weight is None else called_with_target(self._weight, target.value))
-            for size, target in zip(sizes, self._targets, strict=True)
-        ]
+        self._weights = list(map(float, sizes))
+        if self._weight is not None:
+            # Where the caller has the target: on the host, nobody waits for the device.
+            given = self._targets if self._target is None else scatter((self._target,), self._chunks, None)
+            weights = [called_with_target(self._weight, target.value) for target in given]
+            self._weights = numbers(weights)
         return sum(self._weights)
 
     def finish(self, i: int, output: Batch) -> Tensor:

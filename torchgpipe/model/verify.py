@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.torch_internals import uses_cuda_graphs
 from torchgpipe.devices.typing import Device
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.settings import CheckpointMode
 
 __all__ = [
     "verify_balance",
+    "verify_compiled",
     "verify_devices",
     "verify_divided",
     "verify_initialised",
@@ -192,3 +194,20 @@ def verify_initialised(module: nn.Module, checkpoint: CheckpointMode | tuple[str
             f"parameters without a shape cannot be checkpointed, but there are {lazy}; run the module once on a "
             "sample before wrapping it, or use checkpoint='never'"
         )
+
+
+def verify_compiled(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raise an error if modules were compiled into CUDA graphs, and each device has a thread.
+
+    Raises:
+        ValueError: a module was compiled in a mode that makes CUDA graphs.
+    """
+    if len(set(devices)) == 1 or all([device.type == "cpu" for device in devices]):
+        return
+    for module in modules:
+        if uses_cuda_graphs(module):
+            raise ValueError(
+                f"a module ({type(module).__name__}) was compiled into CUDA graphs, which PyTorch keeps for each "
+                f"thread, and a pipeline on {len(set(devices))} devices has new threads in each call; compile it with "
+                "mode='default' or mode='max-autotune-no-cudagraphs'"
+            )

@@ -71,6 +71,21 @@ class Ambient:
         self.builds_graph = self._grad_enabled and not self._inference
         self.autocast_caches = self._autocast.enabled and self._autocast.cache
 
+    @contextmanager
+    def fresh_casts(self) -> Iterator[None]:
+        """Let runs with these settings share the casts of weights in a ``with`` block, and no others.
+
+        Autocast keeps the first cast of a weight, with its node of the graph, for all threads. The node has saved
+        nothing, so the graphs of many cells can lead through it, each differentiated by itself. The optimizer may
+        change the weights before and after the block.
+        """
+        forget = torch.clear_autocast_cache if self.autocast_caches else lambda: None
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Leave autocast for a ``with`` block, if these settings have it."""
         kinds = [kind for kind, enabled, _ in self._autocast.types if enabled]

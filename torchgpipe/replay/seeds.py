@@ -3,9 +3,10 @@
 So dropout is the same for any balance, schedule, checkpoint mode and number of devices, and a recomputation draws the
 numbers of the first run without noting anything.
 
-Only layers that draw pay. The first run of a layer shows whether the layer draws. `LayerSeeds.run` seeds the generator
-of the device before every run of a layer that draws, and puts the generator back afterwards. The CPU has one generator
-for all threads, so such layers of the CPU run one at a time.
+Only layers that draw pay. The first run of a layer shows what the layer draws from. `LayerSeeds.run` seeds these
+generators before every run of the layer, and puts them back afterwards. A generator serves one layer at a time. The CPU
+has one for all threads, so layers that draw from it run one after the other, on whatever device they are; layers that
+draw from their own accelerator only wait for nobody.
 
 A layer may have a checkpoint of its own, by `torch.utils.checkpoint`: at backward it sets the CPU's generator to its
 state in forward, and afterwards back, without a look at other threads. If anything in the step draws from that
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -30,6 +31,7 @@ from torchgpipe.devices.device import device_module
 from torchgpipe.devices.torch_internals import is_compiled
 
 __all__ = [
+    "Draws",
     "LayerSeeds",
     "Watch",
     "cpu_lock",
@@ -37,40 +39,69 @@ __all__ = [
     "drawing_from_cpu",
     "generators_of",
     "mixed",
-    "own_cpu_lock",
-    "sharing_cpu_generator",
+    "own_locks",
+    "sharing",
 ]
 
 T = TypeVar("T")
 
-#: For a layer, and the training modes of all modules in it, whether it draws.
-_draws: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
-_process_lock = threading.RLock()
-#: The lock in place of that of the process, inside a block that holds the latter; None outside of such blocks.
-_inner_lock: ContextVar[Any] = ContextVar("torchgpipe_cpu_generator", default=None)
+
+class Draws(NamedTuple):
+    """What a layer or a model draws from.
+
+    Attributes:
+        cpu: whether it draws from the generator of the CPU
+        device: whether it draws from generators of accelerators
+    """
+
+    cpu: bool
+    device: bool
+
+
+class _Locks(dict[torch.device, Any]):
+    """By device, the lock that is held while the state of its generator is looked at or changed."""
+
+    def __missing__(self, device: torch.device) -> Any:
+        return self.setdefault(device, threading.RLock())
+
+
+#: For a layer, and the training modes of all modules in it, what it draws from.
+_draws: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], Draws]] = WeakKeyDictionary()
+_process_locks = _Locks()
+#: The locks of this process, or those in their place inside a block that holds some of them.
+_locks: ContextVar[_Locks] = ContextVar("torchgpipe_generators", default=_process_locks)
 
 
 def cpu_lock() -> Any:
     """Return the lock that is held while the state of the CPU's generator is looked at or changed."""
-    return _inner_lock.get() or _process_lock
+    return _locks.get()[torch.default_generator.device]
 
 
 @contextmanager
-def sharing_cpu_generator() -> Iterator[None]:
-    """Hold the generator of the CPU for a ``with`` block; pipelines inside of the block share it among themselves."""
-    # A pipeline inside of this block has workers, which must not wait for this thread.
-    with cpu_lock(), own_cpu_lock():
-        yield
+def sharing(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Hold one or two generators for a ``with`` block; pipelines inside of the block share them among themselves."""
+    locks = _locks.get()
+    first, *others = [locks[generator.device] for generator in generators]
+    with first, others[0] if others else _nothing:
+        # A pipeline inside of this block has workers, which must not wait for this thread. As `own_locks`, but faster.
+        token = _locks.set(_Locks())
+        try:
+            yield
+        finally:
+            _locks.reset(token)
+
+
+_nothing = nullcontext()
 
 
 @contextmanager
-def own_cpu_lock() -> Iterator[None]:
-    """Use another lock for the CPU's generator in a ``with`` block, in a thread for which a worker holds the lock."""
-    token = _inner_lock.set(threading.RLock())
+def own_locks() -> Iterator[None]:
+    """Use other locks for generators in a ``with`` block, in a thread for which a worker holds those of the process."""
+    token = _locks.set(_Locks())
     try:
         yield
     finally:
-        _inner_lock.reset(token)
+        _locks.reset(token)
 
 
 class Watch:
@@ -83,7 +114,7 @@ class Watch:
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         with cpu_lock():
             self._states = {generator: _state(generator) for generator in generators}
-            if cpu_lock() is _process_lock:
+            if _locks.get() is _process_locks:
                 _watches.add(self)
 
     def drawn_from(self) -> list[str]:
@@ -109,7 +140,7 @@ def drawing_from_cpu() -> Iterator[None]:
         before = _state(torch.default_generator)
         yield
         # A pipeline inside of a layer draws on behalf of that layer, which is to be noticed.
-        if cpu_lock() is _process_lock and current_seeds() is None:
+        if _locks.get() is _process_locks and current_seeds() is None:
             for watch in _watches:
                 watch.follow(before)
 
@@ -131,7 +162,7 @@ class LayerSeeds:
                 self._positions.setdefault(partition, self._positions[layer])
         self._modes = {one: tuple([module.training for module in one.modules()]) for one in self._positions}
         #: The layers that are known to draw nothing.
-        self._silent = {one for one, modes in self._modes.items() if _draws.get(one, {}).get(modes) is False}
+        self._silent = {one for one, modes in self._modes.items() if _draws.get(one, {}).get(modes) == (False, False)}
         with drawing_from_cpu():
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
@@ -152,13 +183,13 @@ class LayerSeeds:
             return layer(*inputs, **keywords)
         modes = self._modes[layer]
         known = _draws.get(layer, {}).get(modes)
-        with self._seeded(i, device, self._positions[layer]) as has_drawn:
+        with self._seeded(i, device, self._positions[layer], known) as drawn:
             output = layer(*inputs, **keywords)
             # Without elements, a layer that draws otherwise draws nothing.
             if known is None and not (isinstance(output, Tensor) and output.numel() == 0):
-                draws = has_drawn()
+                draws = drawn()
                 _draws.setdefault(layer, {})[modes] = draws
-                if not draws:
+                if not any(draws):
                     self._silent.add(layer)
             return output
 
@@ -168,19 +199,36 @@ class LayerSeeds:
             return finish(i, output)
 
     @contextmanager
-    def _seeded(self, i: int, device: torch.device, position: int) -> Iterator[Callable[[], bool]]:
-        """Seed generators for a ``with`` block, and give a function that tells whether anything was drawn."""
+    def _seeded(
+        self, i: int, device: torch.device, position: int, known: Draws | None = None
+    ) -> Iterator[Callable[[], Draws]]:
+        """Seed generators for a ``with`` block, and give a function that tells what has been drawn from.
+
+        Args:
+            i: the micro-batch
+            device: where the layer computes
+            position: stands for the layer
+            known: what the layer draws from; None if that is not known
+        """
         generators, seed = generators_of(device), mixed(self._base, i, position)
+        cpu = known is None or known.cpu
+        if not cpu:  # Others draw from the CPU's generator meanwhile.
+            generators = generators[1:]
         self._seeds.add(seed)
-        with sharing_cpu_generator():
+        with sharing(generators):
             before = [_state(generator) for generator in generators]
             for generator in generators:
                 generator.manual_seed(seed)
             seeded = [_state(generator) for generator in generators]
+
+            def drawn() -> Draws:
+                changed = [not torch.equal(_state(one), state) for one, state in zip(generators, seeded)]
+                return Draws(cpu and changed[0], any(changed[cpu:]))
+
             try:
-                yield lambda: not all(map(torch.equal, map(_state, generators), seeded))
+                yield drawn
             finally:
-                self._draws_from_cpu |= not torch.equal(_state(generators[0]), seeded[0])
+                self._draws_from_cpu |= cpu and not torch.equal(_state(generators[0]), seeded[0])
                 for generator, state in zip(generators, before):
                     generator.set_state(state)
 
@@ -190,7 +238,7 @@ class LayerSeeds:
 
         A backward comes after all layers and the loss have run once, so it is known by then whether they draw.
         """
-        with sharing_cpu_generator() if self._draws_from_cpu else nullcontext():
+        with sharing([torch.default_generator]) if self._draws_from_cpu else nullcontext():
             yield
 
     def end(self) -> None:
@@ -212,11 +260,12 @@ class LayerSeeds:
         drawn_from = self._watch.drawn_from()
         if not drawn_from:
             return
-        known = [_draws.get(layer, {}).get(self._modes[layer]) for layer in self._positions]
-        if all(known):
+        asked = Draws("cpu" in drawn_from, drawn_from != ["cpu"])
+        known = [_draws.get(layer, {}).get(self._modes[layer]) or asked for layer in self._positions]
+        if all(draws.cpu >= asked.cpu and draws.device >= asked.device for draws in known):
             return  # The draw was elsewhere: in another thread, or in backward.
         for layer, modes in self._modes.items():
-            _draws.setdefault(layer, {})[modes] = True
+            _draws.setdefault(layer, {})[modes] = Draws(True, True)
         raise RuntimeError(
             f"random numbers were drawn from the generator of {' and '.join(drawn_from)} during this step, perhaps by "
             "a layer that drew none when it first ran, so a recomputation may have drawn others, and the gradients of "

@@ -51,8 +51,8 @@ class Span:
         micro_batch: the index of the micro-batch
         partition: the index of the partition that computes, sends or waits
         device: the device of that partition
-        stream: the stream of that device: ``'computing'``, ``'leaving'``, ``'arriving'``, or one of the latter two for
-            skips, as ``'skip leaving'``
+        stream: the stream of that device: ``'computing'``; ``'leaving'`` for a copy to a later partition, or
+            ``'gradient leaving'`` for one back; for skips, ``'skip leaving'`` and ``'skip gradient leaving'``
         layers: the names of the partition's layers
         start: seconds since recording began
         end: seconds since recording began

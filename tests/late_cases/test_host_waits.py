@@ -1,0 +1,105 @@
+"""The host waits for a device as rarely as it can: each wait is a time in which no work is launched.
+
+``late`` counts how often the host has waited for a stream. A tensor that comes from the host, in memory that is not
+pinned, is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchgpipe
+from torchgpipe import GPipe
+
+late = pytest.importorskip("late")
+
+DEVICES = ["late:0", "late:1"]
+M, ROWS = 4, 8
+
+
+def waits(run: Callable[[], Any]) -> int:
+    run()  # What a model draws from, for example, is not known in its first run.
+    torch.accelerator.synchronize()
+    before = late.counts()[2]
+    run()
+    result: int = late.counts()[2] - before
+    torch.accelerator.synchronize()
+    assert late.hazards() == []
+    return result
+
+
+def on(where: str, tensor: Tensor) -> Tensor:
+    return tensor if where == "host" else tensor.to(where)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_step_waits_for_what_comes_from_the_host_only(checkpoint: str) -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
+    options: Any = {"devices": DEVICES, "chunks": M, "checkpoint": checkpoint, "loss_fn": F.mse_loss}
+    model = GPipe(nn.Sequential(*layers), [2, 2], **options)
+    x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
+    assert waits(lambda: model.step(x, y)) == 2
+    here, there = x.to("late:0"), y.to("late:1")
+    assert waits(lambda: model.step(here, there)) == 0
+    assert waits(lambda: model(here).sum().backward()) == 0
+
+
+@pytest.mark.parametrize("where, expected", [("host", 2), ("late:1", 2)])
+def test_weights_of_a_step_are_waited_for_once(where: str, expected: int) -> None:
+    """The host waited for the weight of each micro-batch. On the host there is nothing to wait for."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    options: Any = {"devices": DEVICES, "chunks": M, "loss_fn": loss_fn, "weight": lambda y: (y != -100).sum()}
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], **options)
+    x, y = torch.randn(ROWS, 4), on(where, torch.randint(4, (ROWS,)))
+    # The input, and the target or the weights.
+    assert waits(lambda: model.step(x, y)) == expected
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4)])
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "table": self.embedding.weight.detach() * 1, "zero": (loss * 0).long(), "logits": logits}
+
+
+@pytest.mark.parametrize("where", ["host", "late:0"])
+def test_labels_are_counted_before_they_move(where: str) -> None:
+    """They were counted one micro-batch at a time, in the midst of forward and backward, and copied in many pieces."""
+    model: Any = torchgpipe.pipelined(
+        LanguageModel(), {"input_ids": torch.arange(12).view(2, 6), "labels": torch.ones(2, 6).long()},
+        devices=DEVICES, chunks=M,
+    )  # fmt: skip
+    ids = torch.randint(16, (ROWS, 6))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    batch = {"input_ids": on(where, ids), "labels": on(where, labels)}
+    arriving = 2 if where == "host" else 1  # Each argument at once, or the counts.
+    assert waits(lambda: model.step(**batch)) == arriving
+    # Outputs that must be equal in all micro-batches are compared: each once.
+    assert waits(lambda: model(**batch)["loss"].backward()) == arriving + 2
+
+
+@pytest.mark.parametrize("where", ["host", "late:1"])
+def test_targets_are_counted_before_they_move(where: str) -> None:
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    options: Any = {"devices": DEVICES, "chunks": M, "loss_fn": lambda output, target: F.cross_entropy(output, target)}
+    model: Any = torchgpipe.pipelined(layers, torch.randn(ROWS, 4), **options)
+    x, y = torch.randn(ROWS, 4), on(where, torch.randint(4, (ROWS,)))
+    assert waits(lambda: model.step(x, target=y)) == 2  # the input, and the target or the counts
