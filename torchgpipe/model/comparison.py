@@ -82,7 +82,14 @@ class Comparison:
         return is_equal
 
     def are_equal(self, plain: Tensor | None, ours: Tensor | None, *, tolerance: float, floor: float = 0.0) -> bool:
-        """Return whether two tensors are equal but for rounding, as `add` does, without a row."""
+        """Return whether two tensors are equal but for rounding, as `add` does, without a row.
+
+        Args:
+            plain: the plain model's; None for no gradient
+            ours: the pipeline's; None for no gradient
+            tolerance: how much they may differ, relative to the largest number of the two
+            floor: a number that is held against differences, too, with the rounding error alone
+        """
         difference, largest = difference_of(plain, ours)
         return difference <= tolerance * largest + 64 * self._epsilon * floor
 
