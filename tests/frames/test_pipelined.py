@@ -207,13 +207,17 @@ def test_the_second_half_of_backward_may_come_last(devices: Devices, data: dict[
         same(gradients(model), expected)
 
 
-def test_partitions_may_go_round_the_devices(data: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "count"), [("Interleaved1F1B", 2), ("LayerMajor", 1), ("LayerMajor", 2), ("LayerMajor", 4)]
+)
+def test_partitions_may_go_round_the_devices(data: dict[str, Tensor], schedule: str, count: int) -> None:
     model = decoder()
     plain = copy.deepcopy(model)
     plain_loss(plain, data, 3)
     expected = gradients(plain)
-    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "partitions": 4, "schedule": "Interleaved1F1B"}
+    options: dict[str, Any] = {"devices": [f"cpu:{k}" for k in range(count)], "partitions": 4, "schedule": schedule}
     pipelined(model, of(data), chunks=3, **options)
+    assert len(model._runs().settings.labels) == 4, "each partition is a column of its own"
     model.step(**data)
     same(gradients(model), expected)
 

@@ -27,6 +27,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule.programs import APART
 
 __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
 
@@ -174,8 +175,7 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        # The V turns round in a device: its two partitions there are neighbours, and run at different times.
-        apart=apart or schedule == "V-Half",
+        apart=apart or schedule in APART,
         chunks=count,
         schedule=schedule,
         reduce=reduce,

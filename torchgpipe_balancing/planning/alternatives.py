@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchgpipe.schedule import NAMES, ScheduleName, program
-from torchgpipe.schedule.programs import usual_places
+from torchgpipe.schedule import ScheduleName, program
+from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing.planning.costs import CellCosts, Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
 from torchgpipe_balancing.planning.search import Misfit, lower_bound, solve
@@ -76,7 +76,7 @@ class Question:
     devices: tuple[Device, ...]
     batch: int
     states: float
-    schedules: tuple[ScheduleName, ...] = NAMES
+    schedules: tuple[ScheduleName, ...] = RESIDENT
     chunks: tuple[int, ...] = ()
     recomputes: bool = True
 

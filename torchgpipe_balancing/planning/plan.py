@@ -17,7 +17,7 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.inputs import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
-from torchgpipe.schedule.programs import verify_name
+from torchgpipe.schedule.programs import RESIDENT, verify_name
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning.alternatives import (
     Alternative,
@@ -131,7 +131,7 @@ def plan(
     places = _devices(devices, sizes_of_devices)
     planned = _with_memory(places, sizes_of_devices, speeds, margin)
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
-    schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else NAMES)
+    schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
     states = 1.0 + states_of(optimizer)
     most = most_partitions(schedules, len(places))
