@@ -123,19 +123,15 @@ class Search:
                 return cuts
             bytes = self._even([self._most * one.kept + one.state for one in layers])
             return min(cuts, self._near(bytes), key=self._misfit)
-        most = self._misfit(cuts)
-        if most <= 0:
-            return cuts
-        full = self._filled(0.0)
+        low, most = 0.0, self._misfit(cuts)
+        full = None if most <= 0 else self._filled(0.0)
         if full:  # There is a balance that fits; perhaps one that is nearer to even.
-            cuts = self._near(cuts)
-            return full if self._misfit(cuts) > 0 else cuts
-        low = 0.0
+            return min(self._near(cuts), full, key=lambda one: self._misfit(one) > 0)
         while most - low > 1:  # a byte
             middle = (low + most) / 2
             full = self._filled(middle)
             low, most, cuts = (low, self._misfit(full), full) if full else (middle, most, cuts)
-        return cuts
+        return self._near(cuts)
 
     def _even(self, loads: Sequence[float]) -> Cuts:
         whole = sum(loads) or 1.0
