@@ -47,6 +47,7 @@ __all__ = [
     "is_compiled",
     "is_optimized",
     "is_saved",
+    "is_shared",
     "joins_unevenly",
     "keeps_graph",
     "next_sequence_number",
@@ -243,6 +244,16 @@ def shares_memory(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     # The tensor counts, and so does the object that stands for its storage here.
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether something beside the caller's Python code holds ``tensor`` or its memory, such as autograd.
+
+    A gradient on its way to another device may be the sum of a parameter's gradients as well, to which autograd adds in
+    place as soon as nobody else holds it. Since 2.3 or a little earlier. Without it, every gradient would be copied on
+    its device before it is sent.
+    """
+    return bool(tensor._use_count() > 1) or shares_memory(tensor)  # type: ignore[attr-defined]
 
 
 def storage_key(tensor: Tensor) -> int:
