@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
+from tests import late
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Mark, Stream, Streams
 from torchgpipe.engine.record import End
 from torchgpipe.frames.pipelined import runs_of
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 Clock = dict["Clocked", int]
 

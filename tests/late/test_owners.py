@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,16 +11,9 @@ from torch import Tensor, nn
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Streams
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 DEVICES = ["late:0", "late:1"]
-
-
-@pytest.fixture(autouse=True)
-def no_hazards() -> Iterator[None]:
-    late.hazards()
-    yield
-    assert late.hazards() == []
 
 
 def delay(purpose: str) -> None:
