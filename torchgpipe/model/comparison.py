@@ -143,7 +143,7 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Split a tensor into blocks: what is computed with one stays in the cache, and takes no memory that counts."""
     flat = tensor.reshape(-1)
     size = _BLOCK if flat.device.type == "cpu" else 1024 * _BLOCK
-    return torch.split(flat, size) if flat.numel() else ()  # type: ignore[no-untyped-call]
+    return torch.split(flat, size) if flat.numel() else ()
 
 
 class _Size(NamedTuple):
