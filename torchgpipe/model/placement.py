@@ -20,9 +20,11 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
     """Move every partition to its device, and materialise there what is on the meta device.
 
     Raises:
-        ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot be materialised.
+        ValueError: a parameter would have to be on two devices, a layer on the meta device cannot be materialised, or a
+            layer is a pipeline on other devices.
     """
     verify_sharing(partitions, devices)
+    _verify_pipelines(partitions, devices)
     on_meta = _verify_meta(partitions)
     for partition, device in zip(partitions, devices):
         _materialise(partition, device)
@@ -58,6 +60,24 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
             f"module with duplicate parameters in distinct children is not supported: {'; '.join(shared)}; a "
             "parameter lives on one device, so choose a balance or devices that keep its layers together"
         )
+
+
+def _verify_pipelines(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+    """Raise an error if a layer is a pipeline on accelerators other than its partition's.
+
+    It could not be moved to the partition's device. And it draws from generators that this pipeline does not look at
+    in front of a cell, so a recomputation would draw other numbers.
+    """
+    for partition, device in zip(partitions, devices):
+        for name, module in partition.named_modules():
+            own: Sequence[torch.device] = getattr(module, "_pipeline_devices", ())
+            if not all([same_memory(other, device) for other in own]):
+                raise ValueError(
+                    f"'{name}' ({type(module).__name__}) is a pipeline on {', '.join(map(str, dict.fromkeys(own)))} in "
+                    f"partition {partition._index} on {device}; a pipeline inside of another has to be on the device of "
+                    "its partition, or all of them on the CPU: unwrap it (unwrap() or unpipelined()), and give its "
+                    "layers to the outer pipeline"
+                )
 
 
 def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
