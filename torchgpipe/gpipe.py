@@ -438,6 +438,11 @@ class GPipe(nn.Module):
         return views, [self._devices[view._index] for view in views], stops
 
     @property
+    def _pipeline_devices(self) -> list[torch.device]:
+        """The devices, for a pipeline that has this one as a layer."""
+        return self._devices
+
+    @property
     def _places(self) -> list[int]:
         """The index of the device of each partition, for programs."""
         return places_of(self._devices)

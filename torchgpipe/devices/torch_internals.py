@@ -32,6 +32,7 @@ __all__ = [
     "apply_directly",
     "at_end_of_pass",
     "caches_parametrizations",
+    "can_move_data",
     "current_pass",
     "dispatch_modes",
     "exchange_memory",
@@ -263,6 +264,15 @@ def storage_key(tensor: Tensor) -> int:
     other devices ``untyped_storage().data_ptr()`` does the same.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def can_move_data(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether ``tensor.data`` can be given memory on another device.
+
+    Not every backend lets it; `torch.nn.Module.to` then makes new parameters. Since 2.0. Trying it and catching the
+    error could take its place.
+    """
+    return bool(torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, dtype=tensor.dtype, device=device)))
 
 
 def exchange_memory(tensor: Tensor, other: Tensor) -> None:

@@ -304,6 +304,12 @@ class _Pipelined(nn.Module):
             return uncompiled(self.forward, *args, **kwargs)
         return self._runs().forward(self, plain, args, kwargs)
 
+    @property
+    def _pipeline_devices(self) -> list[torch.device]:
+        """The devices, for a `GPipe` that has this module as a layer."""
+        settings: Settings = vars(self)[_SETTINGS]
+        return settings.devices
+
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
 
