@@ -30,6 +30,7 @@ __all__ = [
     "counts",
     "delays",
     "hazards",
+    "held",
     "intervals",
     "load",
     "loaded",
@@ -128,6 +129,16 @@ def delays(most: int, every: int = 1) -> Iterator[None]:
         yield
     finally:
         _library().delays(*before)
+
+
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """Let work that is queued on a stream from now on wait until the block ends: no test needs to sleep for it."""
+    hold = _library().hold(stream.device.index, stream.stream_id)
+    try:
+        yield
+    finally:
+        hold.release()
 
 
 def counts() -> Counts:

@@ -33,6 +33,21 @@ void sleep(long microseconds) {
   launch(queue, "sleep", {}, [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
+/// Let a stream wait until it is released.
+std::shared_ptr<Mark> hold(int device, int id) {
+  auto mark = std::make_shared<Mark>();
+  block(queue_of(device, id), mark);
+  return mark;
+}
+
+void release(Mark& mark) {
+  {
+    std::lock_guard<std::mutex> lock(mark.mutex);
+    mark.done = true;
+  }
+  mark.cv.notify_all();
+}
+
 std::vector<std::string> streams() {
   std::vector<std::string> lines;
   for (auto* q : queues()) lines.push_back(q->name() + ": " + std::to_string(q->ticks) + (q->idle() ? "" : " BUSY"));
@@ -52,6 +67,8 @@ PYBIND11_MODULE(late_C, m) {
   m.def("default_generator", [](int d) {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator(d)));
   });
+  py::class_<Mark, std::shared_ptr<Mark>>(m, "Hold").def("release", &release);
+  m.def("hold", &hold);
   m.def("sleep", &late::sleep);
   m.def("delays", [](long most, long every) {
     auto before = std::make_tuple(g_delay.load(), g_every.load());

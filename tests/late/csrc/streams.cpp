@@ -90,6 +90,11 @@ Time Queue::ready() {
   return std::max(ready_, now());
 }
 
+void Queue::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ready_ = Time{};
+}
+
 namespace {
 std::mutex& making() { static auto* m = new std::mutex; return *m; }
 std::vector<Queue*>& made() { static auto* v = new std::vector<Queue*>; return *v; }

@@ -26,6 +26,7 @@ struct Queue {
   void spend(const char* kind, double seconds);
   void not_before(Time time);
   Time ready();
+  void forget();  // what is not through yet
 
  private:
   std::mutex mutex_;

@@ -40,7 +40,10 @@ double flops_of(const std::string& name, const std::vector<at::Tensor>& inputs, 
 }  // namespace
 
 void set_clock(const std::optional<Speed>& speed) {
-  for (auto* queue : queues()) queue->drain();
+  for (auto* queue : queues()) {
+    queue->forget();
+    queue->drain();
+  }
   if (speed) g_speed = *speed;
   g_on_clock = speed.has_value();
 }

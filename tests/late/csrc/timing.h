@@ -23,7 +23,7 @@ struct Interval {
   double start, end;
 };
 
-/// Switch the clock on or off. Every stream must be idle.
+/// Switch the clock on or off. Work is finished before, and time that has not come is forgotten.
 void set_clock(const std::optional<Speed>& speed);
 inline std::atomic<bool> g_on_clock{false};
 inline bool on_clock() { return g_on_clock.load(std::memory_order_relaxed); }
