@@ -34,6 +34,7 @@ __all__ = [
     "intervals",
     "load",
     "loaded",
+    "now",
     "on_clock",
 ]
 
@@ -61,6 +62,8 @@ class Speed(NamedTuple):
         link: bytes a second, between devices
         kernel: seconds that a kernel takes beside
         latency: seconds that a copy takes beside
+        wall: whether the host's time is that of the wall. If not, it is what this process has computed, and the times
+            that it has waited for are skipped: other programs do not count.
     """
 
     flops: float
@@ -68,6 +71,7 @@ class Speed(NamedTuple):
     link: float
     kernel: float = 2e-6
     latency: float = 1e-5
+    wall: bool = False
 
 
 class Interval(NamedTuple):
@@ -157,6 +161,12 @@ def on_clock(speed: Speed) -> Iterator[None]:
         yield
     finally:
         _library().unset_clock()
+
+
+def now() -> float:
+    """Return the host's time on the clock, in seconds."""
+    time: float = _library().now()
+    return time
 
 
 def intervals() -> list[Interval]:

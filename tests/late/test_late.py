@@ -206,9 +206,10 @@ def test_on_the_clock_streams_go_on_at_once_and_wait_for_events(side: torch.Stre
     with late.on_clock(SPEED):
         late.intervals()
         y = x @ x
+        computed = torch.accelerator.current_stream().record_event()
         with on(side):
             x + x
-            side.wait_event(torch.accelerator.current_stream().record_event())
+            side.wait_event(computed)
             y + y
         first, beside, behind = late.intervals()
     assert beside.end < first.end == behind.start

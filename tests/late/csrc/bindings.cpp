@@ -79,14 +79,15 @@ PYBIND11_MODULE(late_C, m) {
   m.def("hazards", &reported);
   m.def("counts", [] { return std::make_tuple(g_launches.load(), g_synced.load(), g_waits.load()); });
   m.def("streams", &streams);
-  m.def("set_clock", [](double flops, double bandwidth, double link, double kernel, double latency) {
+  m.def("set_clock", [](double flops, double bandwidth, double link, double kernel, double latency, bool wall) {
     py::gil_scoped_release no_gil;
-    set_clock(Speed{flops, bandwidth, link, kernel, latency});
+    set_clock(Speed{flops, bandwidth, link, kernel, latency, wall});
   });
   m.def("unset_clock", [] {
     py::gil_scoped_release no_gil;
     set_clock(std::nullopt);
   });
+  m.def("now", [] { return std::chrono::duration<double>(host_now().time_since_epoch()).count(); });
   m.def("intervals", [] {
     std::vector<std::tuple<int, int, std::string, double, double>> all;
     for (auto& one : intervals()) all.emplace_back(one.device, one.stream, one.kind, one.start, one.end);
