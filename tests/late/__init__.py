@@ -30,9 +30,11 @@ __all__ = [
     "counts",
     "delays",
     "hazards",
+    "held",
     "intervals",
     "load",
     "loaded",
+    "now",
     "on_clock",
 ]
 
@@ -60,6 +62,8 @@ class Speed(NamedTuple):
         link: bytes a second, between devices
         kernel: seconds that a kernel takes beside
         latency: seconds that a copy takes beside
+        wall: whether the host's time is that of the wall. If not, it is what this process has computed, and the times
+            that it has waited for are skipped: other programs do not count.
     """
 
     flops: float
@@ -67,6 +71,7 @@ class Speed(NamedTuple):
     link: float
     kernel: float = 2e-6
     latency: float = 1e-5
+    wall: bool = False
 
 
 class Interval(NamedTuple):
@@ -130,6 +135,16 @@ def delays(most: int, every: int = 1) -> Iterator[None]:
         _library().delays(*before)
 
 
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """Let work that is queued on a stream from now on wait until the block ends: no test needs to sleep for it."""
+    hold = _library().hold(stream.device.index, stream.stream_id)
+    try:
+        yield
+    finally:
+        hold.release()
+
+
 def counts() -> Counts:
     """Return what has happened so far."""
     return Counts(*_library().counts())
@@ -146,6 +161,12 @@ def on_clock(speed: Speed) -> Iterator[None]:
         yield
     finally:
         _library().unset_clock()
+
+
+def now() -> float:
+    """Return the host's time on the clock, in seconds."""
+    time: float = _library().now()
+    return time
 
 
 def intervals() -> list[Interval]:

@@ -33,6 +33,21 @@ void sleep(long microseconds) {
   launch(queue, "sleep", {}, [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
+/// Let a stream wait until it is released.
+std::shared_ptr<Mark> hold(int device, int id) {
+  auto mark = std::make_shared<Mark>();
+  block(queue_of(device, id), mark);
+  return mark;
+}
+
+void release(Mark& mark) {
+  {
+    std::lock_guard<std::mutex> lock(mark.mutex);
+    mark.done = true;
+  }
+  mark.cv.notify_all();
+}
+
 std::vector<std::string> streams() {
   std::vector<std::string> lines;
   for (auto* q : queues()) lines.push_back(q->name() + ": " + std::to_string(q->ticks) + (q->idle() ? "" : " BUSY"));
@@ -52,6 +67,8 @@ PYBIND11_MODULE(late_C, m) {
   m.def("default_generator", [](int d) {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator(d)));
   });
+  py::class_<Mark, std::shared_ptr<Mark>>(m, "Hold").def("release", &release);
+  m.def("hold", &hold);
   m.def("sleep", &late::sleep);
   m.def("delays", [](long most, long every) {
     auto before = std::make_tuple(g_delay.load(), g_every.load());
@@ -62,14 +79,15 @@ PYBIND11_MODULE(late_C, m) {
   m.def("hazards", &reported);
   m.def("counts", [] { return std::make_tuple(g_launches.load(), g_synced.load(), g_waits.load()); });
   m.def("streams", &streams);
-  m.def("set_clock", [](double flops, double bandwidth, double link, double kernel, double latency) {
+  m.def("set_clock", [](double flops, double bandwidth, double link, double kernel, double latency, bool wall) {
     py::gil_scoped_release no_gil;
-    set_clock(Speed{flops, bandwidth, link, kernel, latency});
+    set_clock(Speed{flops, bandwidth, link, kernel, latency, wall});
   });
   m.def("unset_clock", [] {
     py::gil_scoped_release no_gil;
     set_clock(std::nullopt);
   });
+  m.def("now", [] { return std::chrono::duration<double>(host_now().time_since_epoch()).count(); });
   m.def("intervals", [] {
     std::vector<std::tuple<int, int, std::string, double, double>> all;
     for (auto& one : intervals()) all.emplace_back(one.device, one.stream, one.kind, one.start, one.end);

@@ -35,7 +35,7 @@ void Queue::push(std::function<void()> task) {
 
 bool Queue::idle() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return finished_ == pushed_ && ready_ <= now();
+  return finished_ == pushed_ && ready_ <= host_now();
 }
 
 void Queue::drain() {
@@ -46,7 +46,7 @@ void Queue::drain() {
     done_.wait(lock, [&] { return finished_ >= end; });
     until = ready_;
   }
-  if (until > now()) std::this_thread::sleep_until(until);
+  host_reaches(until);
 }
 
 void Queue::work() {
@@ -75,7 +75,7 @@ void Queue::work() {
 
 void Queue::spend(const char* kind, double seconds) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto start = std::max(ready_, now());
+  auto start = std::max(ready_, host_now());
   ready_ = start + std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
   note(*this, kind, start, ready_);
 }
@@ -87,7 +87,12 @@ void Queue::not_before(Time time) {
 
 Time Queue::ready() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::max(ready_, now());
+  return std::max(ready_, host_now());
+}
+
+void Queue::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ready_ = Time{};
 }
 
 namespace {
@@ -144,7 +149,7 @@ void host_waits(Queue* queue) {
 
 bool Mark::reached() {
   std::lock_guard<std::mutex> lock(mutex);
-  return done && at <= now();
+  return done && at <= host_now();
 }
 
 void Mark::wait() {
@@ -154,7 +159,7 @@ void Mark::wait() {
     cv.wait(lock, [&] { return done; });
     until = at;
   }
-  if (until > now()) std::this_thread::sleep_until(until);
+  host_reaches(until);
 }
 
 std::shared_ptr<Mark> record(Queue* queue) {
@@ -171,7 +176,7 @@ std::shared_ptr<Mark> record(Queue* queue) {
     {
       std::lock_guard<std::mutex> lock(mark->mutex);
       mark->done = true;
-      mark->at = now();
+      mark->at = host_now();
     }
     mark->cv.notify_all();
   });

@@ -8,7 +8,6 @@ namespace late {
 using Time = std::chrono::steady_clock::time_point;
 using Clock = std::map<int, uint64_t>;  // a vector clock: how far each queue is certain to be, by its number
 
-inline Time now() { return std::chrono::steady_clock::now(); }
 void merge(Clock& to, const Clock& from);
 
 struct Queue {
@@ -26,6 +25,7 @@ struct Queue {
   void spend(const char* kind, double seconds);
   void not_before(Time time);
   Time ready();
+  void forget();  // what is not through yet
 
  private:
   std::mutex mutex_;

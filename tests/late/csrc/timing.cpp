@@ -1,10 +1,19 @@
 #include "timing.h"
 
+#include <time.h>
+
 namespace late {
 
 namespace {
 
 Speed g_speed;
+std::atomic<int64_t> g_skipped{0};  // nanoseconds that the host has waited, of the time of the processor
+
+int64_t computed() {
+  timespec time;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
 
 struct Notes {
   std::mutex mutex;
@@ -40,9 +49,25 @@ double flops_of(const std::string& name, const std::vector<at::Tensor>& inputs, 
 }  // namespace
 
 void set_clock(const std::optional<Speed>& speed) {
-  for (auto* queue : queues()) queue->drain();
+  g_on_clock = false;
+  for (auto* queue : queues()) {
+    queue->forget();
+    queue->drain();
+  }
   if (speed) g_speed = *speed;
   g_on_clock = speed.has_value();
+}
+
+Time host_now() {
+  if (!on_clock() || g_speed.wall) return std::chrono::steady_clock::now();
+  return Time(std::chrono::nanoseconds(computed() + g_skipped));
+}
+
+void host_reaches(Time time) {
+  if (time <= host_now()) return;
+  if (!on_clock() || g_speed.wall) return std::this_thread::sleep_until(time);
+  int64_t needed = time.time_since_epoch() / std::chrono::nanoseconds(1) - computed(), skipped = g_skipped;
+  while (skipped < needed && !g_skipped.compare_exchange_weak(skipped, needed)) {}
 }
 
 double seconds_of(const std::string& name, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& results) {
