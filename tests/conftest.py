@@ -76,10 +76,19 @@ class Pipe(Protocol):
 VARIANTS: dict[str, Callable[[int], str]] = {
     "inline": lambda j: "cpu",
     "workers": lambda j: f"cpu:{j}",
+    "late": lambda j: f"late:{j % 4}",
 }
 
 
-@pytest.fixture(scope="session", params=VARIANTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    decided = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "variant" in metafunc.fixturenames and not any("variant" in names for names in decided):
+        # A file that says so has a third kind, devices whose streams work later.
+        on_late = [pytest.param("late", marks=pytest.mark.late)] if getattr(metafunc.module, "ON_LATE", False) else []
+        metafunc.parametrize("variant", ["inline", "workers", *on_late], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def variant(request: pytest.FixtureRequest) -> str:
     """Return the name of the kind of devices."""
     name: str = request.param
@@ -126,11 +135,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def leave_out(item: pytest.Item) -> bool:
-        if (item.get_closest_marker("late") is not None) != late.loaded() or config.getoption("--late") > late.loaded():
+        on_late, on_gpus = (item.get_closest_marker(name) is not None for name in ("late", "cuda"))
+        if not on_late if config.getoption("--late") else on_late and not on_gpus:
             return True
         return config.getoption("--quick") and (item.get_closest_marker("slow") or _variant(item) == "workers")
 
-    left_out = [item for item in items if leave_out(item)]
+    left_out = [item for item in items if leave_out(item) or config.getoption("--late") > late.loaded()]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

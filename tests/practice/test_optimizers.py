@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler
 
+from tests.accelerator import DEVICE, needs_accelerator
 from tests.conftest import Pipe
 from tests.fake_accelerator import on_fake_devices
 from tests.plain import run_plain
@@ -136,14 +137,13 @@ def train_without_clipping(model: nn.Module, run: Run, kind: Callable[..., Optim
     return losses
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_accelerator
 @pytest.mark.parametrize("scale", [0.0, 2.0**10])
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
 def test_a_gpu_and_the_cpu_in_one_optimizer(options: dict[str, bool], scale: float) -> None:
     """The norm is one number over the parameters of both devices; each parameter is unscaled and updated in place."""
     plain, layers = make_layers().double(), make_layers().double()
-    model = GPipe(layers, [3, 3], devices=["cuda:0", "cpu"], chunks=CHUNKS)
+    model = GPipe(layers, [3, 3], devices=[DEVICE, "cpu"], chunks=CHUNKS)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, **options) for net in (plain, model)]
     for [(x, y)] in batches(4):
         norms = []
