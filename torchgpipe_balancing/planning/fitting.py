@@ -88,7 +88,9 @@ class Fitting:
         held: Array = (self._held[device] * both).sum((1, 2))
         return held + (sum(state) - self._limits[device])
 
-    def _savings(self, device: int, spans: tuple[Span, ...]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Array]:
+    def _savings(
+        self, device: int, spans: tuple[Span, ...]
+    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Array]:
         """Return the layers that may be recomputed, that with the fewest bytes first, and what each saves by moment."""
         own = self._may
         column = np.full(len(own), -1)
@@ -118,7 +120,7 @@ def _cheap(over: Array, saves: Array, cost: Array) -> Sequence[int]:
     total = np.concatenate([[0.0], cost.cumsum()])[:last, None] + np.where(enough, cost, math.inf)
     before, one = np.unravel_index(int(total.argmin()), total.shape)
     chosen = [*range(before), int(one)]
-    spare = (saves[:, chosen].sum(1) - over)
+    spare = saves[:, chosen].sum(1) - over
     for k in sorted(chosen, key=lambda k: -cost[k]):
         if (saves[:, k] <= spare).all():
             spare = spare - saves[:, k]
