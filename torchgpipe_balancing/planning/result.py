@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, is_dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -228,13 +228,14 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
-def _made(type: Any, content: Any) -> Any:
+def _made(kind: Any, content: Any) -> Any:
     """Return a value of a type from what `_plain` has made of it. A file may lack, or have more than, it needs."""
-    if (inner := get_args(type)) and get_origin(type) is frozenset:
+    if (inner := get_args(kind)) and get_origin(kind) is frozenset:
         return frozenset(content)
-    if get_origin(type) is tuple:
+    if get_origin(kind) is tuple:
         return tuple(_made(inner[0 if inner[-1] is Ellipsis else k], own) for k, own in enumerate(content))
-    if is_dataclass(type) or type is Choice:
-        types = get_type_hints(type)
-        return type(**{name: _made(types[name], own) for name, own in content.items() if name in types})
-    return math.inf if type is float and content is None else content
+    if kind is Choice or is_dataclass(kind):
+        types = get_type_hints(kind)
+        made: Any = cast(Any, kind)(**{name: _made(types[name], own) for name, own in content.items() if name in types})
+        return made
+    return math.inf if kind is float and content is None else content
