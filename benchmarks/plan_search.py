@@ -90,7 +90,7 @@ def told(tried: Tried, seconds: float) -> dict[str, Any]:
 
 
 def timed(size: int, devices: int) -> list[dict[str, Any]]:
-    """Return rows of a schedule with a number of micro-batches: seconds of the search, and its step over the start's."""
+    """Return rows of a schedule with a number of micro-batches: seconds of the search, and what moves have gained."""
     rows = []
     progress = Progress(len(NAMES))
     for name in NAMES:

@@ -67,8 +67,10 @@ class _Arrangement:
         self._done: set[Action] = set()
         self._live = [0] * d
         self.program: list[list[Action]] = [[] for _ in range(d)]
-        # A kind of action runs in the order of micro-batches in each partition, so only the next of each kind may start.
-        following = [{Action(kind, 0, j) for j in range(self._n) if devices[j] == k for kind in _KINDS} for k in range(d)]
+        # In each partition a kind of action runs in the order of micro-batches, so only the next of each may start.
+        following: list[set[Action]] = [set() for _ in range(d)]
+        for j, device in enumerate(devices):
+            following[device].update([Action(kind, 0, j) for kind in _KINDS])
         while any(following):
             chosen = [min(self._candidates(k, own), default=None) for k, own in enumerate(following)]
             for k, choice in enumerate(chosen):

@@ -8,16 +8,18 @@ it, so the largest of the recomputed layers counts once more.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchgpipe_balancing.planning.problem import Problem
 from torchgpipe_balancing.planning.rehearsal import Array, Rehearsal
 
 __all__ = ["Fitting", "Span"]
+
+Positions: TypeAlias = npt.NDArray[np.int64]
 
 #: The first layer of a partition, and its end.
 Span: TypeAlias = tuple[int, int]
@@ -59,12 +61,12 @@ class Fitting:
             least = float(over.max())
             if least > 0:
                 layers, saves = self._savings(*key)
-                least = min(least, self._rest(over, layers, saves).min(initial=math.inf))
+                least = min(least, float(self._rest(over, layers, saves).min(initial=math.inf)))
             self._excesses[key] = least
         return self._excesses[key]
 
     def recomputed(self, device: int, spans: tuple[Span, ...]) -> frozenset[int]:
-        """Return layers to recompute so that the partitions fit, at little cost; or those that leave the least excess."""
+        """Return layers to recompute so that the partitions fit, at little cost; or else with the least excess."""
         over = self._over(device, spans)
         if over.max() <= 0:
             return frozenset()
@@ -86,9 +88,9 @@ class Fitting:
         kept, waiting, state = ([own[end] - own[start] for start, end in spans] for own in self._sums)
         both = [[one + self._again[span[0]], late] for one, late, span in zip(kept, waiting, spans)]
         held: Array = (self._held[device] * both).sum((1, 2))
-        return held + (sum(state) - self._limits[device])
+        return np.asarray(held + (sum(state) - self._limits[device]))
 
-    def _savings(self, device: int, spans: tuple[Span, ...]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Array]:
+    def _savings(self, device: int, spans: tuple[Span, ...]) -> tuple[Positions, Array]:
         """Return the layers that may be recomputed, that with the fewest bytes first, and what each saves by moment."""
         own = self._may
         column = np.full(len(own), -1)
@@ -97,12 +99,12 @@ class Fitting:
         layers = own[column >= 0]
         return layers, self._held[device][:, column[column >= 0], 0] * self._saved[layers]
 
-    def _rest(self, over: Array, layers: np.ndarray[tuple[int], np.dtype[np.int64]], saves: Array) -> Array:
+    def _rest(self, over: Array, layers: Positions, saves: Array) -> Array:
         """Return the excess if the layers up to each one are recomputed, which needs the room of that layer."""
         return np.asarray((over[:, None] - saves.cumsum(1)).max(0) + self._kept[layers])
 
 
-def _cheap(over: Array, saves: Array, cost: Array) -> Sequence[int]:
+def _cheap(over: Array, saves: Array, cost: Array) -> Positions:
     """Return the positions of layers that save as much as is over, at little cost; all together save enough.
 
     Take those with the most bytes for a second, and complete them by the cheapest single layer that is enough; then
@@ -118,9 +120,9 @@ def _cheap(over: Array, saves: Array, cost: Array) -> Sequence[int]:
     total = np.concatenate([[0.0], cost.cumsum()])[:last, None] + np.where(enough, cost, math.inf)
     before, one = np.unravel_index(int(total.argmin()), total.shape)
     chosen = [*range(before), int(one)]
-    spare = (saves[:, chosen].sum(1) - over)
+    spare = saves[:, chosen].sum(1) - over
     for k in sorted(chosen, key=lambda k: -cost[k]):
         if (saves[:, k] <= spare).all():
             spare = spare - saves[:, k]
             chosen.remove(k)
-    return order[chosen]
+    return np.asarray(order[chosen])

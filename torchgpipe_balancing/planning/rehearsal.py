@@ -10,6 +10,7 @@ all choices at once. A *price* of a partition is what it adds to a path:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
@@ -92,7 +93,7 @@ def rehearsal_of(program: tuple[tuple[Action, ...], ...], places: tuple[int, ...
     return Rehearsal(program, places)
 
 
-def _held(actions: tuple[Action, ...] | list[Action], partitions: list[int]) -> Array:
+def _held(actions: Sequence[Action], partitions: list[int]) -> Array:
     column = {j: k for k, j in enumerate(partitions)}
     units = [1.0] * (1 + partitions[-1])
     steps = np.zeros((2 * len(actions) + 1, len(column), 2))

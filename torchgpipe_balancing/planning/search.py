@@ -196,7 +196,9 @@ class Search:
         key = device, spans
         if key not in self._rows:
             layers, problem = self._fitting.recomputed(device, spans), self._problem
-            costs = [problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)]
+            costs = [
+                problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)
+            ]
             self._rows[key] = [[*one.seconds.values(), problem.transfer(one)] for one in costs]
         return self._rows[key]
 

@@ -137,8 +137,6 @@ def test_layers_that_save_most_for_a_second_are_recomputed_and_no_more() -> None
 
 
 def test_fewer_layers_than_partitions() -> None:
-    problem = Problem(
-        (Layer("0", 1, 2, 1, 1, kept=1),), (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1])
-    )
+    problem = Problem((Layer("0", 1, 2, 1, 1, kept=1),), (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1]))
     with pytest.raises(ValueError, match="1 layers cannot be split into 2 partitions"):
         solve(problem)
