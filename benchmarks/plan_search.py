@@ -19,7 +19,7 @@ from benchmarks.balance import random_costs
 from benchmarks.plan_splits import random_problem
 from benchmarks.program import Progress
 from benchmarks.records import of_part, table
-from torchgpipe.schedule import NAMES
+from torchgpipe.schedule.programs import RESIDENT
 from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Device
@@ -92,8 +92,8 @@ def told(tried: Tried, seconds: float) -> dict[str, Any]:
 def timed(size: int, devices: int) -> list[dict[str, Any]]:
     """Return rows of a schedule with a number of micro-batches: seconds of the search, and what moves have gained."""
     rows = []
-    progress = Progress(len(NAMES))
-    for name in NAMES:
+    progress = Progress(len(RESIDENT))
+    for name in RESIDENT:
         progress(f"{size} layers on {devices} devices: {name}")
         for m in (4, 8, 16, 32, 64):
             share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)

@@ -24,8 +24,8 @@ from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
 from benchmarks.records import of_part, spread, table
-from torchgpipe.schedule import NAMES, ScheduleName, program
-from torchgpipe.schedule.programs import usual_places
+from torchgpipe.schedule import ScheduleName, program
+from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
 from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Problem
 from torchgpipe_balancing.planning.search import solve
@@ -83,8 +83,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
 def checked(count: int) -> list[dict[str, Any]]:
     """Answer question 1, with so many problems of each schedule."""
     rows = []
-    progress = Progress(len(NAMES))
-    for name in NAMES:
+    progress = Progress(len(RESIDENT))
+    for name in RESIDENT:
         progress(f"small problems: {name}")
         made = random.Random(name)
         row: dict[str, Any] = {"schedule": name, "problems": count, "misfits": 0, "optimal": 0, "near": 0, "wrong": 0}
@@ -193,7 +193,7 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
     Args:
         args: `tables`, the number of random tables; `limit`, the seconds that the original may take for one of them
     """
-    small = checked(max(1, args.tables // len(NAMES)))
+    small = checked(max(1, args.tables // len(RESIDENT)))
     wrong, fitting = sum(row["wrong"] for row in small), sum(row["problems"] - row["misfits"] for row in small)
     near = sum(row["near"] for row in small) / max(1, fitting)
     aims = [
