@@ -497,7 +497,7 @@ def test_an_output_without_rows_is_that_of_all_micro_batches_or_refused() -> Non
 
 
 def test_an_input_that_a_model_differentiates_under_no_grad() -> None:
-    """The parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere."""
+    """Parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere."""
 
     class Forces(Chain):
         def forward(self, x: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def of_pipelined(n: int, devices: list[str], schedule: str, listener: Done) -> C
     pipeline = runs_of(model)
     assert pipeline is not None
     pipeline.streams, pipeline.recorder = ClockedStreams(), listener
-    return lambda: model.step(torch.randn(M, 4), target=torch.randn(M, 4))
+    input, target = torch.randn(M, 4, device=devices[0]), torch.randn(M, 4, device=devices[-1])
+    return lambda: model.step(input, target=target)
 
 
 @pytest.mark.parametrize("make", [of_gpipe, of_pipelined])

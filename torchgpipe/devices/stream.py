@@ -8,9 +8,9 @@ other streams. Three rules keep results right, and a stream has methods for each
 * the allocator must know every foreign stream that works on a tensor, or it reuses the memory too early (``record``);
 * a kernel goes to the stream that is current in the thread that launches it (``use``).
 
-On the CPU, work is finished when the call returns, so its stream keeps all three rules as a no-op. That is believed of an
-accelerator whose module in torch has no ``Stream``, too: there is one stream for each device, the caller's, which is made
-current wherever a cell runs. Everything else goes through ``torch.accelerator``, whatever the module is called.
+On the CPU, work is finished when the call returns, so its stream keeps all three rules as a no-op. The same is believed
+of an accelerator whose module in torch has no ``Stream``: there is one stream for each device, the caller's, which is
+made current wherever a cell runs. All else goes through ``torch.accelerator``, whatever the module is called.
 """
 
 from __future__ import annotations

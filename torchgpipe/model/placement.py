@@ -72,11 +72,11 @@ def _verify_pipelines(partitions: Sequence[Partition], devices: Sequence[torch.d
         for name, module in partition.named_modules():
             own: Sequence[torch.device] = getattr(module, "_pipeline_devices", ())
             if not all([same_memory(other, device) for other in own]):
+                there = ", ".join(map(str, dict.fromkeys(own)))
                 raise ValueError(
-                    f"'{name}' ({type(module).__name__}) is a pipeline on {', '.join(map(str, dict.fromkeys(own)))} in "
-                    f"partition {partition._index} on {device}; a pipeline inside of another has to be on the device of "
-                    "its partition, or all of them on the CPU: unwrap it (unwrap() or unpipelined()), and give its "
-                    "layers to the outer pipeline"
+                    f"'{name}' ({type(module).__name__}) is a pipeline on {there} in partition {partition._index} on "
+                    f"{device}; a pipeline inside of another has to be on the device of its partition, or all of them "
+                    "on the CPU: unwrap it (unwrap() or unpipelined()), and give its layers to the outer pipeline"
                 )
 
 
