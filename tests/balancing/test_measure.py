@@ -678,8 +678,8 @@ def test_on_a_gpu() -> None:
 
     assert measured.device == "cuda:0"
     assert all(layer.times.forward > 0 and layer.times.backward > 0 for layer in measured.layers)
-    assert sum(sizes(measured, "activations")) == kept(module.train().cuda(), sample.cuda())
     assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert sum(sizes(measured, "activations")) == kept(module.train().cuda(), sample.cuda())
     module.cpu()
     assert torch.cuda.memory_allocated() == held
 
