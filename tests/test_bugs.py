@@ -150,7 +150,8 @@ class Sum(nn.Module):
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(x).norm().backward()
-    return [parameter.grad.cpu() for parameter in model.parameters()]
+    # Copies: a model that is moved takes its gradients along.
+    return [parameter.grad.cpu().clone() for parameter in model.parameters()]
 
 
 def test_all_tensors_of_a_tuple_are_waited_for(pipe: Pipe, checkpoint: str) -> None:
