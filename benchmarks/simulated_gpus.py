@@ -117,11 +117,14 @@ def inputs(rows: int) -> Tensor:
 
 
 class Costs(NamedTuple):
-    """The device time of each action of a block, in seconds, and of a copy of its output; and the micro-batch."""
+    """The device time of each action of a block, in seconds, and of a copy of its output; sequences of a micro-batch;
+    and the host time of a forward and a backward without a pipeline.
+    """
 
     actions: dict[str, float]
     copy: float
     rows: int
+    host: float
 
 
 def kernels(run: Callable[[], object]) -> float:
@@ -150,9 +153,14 @@ def costs_of(kind: str, milliseconds: float, card: dict[str, float]) -> Costs:
         "W": kernels(lambda: torch.autograd.backward(output, grad, retain_graph=True, inputs=parameters)),
         "B": kernels(lambda: output.backward(grad)),
     }
+    host = []
+    for _ in range(30):
+        start = process_time()
+        layer(x).backward(grad)
+        host.append(process_time() - start)
     # What W computes again of I is not computed again in a program.
     actions["W"] = max(0.0, actions["B"] - actions["I"])
-    return Costs(actions, 1e-5 + output.nbytes / card["link"], rows)
+    return Costs(actions, 1e-5 + output.nbytes / card["link"], rows, min(host))
 
 
 # ---- What runs.
@@ -222,6 +230,7 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
         "bubble": statistics.median(one["bubble"] for one in found),
         "in the shadow": statistics.median(one["in the shadow"] for one in found),
         "host of a cell": spread(one["host"] / cells for one in found),
+        "host of a plain cell": costs.host,
         "device of a cell": of_cell,
         # One host launches for all devices.
         "host over devices": spread(one["host"] / cells * n / of_cell for one in found),
@@ -357,6 +366,7 @@ def _of_cells(rows: Sequence[Row], *first: str) -> str:
             row["way"],
             shown(row["share"], 2),
             shown({key: value * 1e3 for key, value in row["host of a cell"].items()}, 2),
+            f"{row['host of a plain cell'] * 1e3:.2f}",
             f"{row['device of a cell'] * 1e3:.2f}",
             shown(row["host over devices"], 2),
         ]

@@ -4,6 +4,8 @@
 // the results, allocates them, queues the work and returns. Where shapes depend on data, the host waits for the stream
 // and does the work itself.
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 
 #include <shared_mutex>
 
@@ -295,7 +297,8 @@ Values run_here(Call& call, Queue* queue) {
 
 /// What a call costs and gives, by what it is given: asking the meta device takes longer than launching on a GPU does.
 struct Known {
-  struct Result { int argument; std::vector<int64_t> sizes, strides; at::ScalarType dtype; };  // -1: a fresh one; -2: none
+  enum { FRESH = -1, VALUE = -2 };
+  struct Result { long argument; std::vector<int64_t> sizes, strides; at::ScalarType dtype; IValue value; };
   std::vector<Result> results;
   double seconds;
 };
@@ -363,7 +366,7 @@ std::optional<Values> spend_known(const std::string& key, const std::vector<at::
   Values results;
   for (auto& one : it->second.results)
     if (one.argument >= 0) results.push_back(tensors.at(one.argument));
-    else if (one.argument == -2) results.push_back(at::Tensor());
+    else if (one.argument == Known::VALUE) results.push_back(one.value);
     else results.push_back(at::detail::empty_strided_generic(one.sizes, one.strides, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), one.dtype));
   queue->spend("kernel", it->second.seconds);
   return results;
@@ -372,13 +375,15 @@ std::optional<Values> spend_known(const std::string& key, const std::vector<at::
 void learn(const std::string& key, const std::vector<at::Tensor>& tensors, const Values& results, double seconds) {
   Known now{{}, seconds};
   for (auto& value : results) {
+    if (value.isInt() || (value.isTensor() && !value.toTensor().defined())) {
+      now.results.push_back({Known::VALUE, {}, {}, at::kFloat, value});
+      continue;
+    }
     if (!value.isTensor()) return;
     auto& t = value.toTensor();
     auto argument = std::find_if(tensors.begin(), tensors.end(), [&](const at::Tensor& one) { return one.is_same(t); });
-    if (!t.defined()) now.results.push_back({-2, {}, {}, at::kFloat});
-    else if (argument != tensors.end()) now.results.push_back({static_cast<int>(argument - tensors.begin()), {}, {}, at::kFloat});
-    else if (is_late(t)) now.results.push_back({-1, t.sizes().vec(), t.strides().vec(), t.scalar_type()});
-    else return;
+    if (argument == tensors.end() && !is_late(t)) return;
+    now.results.push_back({argument == tensors.end() ? long(Known::FRESH) : argument - tensors.begin(), t.sizes().vec(), t.strides().vec(), t.scalar_type(), {}});
   }
   std::unique_lock<std::shared_mutex> lock(knowing());
   known().emplace(key, std::move(now));
@@ -416,7 +421,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call.find_device();
   const c10::DeviceGuard guard(call.device);
   auto* queue = current(t_device);
-  const bool asynchronous = call.gives_tensors() && !EAGER;
+  const bool attends = starts(call.name, "_scaled_dot_product");  // gives the lengths of sequences as well
+  const bool asynchronous = (attends || call.gives_tensors()) && !EAGER;
 
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -467,9 +473,17 @@ void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) 
   as_another("aten::convolution_backward", stack);
 }
 
+/// On the clock attention is one kernel, as on a GPU; computed, it is what the CPU has.
+int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+                  std::optional<double>, bool) {
+  return static_cast<int64_t>(on_clock() ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
@@ -477,3 +491,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }  // namespace
 
 }  // namespace late
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &late::attention)
+}
