@@ -1,7 +1,7 @@
 """The pipeline on several devices with streams: every wait and every record is in its place.
 
-On `late`, a missing one is a race, which fails the test. A superfluous wait gives right numbers but removes overlap:
-see `test_overlap`.
+On `late`, a missing one is a race, which fails the test. A superfluous one gives right numbers but removes overlap; see
+`test_overlap`.
 """
 
 from __future__ import annotations
