@@ -12,7 +12,7 @@ import math
 import statistics
 from dataclasses import replace
 from random import Random
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 from benchmarks.balance import random_costs
@@ -71,9 +71,9 @@ def asked(size: int, devices: int) -> list[dict[str, Any]]:
             if share < math.inf:
                 limited = tuple(replace(one, memory=share * needs) for one in question.devices)
                 question = replace(question, devices=limited)
-            start = perf_counter()
+            start = process_time()
             tried = alternatives(question)
-            seconds = perf_counter() - start
+            seconds = process_time() - start
             if share == math.inf:
                 needs = max(tried.fitting[0].memory)
             rows.append({"kind": kind, "memory": None if share == math.inf else share, **told(tried, seconds)})
@@ -98,11 +98,11 @@ def timed(size: int, devices: int) -> list[dict[str, Any]]:
         for m in (4, 8, 16, 32, 64):
             share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)
             problem = random_problem(name, Random(m), size, devices, m, share)
-            start = perf_counter()
+            start = process_time()
             made = Search(problem)
             first = made.seconds
             made.improve()
-            row: dict[str, Any] = {"schedule": name, "m": m, "seconds": perf_counter() - start, "tried": made.tried}
+            row: dict[str, Any] = {"schedule": name, "m": m, "seconds": process_time() - start, "tried": made.tried}
             row |= {"gain": None, "recomputed": None}
             if made.fits:
                 row |= {"gain": first / made.seconds - 1, "recomputed": len(made.choice().recomputed)}
@@ -132,7 +132,7 @@ def plan_search(result: dict[str, Any]) -> str:
                 "-" if row["step"] is None else f"{row['step']:.3f}",
             ]
         )
-    header = ["costs", "memory", "search, s", "balances simulated", "chosen", "layers recomputed", "step, s"]
+    header = ["costs", "memory", "search, CPU s", "balances simulated", "chosen", "layers recomputed", "step, s"]
     return table(lines, header) if lines else ""
 
 
@@ -147,5 +147,5 @@ def plan_search_single(result: dict[str, Any]) -> str:
         middle.append(f"{statistics.median(row['tried'] for row in own):.0f}")
         shown = ["-", "-"] if not gains else [f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"]
         lines.append([name, len(own) - len(gains), *middle, *shown])
-    header = ["schedule", "misfits", "search, ms", "balances", "median gain by moves", "largest gain"]
+    header = ["schedule", "misfits", "search, CPU ms", "balances", "median gain by moves", "largest gain"]
     return table(lines, header) if lines else ""

@@ -115,7 +115,7 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
 
     Args:
         question: what to plan for
-        keep: how many alternatives are wanted; only as many, those that begin as the quickest, are improved
+        keep: how many alternatives are wanted; of as many that begin as the quickest, those are improved that are near
     """
     attempts = []
     for chunks in question.chunks or default_chunks(question.batch, len(question.devices)):
