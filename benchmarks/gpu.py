@@ -159,7 +159,7 @@ def _growth(result: dict[str, Any]) -> str:
 SLICES = (
     Slice(
         "tests",
-        "cuda_tests",
+        "campaigns.cuda_tests",
         "",
         "tests/test_cuda.py tests/frames/test_cuda.py tests/timeline/test_recorder_cuda.py "
         "tests/balancing/planning/test_cuda.py",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.architectures.operators import register_missing
+from benchmarks.campaigns.architectures.operators import register_missing
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
 from benchmarks.records import MIB, of_part, ratios, shown, spread, table

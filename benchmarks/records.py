@@ -69,7 +69,7 @@ def environment() -> dict[str, Any]:
     """Return what the figures depend on, without names of users, hosts or folders."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -80,6 +80,13 @@ def environment() -> dict[str, Any]:
         "load_average": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
+
+
+def _module() -> str:
+    """Return the name of the module that was started, as `python -m` takes it."""
+    path = Path(sys.argv[0]).resolve()
+    folders = path.parent.relative_to(RESULTS.parent).parts if path.is_relative_to(RESULTS.parent) else ()
+    return ".".join(["benchmarks", *folders, *([] if path.stem == "__main__" else [path.stem])])
 
 
 def _cpu() -> str:

@@ -20,15 +20,12 @@ from benchmarks import (
     batchnorm,
     capacity,
     distributed,
-    faults,
     memory,
     overhead,
-    packages,
     pipelined,
     plan,
     profile_cell,
     random_memory,
-    robustness,
     simulated_gpus,
     skips,
     speed,
@@ -36,7 +33,8 @@ from benchmarks import (
     timeline,
     transparency,
 )
-from benchmarks.architectures import report
+from benchmarks.campaigns import faults, packages, robustness
+from benchmarks.campaigns.architectures import report
 from benchmarks.gpu import gpu_table
 from benchmarks.records import MIB, PARTS, RESULTS, table
 

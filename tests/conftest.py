@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
 
-from benchmarks.architectures.operators import register_missing
+from benchmarks.campaigns.architectures.operators import register_missing
 from tests import late
 from tests.rounding import rounding
 from torchgpipe import GPipe

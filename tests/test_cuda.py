@@ -683,7 +683,7 @@ if LATE:
 def test_a_step_gives_the_gradients_of_the_micro_batches(
     schedule: str, devices: list[str], mode: str, home: str
 ) -> None:
-    """No device waits for ever: `benchmarks.cuda_tests` ends a test that takes more than a minute."""
+    """No device waits for ever: `benchmarks.campaigns.cuda_tests` ends a test that takes more than a minute."""
     torch.manual_seed(0)
     balance = [3] * len(devices)
     layers = nn.Sequential(

@@ -21,7 +21,7 @@ SETTINGS = {
     "PYTHONWARNINGS": "default,ignore:`is_gradient_checkpointing` is deprecated,ignore:IProgress not found",
 }
 # torchvision may not fit, as in conftest.py.
-START = "from benchmarks.architectures.operators import register_missing; register_missing()"
+START = "from benchmarks.campaigns.architectures.operators import register_missing; register_missing()"
 
 
 def run(path: Path) -> Any:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.architectures import CATALOGUE, KINDS, Architecture
-from benchmarks.architectures.precision import in_float64
-from benchmarks.architectures.reference import Run, compare, run_plain, state
-from benchmarks.architectures.report import counts, supported_models, unsupported_models
+from benchmarks.campaigns.architectures import CATALOGUE, KINDS, Architecture
+from benchmarks.campaigns.architectures.precision import in_float64
+from benchmarks.campaigns.architectures.reference import Run, compare, run_plain, state
+from benchmarks.campaigns.architectures.report import counts, supported_models, unsupported_models
 
 
 def test_the_catalogue_has_a_hundred_architectures_and_all_kinds() -> None:

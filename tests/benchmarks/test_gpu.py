@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` runs every slice, and `benchmarks.cuda_tests` every test. Nothing here needs a GPU."""
+"""`benchmarks.gpu` runs every slice, and `benchmarks.campaigns.cuda_tests` every test. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cuda_tests, gpu
+from benchmarks import gpu
+from benchmarks.campaigns import cuda_tests
 
 WRITES = "import json, sys; json.dump({'told': 'a figure'}, open(sys.argv[-1], 'w'))"
 HANGS = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("setuptools", minversion="77")
-packages = importlib.import_module("benchmarks.packages")
+packages = importlib.import_module("benchmarks.campaigns.packages")
 
 pytestmark = pytest.mark.slow
 

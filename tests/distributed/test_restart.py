@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import lines, trial
-from benchmarks.interrupted import Harm, train
+from benchmarks.campaigns.faults import lines, trial
+from benchmarks.campaigns.interrupted import Harm, train
 from tests.distributed.launch import launch, needs_stages
 
 pytestmark = [pytest.mark.slow, needs_stages]

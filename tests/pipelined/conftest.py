@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.architectures.operators import register_missing
+from benchmarks.campaigns.architectures.operators import register_missing
 
 register_missing()
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.architectures.operators import register_missing
+from benchmarks.campaigns.architectures.operators import register_missing
 
 # Before the first import of a client: they read it once, and then ask no server for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,6 +1,6 @@
 """Real architectures, small and with random weights, give pipelined what they give plain.
 
-Some of the catalogue, with one cut at random; `python -m benchmarks.architectures` tries all of it in more ways.
+Some of the catalogue, with one cut at random; `python -m benchmarks.campaigns.architectures` tries all, in more ways.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from torch import Generator, nn
 
-from benchmarks.architectures import CATALOGUE
-from benchmarks.architectures.precision import in_float64
-from benchmarks.architectures.trial import Way, pipeline, try_way
+from benchmarks.campaigns.architectures import CATALOGUE
+from benchmarks.campaigns.architectures.precision import in_float64
+from benchmarks.campaigns.architectures.trial import Way, pipeline, try_way
 from tests.conftest import Devices
 
 for library in ("diffusers", "timm", "torchvision", "transformers"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.architectures.catalogue import KINDS
+from benchmarks.campaigns.architectures.catalogue import KINDS
 from benchmarks.records import table
 
 __all__ = ["counts", "supported_models", "unsupported_models"]

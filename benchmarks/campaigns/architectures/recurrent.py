@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.architectures.catalogue import add
-from benchmarks.architectures.data import shifted_labels, text
-from benchmarks.architectures.decoders import language_model
+from benchmarks.campaigns.architectures.catalogue import add
+from benchmarks.campaigns.architectures.data import shifted_labels, text
+from benchmarks.campaigns.architectures.decoders import language_model
 
 __all__: list[str] = []
 

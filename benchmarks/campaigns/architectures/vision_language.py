@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.architectures.catalogue import add, transformers_model, without_dropout
-from benchmarks.architectures.data import all_labels, classes, images, noise, shifted_labels, text
+from benchmarks.campaigns.architectures.catalogue import add, transformers_model, without_dropout
+from benchmarks.campaigns.architectures.data import all_labels, classes, images, noise, shifted_labels, text
 
 __all__: list[str] = []
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.architectures.catalogue import add
-from benchmarks.architectures.data import all_labels, text
-from benchmarks.architectures.decoders import language_model
+from benchmarks.campaigns.architectures.catalogue import add
+from benchmarks.campaigns.architectures.data import all_labels, text
+from benchmarks.campaigns.architectures.decoders import language_model
 
 __all__: list[str] = []
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.architectures.catalogue import add, transformers_model
-from benchmarks.architectures.data import all_labels, classes, noise, text
+from benchmarks.campaigns.architectures.catalogue import add, transformers_model
+from benchmarks.campaigns.architectures.data import all_labels, classes, noise, text
 
 __all__: list[str] = []
 

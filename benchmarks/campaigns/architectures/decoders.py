@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.architectures.catalogue import add, transformers_model
-from benchmarks.architectures.data import VOCABULARY, all_labels, shifted_labels, text
+from benchmarks.campaigns.architectures.catalogue import add, transformers_model
+from benchmarks.campaigns.architectures.data import VOCABULARY, all_labels, shifted_labels, text
 
 __all__ = ["language_model"]
 

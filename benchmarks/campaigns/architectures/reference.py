@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.architectures.catalogue import Architecture, Call
+from benchmarks.campaigns.architectures.catalogue import Architecture, Call
 
 __all__ = ["TOLERANCE", "Run", "compare", "loss_of", "micro_batches", "run_plain", "state"]
 

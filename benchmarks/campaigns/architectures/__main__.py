@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.architectures import CATALOGUE
-from benchmarks.architectures.report import counts, supported_models, unsupported_models
+from benchmarks.campaigns.architectures import CATALOGUE
+from benchmarks.campaigns.architectures.report import counts, supported_models, unsupported_models
 from benchmarks.peers import CHECKOUT
 from benchmarks.program import Progress
 from benchmarks.records import RESULTS, environment, write
@@ -26,7 +26,7 @@ LIBRARIES = ("transformers", "timm", "diffusers", "torchvision")
 
 def trial(name: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run one architecture in a process of its own; return what it has found."""
-    command = [sys.executable, "-m", "benchmarks.architectures.trial", name, json.dumps(options)]
+    command = [sys.executable, "-m", "benchmarks.campaigns.architectures.trial", name, json.dumps(options)]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), "PYTHONFAULTHANDLER": "1"}
     kind = CATALOGUE[name].kind
     try:
@@ -80,7 +80,7 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
     rows = [known[name] for name in names]
     result = {
-        "environment": {**before, "command": " ".join(["python", "-m", "benchmarks.architectures", *sys.argv[1:]])},
+        "environment": before,
         "libraries": {library: version(library) for library in LIBRARIES},
         "rows": [{k: v for k, v in row.items() if k not in ("details", "trace")} for row in rows],
     }

@@ -9,9 +9,9 @@ devices that have a memory each.
 The last part trains in one process, inline and at times through workers, with a fault every now and then, and looks at
 what the process holds: memory, tensors, threads, open files.
 
-    python -m benchmarks.robustness                                     # some hours on two cores
-    python -m benchmarks.robustness --parts models                      # beside another part, in a process of its own
-    python -m benchmarks.robustness --models 1000 --faults 100 --programs 100 --cells 10000   # some minutes
+    python -m benchmarks.campaigns.robustness                    # some hours on two cores
+    python -m benchmarks.campaigns.robustness --parts models     # beside another part, in a process of its own
+    python -m benchmarks.campaigns.robustness --models 1000 --faults 100 --programs 100 --cells 10000   # some minutes
 """
 
 from __future__ import annotations

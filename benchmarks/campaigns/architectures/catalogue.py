@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.architectures.operators import register_missing
+from benchmarks.campaigns.architectures.operators import register_missing
 
 __all__ = ["CATALOGUE", "KINDS", "Architecture", "Call", "add", "still", "transformers_model", "without_dropout"]
 

@@ -1,7 +1,7 @@
 """The wheel and the source distribution: what is in them, whether they install and run, and how long an import takes.
 
-    python -m benchmarks.packages --torch 2.13.0                              # with this Python
-    python -m benchmarks.packages --torch 2.15.0 --python python3.13 --tests  # and run all tests, for half an hour
+    python -m benchmarks.campaigns.packages --torch 2.13.0    # with this Python
+    python -m benchmarks.campaigns.packages --torch 2.15.0 --python python3.13 --tests  # and all tests, half an hour
 
 Each pair of Python and PyTorch gets an environment with nothing else in it, installed from the package index. There
 the README's first two examples and its plan run, from the wheel and from the source distribution. Imports are timed in
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.program import Command, Progress
 from benchmarks.records import KIB, shown, spread, table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTS = ("import torchgpipe", "from torchgpipe import GPipe", "import torchgpipe_balancing")
 #: The rest is imported by those who ask for it.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.architectures.catalogue import add, still
-from benchmarks.architectures.data import images
+from benchmarks.campaigns.architectures.catalogue import add, still
+from benchmarks.campaigns.architectures.data import images
 
 __all__: list[str] = []
 

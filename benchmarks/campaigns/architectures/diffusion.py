@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.architectures.catalogue import add, still
-from benchmarks.architectures.data import noise
+from benchmarks.campaigns.architectures.catalogue import add, still
+from benchmarks.campaigns.architectures.data import noise
 
 __all__: list[str] = []
 

@@ -8,7 +8,7 @@ then starts another process, which runs the tests that are not noted yet. It doe
 Nothing is needed beside pytest: what `pyproject.toml` says to plugins that may be missing is left out, and plugins that
 are there and not needed stay unused.
 
-    python -m benchmarks.cuda_tests --json PATH         # and PATH.jsonl, until all tests are through
+    python -m benchmarks.campaigns.cuda_tests --json PATH         # and PATH.jsonl, until all tests are through
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Seconds that a test may take.
 LIMIT = 60
@@ -118,7 +118,16 @@ def run(paths: list[str], notes: Path, seconds: float) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         ini = Path(folder, "pytest.ini")
         ini.write_text(settings())
-        options = ["-c", str(ini), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "benchmarks.cuda_tests"]
+        options = [
+            "-c",
+            str(ini),
+            "--rootdir",
+            str(ROOT),
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "benchmarks.campaigns.cuda_tests",
+        ]
         options += ["-m", "cuda", "--strict-markers", "--continue-on-collection-errors", "--tb=short", "-rfE"]
         while not budget.spent():
             known = len(lines(notes))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.architectures.catalogue import add, transformers_model
-from benchmarks.architectures.data import images
-from benchmarks.architectures.vision import PATCHES
+from benchmarks.campaigns.architectures.catalogue import add, transformers_model
+from benchmarks.campaigns.architectures.data import images
+from benchmarks.campaigns.architectures.vision import PATCHES
 
 __all__: list[str] = []
 

@@ -7,8 +7,8 @@ layer, while it saves a checkpoint, or between two steps. torchrun starts all of
 - whether the other processes have ended by themselves, with errors that name them and the process they waited for;
 - whether a process is left behind.
 
-    python -m benchmarks.faults             # -> results/faults.json; 24 trials, ten minutes
-    python -m benchmarks.faults --trials 3
+    python -m benchmarks.campaigns.faults             # -> results/faults.json; 24 trials, ten minutes
+    python -m benchmarks.campaigns.faults --trials 3
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from benchmarks.interrupted import STEPS, TIMEOUT, Harm
+from benchmarks.campaigns.interrupted import STEPS, TIMEOUT, Harm
 from benchmarks.peers import CHECKOUT
 from benchmarks.program import Command
 from benchmarks.records import spread, table
@@ -56,7 +56,7 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
                 *[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)],
                 *["--max-restarts", "2", "--monitor-interval", str(LOOKS if harm.kind != "none" else 0.1)],
                 *["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"],
-                *["-m", "benchmarks.interrupted", name, json.dumps(harm)],
+                *["-m", "benchmarks.campaigns.interrupted", name, json.dumps(harm)],
             ],
             cwd=CHECKOUT,
             env={**os.environ, **ENVIRONMENT},

@@ -3,7 +3,7 @@
 Then its library does not load, and the import fails where it describes operators that are not there. Their schemas are
 enough; the models here call none of them. As a program, it runs a script after that::
 
-    python -m benchmarks.architectures.operators examples/huggingface.py
+    python -m benchmarks.campaigns.architectures.operators examples/huggingface.py
 """
 
 from __future__ import annotations

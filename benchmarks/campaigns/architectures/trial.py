@@ -1,6 +1,6 @@
 """In a process of its own: one architecture, pipelined in several ways, each compared with the plain model.
 
-    python -m benchmarks.architectures.trial NAME '{"seeds": 2}'     # prints one line of JSON
+    python -m benchmarks.campaigns.architectures.trial NAME '{"seeds": 2}'     # prints one line of JSON
 
 The ways: `backward()` of what the caller sees, on one device and on several; `step` under three schedules; and random
 ones, with cuts anywhere in the spine. A way ends as 'exact', 'refused' (an error by the library), 'differs' or 'error'.
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from benchmarks.architectures import CATALOGUE, Architecture
-from benchmarks.architectures.operators import register_missing
-from benchmarks.architectures.precision import in_float64
-from benchmarks.architectures.reference import Run, compare, loss_of, run_plain, state
+from benchmarks.campaigns.architectures import CATALOGUE, Architecture
+from benchmarks.campaigns.architectures.operators import register_missing
+from benchmarks.campaigns.architectures.precision import in_float64
+from benchmarks.campaigns.architectures.reference import Run, compare, loss_of, run_plain, state
 
 __all__ = ["WAYS", "Way", "prepare", "run", "try_way"]
 
@@ -231,7 +231,7 @@ def main() -> None:
         if options.get("plain"):
             result = plain(architecture)
         elif options.get("export"):
-            from benchmarks.architectures.export import export
+            from benchmarks.campaigns.architectures.export import export
 
             result = export(architecture)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.architectures.catalogue import Architecture
+from benchmarks.campaigns.architectures.catalogue import Architecture
 
 __all__ = ["export"]
 

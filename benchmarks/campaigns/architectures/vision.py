@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.architectures.catalogue import add, transformers_model
-from benchmarks.architectures.data import classes, images, noise
+from benchmarks.campaigns.architectures.catalogue import add, transformers_model
+from benchmarks.campaigns.architectures.data import classes, images, noise
 
 __all__ = ["PATCHES"]
 
