@@ -82,7 +82,7 @@ types: $(CLIENTS)
 	$(RUN) -m mypy torchgpipe $(wildcard torchgpipe_balancing) examples benchmarks/models tests/typed.py
 
 bench: $(READY)
-	$(RUN) -m benchmarks.overhead $(ARGS)
+	$(RUN) -m benchmarks.host_time $(ARGS)
 
 # On a machine that is lent for an hour there is no time for .venv, and perhaps no network.
 gpu:

@@ -1,11 +1,11 @@
-"""The child of memory.py and random_memory.py: count the bytes of the tensors alive during one step.
+"""Count the bytes of the tensors alive during one step.
 
 On the CPU PyTorch's own allocator is asked to report: `FLAGS_caffe2_report_cpu_memory_usage`, a switch in
 libc10, makes it write one line for each block that it hands out or takes back, with the bytes in use after
 it. Every CPU tensor's memory comes from it, whatever thread asks, and nothing is patched: each peer runs
 as it is. The profiler's memory events and a TorchDispatchMode would see one thread only, and the original
-computes in a worker thread. The lines go to stderr, which is a file for the time of a step, and so do this
-script's own lines at the end of a phase. What libraries such as oneDNN use inside an operation is not a
+computes in a worker thread. The lines go to stderr, which is a file for the time of a step, and so does a
+line at the end of forward. What libraries such as oneDNN use inside an operation is not a
 tensor and not counted. The switch is found under this name where PyTorch was built as its Linux wheels are.
 
 On a GPU the same figures are read from `torch.cuda.max_memory_allocated`.
@@ -33,71 +33,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.peers import Answer, Request, pipeline, serve
-from benchmarks.random_models import random_model
-
-LAYERS = 8
+from benchmarks.peers import Answer
 
 LINE = re.compile(rb"C10 (alloc|deleted) (\d+) bytes, total alloc (\d+) bytes")
 PHASE = b"-- phase ends --\n"
-
-
-# What is measured
-
-
-def conv_net(width: int) -> nn.Sequential:
-    """Return eight layers on images of 16 x 16: convolution, BatchNorm and ReLU; the last layer classifies."""
-
-    def block(channels: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
-
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-    return nn.Sequential(block(3), *[block(width) for _ in range(LAYERS - 2)], head)
-
-
-def transformer(width: int) -> nn.Sequential:
-    """Return eight layers on sequences of 32 tokens: an embedding, six encoder layers, a small projection.
-
-    The projection is small so that the loss, which is not the pipeline's, does not make the peak.
-    """
-
-    def block() -> nn.Module:
-        return nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, batch_first=True)
-
-    return nn.Sequential(nn.Embedding(100, width), *[block() for _ in range(LAYERS - 2)], nn.Linear(width, 8))
-
-
-def mlp(width: int) -> nn.Sequential:
-    """Return eight layers."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)])
-
-
-#: What makes a model, its width, and the rows of a micro-batch, the same at every m: m is what grows. Narrow models on
-#: several rows keep activations above all, wide ones on one row parameters.
-MODELS: dict[str, tuple[Callable[[int], nn.Sequential], int, int]] = {
-    "conv": (conv_net, 16, 4),
-    "transformer": (transformer, 32, 4),
-    "mlp": (mlp, 64, 4),
-    "wide conv": (conv_net, 64, 1),
-    "wide transformer": (transformer, 128, 1),
-    "wide mlp": (mlp, 512, 1),
-}
-
-
-def sample(model: str, m: int, device: torch.device, scale: int = 1) -> Tensor:
-    """Return a mini-batch, with ``scale`` times the rows that the model's micro-batches have."""
-    make, width, rows = MODELS[model]
-    rows *= scale
-    if make is conv_net:
-        return torch.randn(m * rows, 3, 16, 16, device=device)
-    if make is mlp:
-        return torch.randn(m * rows, width, device=device)
-    return torch.randint(100, (m * rows, 32), device=device)
-
-
-# How it is counted
 
 
 class Reports:
@@ -213,61 +154,3 @@ def counted(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> 
 def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
     """Return the most bytes that a step takes above the level at rest, in each memory."""
     return [max(each["forward"], each["backward"]) for each in counted(forward, memories)]
-
-
-# One request
-
-
-def boundary_bytes(layers: nn.Sequential, x: Tensor, balance: list[int]) -> int:
-    """Return the bytes that a micro-batch leaves at the partitions' ends: the least that checkpointing keeps."""
-    count = 0
-    with torch.no_grad():
-        remaining = iter(layers)
-        for size in balance:
-            for _ in range(size):
-                x = next(remaining)(x)
-            count += x.numel() * x.element_size()
-    return count
-
-
-def answer(peer: str, request: Request) -> Answer:
-    device = torch.device(request["device"])
-    m = request["m"]
-
-    if "seed" in request:
-        drawn = random_model(request["seed"])
-        layers, x = drawn.layers.to(device), drawn.x.to(device)
-    else:
-        torch.manual_seed(0)
-        make, width, _ = MODELS[request["model"]]
-        layers = make(width).to(device)
-        x = sample(request["model"], m, device, request["scale"])
-    boundary = boundary_bytes(layers, x[: len(x) // m], request["balance"])
-
-    model = layers if peer == "plain" else pipeline(layers, request)
-
-    def forward() -> Tensor:
-        # The output is the loss's own: as in `loss_fn(model(x)).backward()`, nothing else holds it.
-        loss: Tensor = model(x).square().mean()
-        return loss
-
-    torch.autograd.backward(forward())  # What is made once and kept is made here.
-    figures = []
-    for _ in range(request["steps"]):
-        if not request["accumulate"]:
-            layers.zero_grad(set_to_none=True)
-        figures.append(counted(forward, [device])[0])
-
-    worst = {key: max(each[key] for each in figures) for key in figures[0]}
-    return {
-        **worst,
-        "peak": max(worst["forward"], worst["backward"]),
-        "same_each_step": all(each == figures[0] for each in figures),
-        "boundary": boundary,
-    }
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    reports()
-    serve(answer)

@@ -11,7 +11,6 @@ Three questions, each with a table:
 
     python -m benchmarks.balance               # a minute or two
     python -m benchmarks.balance --size full   # thousands of vectors, up to 2000 layers; more rounds
-    python -m benchmarks.balance --draw        # only draws what was measured: results/balance.svg
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from typing import Any
 
 from benchmarks.cost import clocks
 from benchmarks.peers import Answer, Peer, running
-from benchmarks.pictures import COLORS, INK, new_figure, open_axes
 from benchmarks.placement import even
 from benchmarks.program import Command, Progress
-from benchmarks.records import ratios, shown, spread, table
+from benchmarks.records import ratios, shown, spread, table_of
 from benchmarks.splits import MODELS
 
 PEERS = ("ours", "original")
@@ -114,18 +112,11 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
                 "missed": sum(ratio > 1 for ratio in ratios[name]) / len(ratios[name]),
                 "mean": statistics.mean(ratios[name]),
                 "worst": max(ratios[name]),
-                "percentiles": percentiles(ratios[name]),
                 "seconds": spread(seconds[name]),
                 "unfinished": row["vectors"] - len(ratios[name]),
             }
         rows.append(row)
     return rows
-
-
-def percentiles(values: Sequence[float]) -> list[float]:
-    """Return the 0th, 5th, 10th, ... 100th percentile; each is one of the values."""
-    ordered = sorted(values)
-    return [ordered[round(percent / 100 * (len(ordered) - 1))] for percent in range(0, 101, 5)]
 
 
 def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -> list[dict[str, Any]]:
@@ -218,46 +209,43 @@ def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions:
 
 
 def balance_vectors(result: dict[str, Any]) -> str:
-    lines = []
-    for row in result["vectors"]:
-        ours, original = row["ours"], row["original"]
-        lines.append([row["costs"], f"{ours['missed']:.0%}", f"{ours['worst']:.3f}", f"{original['missed']:.0%}"])
-        lines[-1] += [f"{original['mean']:.3f}", f"{original['worst']:.3f}"]
-    header = ["costs", "ours: missed", "ours: worst", "original: missed", "original: mean", "original: worst"]
-    return table(lines, header)
+    columns: dict[str, Any] = {"costs": "costs"}
+    for peer, what, how in (
+        *(("ours", "missed", ".0%"), ("ours", "worst", ".3f")),
+        *(("original", "missed", ".0%"), ("original", "mean", ".3f"), ("original", "worst", ".3f")),
+    ):
+        columns[f"{peer}: {what}"] = lambda row, peer=peer, what=what, how=how: f"{row[peer][what]:{how}}"
+    return table_of(result["vectors"], columns)
 
 
 def solving_time(result: dict[str, Any]) -> str:
-    keys = ["layers", "partitions", "costs"]
-    lines = [
-        [*(row[key] for key in keys), *(_seconds(row[name]["seconds"]) for name in PEERS)] for row in result["time"]
-    ]
-    return table(lines, [*keys, *(f"{name}: ms" for name in PEERS)])
+    columns: dict[str, Any] = {key: key for key in ("layers", "partitions", "costs")}
+    columns |= {f"{name}: ms": lambda row, name=name: _milliseconds(row[name]["seconds"]) for name in PEERS}
+    return table_of(result["time"], columns)
 
 
 def balance_models(result: dict[str, Any]) -> str:
-    keys = ["model", "layers", "partitions"]
-    lines: list[list[object]] = []
-    for row in result["models"]:
-        lines.append([row[key] for key in keys])
-        for name in PEERS:
-            ratio = row[name]["ratio"]
-            lines[-1] += ["-" if ratio is None else f"{ratio:.3f}", _seconds(row[name]["seconds"])]
-    return table(lines, [*keys, *(f"{name}: {what}" for name in PEERS for what in ("ratio", "ms"))])
+    columns: dict[str, Any] = {key: key for key in ("model", "layers", "partitions")}
+    for name in PEERS:
+        columns[f"{name}: ratio"] = lambda row, name=name: (row[name]["ratio"] and f"{row[name]['ratio']:.3f}") or "-"
+        columns[f"{name}: ms"] = lambda row, name=name: _milliseconds(row[name]["seconds"])
+    return table_of(result["models"], columns)
 
 
-def _seconds(seconds: dict[str, float] | float | None) -> str:
+def _milliseconds(seconds: dict[str, float] | float | None) -> str:
     if seconds is None:
         return "too long"
     return f"{(seconds['median'] if isinstance(seconds, dict) else seconds) * 1e3:.2f}"
 
 
 def balance_reality(result: dict[str, Any]) -> str:
-    lines = []
-    for row in result["reality"]:
-        measured = shown({name: 1000 * seconds for name, seconds in row["measured"].items()}, 0)
-        lines.append([row["way"], " ".join(map(str, row["balance"])), f"{1000 * row['predicted']:.0f}", measured])
-    return table(lines, ["balance", "layers", "predicted, ms", "measured, ms"])
+    columns = {
+        "balance": "way",
+        "layers": lambda row: " ".join(map(str, row["balance"])),
+        "predicted, ms": lambda row: f"{1000 * row['predicted']:.0f}",
+        "measured, ms": lambda row: shown({end: 1000 * seconds for end, seconds in row["measured"].items()}, 0),
+    }
+    return table_of(result["reality"], columns)
 
 
 def show(result: dict[str, Any]) -> dict[str, str]:
@@ -269,42 +257,8 @@ def show(result: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def draw(result: dict[str, Any]) -> Any:
-    """Draw the answers to questions 1 and 3."""
-    ours, *theirs = COLORS
-    figure = new_figure(11, 4.4)
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
-
-    for row, color in zip(result["vectors"], theirs):
-        percentiles = row["original"]["percentiles"]
-        label = f"{row['costs']}: {row['original']['missed']:.0%} not optimal, worst {percentiles[-1]:.2f}"
-        left.plot(range(0, 101, 5), percentiles, color=color, linewidth=2, label=label)
-    worst = max(ratio for row in result["vectors"] for ratio in row["ours"]["percentiles"])
-    left.axhline(worst, color=ours, linewidth=3, label=f"ours: all of them {worst:.2f}")
-    count = sum(row["vectors"] for row in result["vectors"])
-    title = f"{count} splits by the original, and by ours"
-    open_axes(left, title=title, xlim=(0, 100), ylim=(0.98, 1.8), xlabel="cost vectors, sorted (%)")
-    left.set_ylabel("largest load / smallest possible")
-    left.legend(loc="upper left", frameon=False)
-
-    rows = result["reality"][::-1]
-    height = 0.36
-    for y, row in enumerate(rows):
-        low, middle, high = (row["measured"][key] * 1e3 for key in ("low", "median", "high"))
-        first = {"label": "measured, median with lowest and highest"} if y == 0 else {}
-        right.barh(y - height / 2, middle, height, color=ours, **first)
-        right.errorbar(middle, y - height / 2, xerr=[[middle - low], [high - middle]], color=INK, capsize=3)
-        first = {"label": "predicted"} if y == 0 else {}
-        right.barh(y + height / 2, row["predicted"] * 1e3, height, color="#a9cdd8", **first)
-    title = "A very uneven model on 4 partitions, by balance"
-    open_axes(right, grid="x", title=title, xlabel="ms a step", xlim=(0, None), ylim=(-0.6, len(rows) + 0.3))
-    right.set_yticks(range(len(rows)), [f"{row['way']}\n{' '.join(map(str, row['balance']))}" for row in rows])
-    right.legend(*(items[::-1] for items in right.get_legend_handles_labels()), loc="upper right", frameon=False)
-    return figure
-
-
 def main() -> None:
-    command = Command("balance", __doc__, show=show, draw=draw, sizes=("small", "full"))
+    command = Command("balance", __doc__, show=show, sizes=("small", "full"))
     command.add("--rounds", type=int, help="of the model that is really split")
     command.add("--partitions", type=int, default=4, help="of the model that is really split")
     command.add("--chunks", type=int, default=8, help="of the model that is really split")

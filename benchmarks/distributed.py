@@ -37,9 +37,9 @@ from torch.nn import functional as F
 
 from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
-from benchmarks.pictures import new_figure
+from benchmarks.pictures import Curve, panels
 from benchmarks.program import Command
-from benchmarks.records import ratios, shown, spread, table
+from benchmarks.records import ratios, shown, spread, table_of
 from torchgpipe.distributed import DistributedGPipe
 
 VOCABULARY = 256
@@ -269,36 +269,29 @@ def predicted_ms(run: dict[str, Any], row: dict[str, Any]) -> float:
 
 def distributed(result: dict[str, Any]) -> str:
     """Return a table of texts a second, beside those by hand, and of a step as measured and as predicted."""
-    lines = []
-    for run in result["runs"]:
-        for row in run["rows"]:
-            lines.append(
-                [run["processes"], row["chunks"], *(f"{row[name]['median']:.1f}" for name in ("ours", "hand"))]
-            )
-            lines[-1] += [f"{ideal(result, run, row):.1f}", shown(row["ours_over_hand"], 2)]
-            lines[-1] += [f"{row['measured_ms']:.0f}", f"{predicted_ms(run, row):.0f}"]
-    header = ["processes", "micro-batches", "ours", "by hand", "ideal", "ours / by hand", "step, ms", "predicted, ms"]
-    return table(lines, header)
+    columns: dict[str, Any] = {
+        "processes": lambda both: both[0]["processes"],
+        "micro-batches": lambda both: both[1]["chunks"],
+        "ours": lambda both: f"{both[1]['ours']['median']:.1f}",
+        "by hand": lambda both: f"{both[1]['hand']['median']:.1f}",
+        "ideal": lambda both: f"{ideal(result, *both):.1f}",
+        "ours / by hand": lambda both: shown(both[1]["ours_over_hand"], 2),
+        "step, ms": lambda both: f"{both[1]['measured_ms']:.0f}",
+        "predicted, ms": lambda both: f"{predicted_ms(*both):.0f}",
+    }
+    return table_of([(run, row) for run in result["runs"] for row in run["rows"]], columns)
 
 
 def draw(result: dict[str, Any]) -> Any:
-    runs = result["runs"]
-    figure = new_figure(4.2 * len(runs), 3.6)
-    ways = (("hand", "written by hand", "tab:blue", 5), ("ours", "DistributedGPipe", "tab:orange", 2))
-    for axes, run in zip(figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs):
-        counts = [row["chunks"] for row in run["rows"]]
-        axes.plot(counts, [ideal(result, run, row) for row in run["rows"]], "--", color="gray", label="ideal")
-        for name, label, color, width in ways:
-            medians = [row[name]["median"] for row in run["rows"]]
-            axes.plot(counts, medians, "o-", color=color, linewidth=width, label=label)
-        axes.set(title=f"{run['processes']} process{'es' if run['processes'] > 1 else ''}", xlabel="micro-batches")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, counts)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylim(bottom=0)  # Now that all is plotted: it fixes the top as well.
-    figure.axes[0].set_ylabel("texts a second")
-    figure.axes[0].legend()
-    return figure
+    """Draw texts a second over the number of micro-batches, a panel for each number of processes."""
+    drawn = {}
+    for run in result["runs"]:
+        rows = run["rows"]
+        curves = [Curve("ideal", [(row["chunks"], {"median": ideal(result, run, row)}) for row in rows], dashed=True)]
+        for label, name in {"written by hand": "hand", "DistributedGPipe": "ours"}.items():
+            curves.append(Curve(label, [(row["chunks"], row[name]) for row in rows]))
+        drawn[f"{run['processes']} process{'es' if run['processes'] > 1 else ''}"] = curves
+    return panels(drawn, "micro-batches", "texts a second")
 
 
 def main() -> None:

@@ -55,25 +55,23 @@ class Slice(NamedTuple):
 
     Attributes:
         name: of the slice, and of its files
-        module: what is run, one of the benchmarks
-        arguments: of the module, on a GPU
+        program: what is run, one of the benchmarks with its part
+        arguments: of the program, on a GPU
         tiny: the same on a CPU, for the dry run
         limit: seconds after which the slice is killed
         shown: its key figures, of its result
         peers: whether it takes peers, the original among them
-        budget: whether it takes the seconds after which nothing further is started
         environment: variables that it is given beside the usual ones
         needs: packages that it cannot do without
     """
 
     name: str
-    module: str
+    program: str
     arguments: str
     tiny: str
     limit: float
     shown: Callable[[dict[str, Any]], str]
     peers: bool = True
-    budget: bool = True
     environment: Mapping[str, str] = MappingProxyType({})
     needs: tuple[str, ...] = ()
 
@@ -105,14 +103,14 @@ def _memory(result: dict[str, Any]) -> str:
 
 
 def _timeline(result: dict[str, Any]) -> str:
-    from benchmarks.timeline import recording_share
+    from benchmarks.host_timeline import recording_share
 
     added = max(map(recording_share, result["rows"]))
     return f"recording adds at most {added:.1%} of runs of a millisecond"
 
 
 def _ablation(result: dict[str, Any]) -> str:
-    ways = [row for row in result["rows"] if row["spans"]]
+    ways = [row for row in result["rows"] if "dependency" in row]
     return "over none, " + "; ".join(f"{row['experiment']}: {row['over none']['median']:.2f}" for row in ways[1:])
 
 
@@ -128,16 +126,21 @@ def _speed(result: dict[str, Any]) -> str:
 
 
 def _step(result: dict[str, Any]) -> str:
-    parts = result["parts"]
     told = []
-    for row in parts["speed"]["rows"]:
+    for row in result["parts"]["speed"]["rows"]:
         names = [name for name in row["speed-up"] if name.startswith(("1F1B", "whole"))]
         each = [f"{name} {row['speed-up'][name]['median']:.2f}" for name in names]
         told.append(f"{row['model']} in {row['m']}: {', '.join(each)}")
-    for threads in ("inline", "workers"):
-        ratios = [row["step/call"]["median"] for row in parts["host"]["rows"] if row["threads"] == threads]
-        told.append(f"host time over forward and backward, {threads}: {min(ratios):.2f} - {max(ratios):.2f}")
     return "over micro-batches, " + "; ".join(told)
+
+
+def _host(result: dict[str, Any]) -> str:
+    told = []
+    for threads in ("inline", "workers"):
+        rows = result["parts"]["host"]["rows"]
+        ratios = [row["step/call"]["median"] for row in rows if row["threads"] == threads]
+        told.append(f"{threads} {min(ratios):.2f} - {max(ratios):.2f}")
+    return "host time of a step over forward and backward, " + ", ".join(told)
 
 
 def _capacity(result: dict[str, Any]) -> str:
@@ -156,73 +159,30 @@ def _growth(result: dict[str, Any]) -> str:
     return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(each)} MiB"
 
 
+ON = f"--device {GPU}"
+AT = f"--size gpu --devices {GPU}"
+BOTH = f"--size gpu --devices {GPU} cpu {GPU} --balance 3 1 4 --turns 5"
+MODELS = "--models resnet101 unet gpt gpt-tiny mlp-tiny"
+TESTS = " ".join(f"tests/{name}test_cuda.py" for name in ("", "frames/", "balancing/planning/"))
+SMALL, UNET = "--models mlp --chunks 2 --shrink 64", "--models unet"
+CAPACITY, GROWTH, LARGEST = "memory --only capacity", "--questions growth", "--questions largest --partitions 1"
+FEW, CPU = "--turns 1 --steps 1", "--devices cpu --partitions 1"
 SLICES = (
-    Slice(
-        "tests",
-        "campaigns.cuda_tests",
-        "",
-        "tests/test_cuda.py tests/frames/test_cuda.py tests/timeline/test_recorder_cuda.py "
-        "tests/balancing/planning/test_cuda.py",
-        480,
-        _tests,
-        peers=False,
+    Slice("tests", "campaigns.cuda_tests", "", f"{TESTS} tests/timeline/test_recorder_cuda.py", 480, _tests, False),
+    Slice("overhead", "host_time --only cells", f"{ON} --turns 3", f"{FEW} --repeat 1", 200, _overhead),
+    Slice("memory", "memory --only peaks", f"{ON} --scale 64", "--steps 1 --models mlp", 200, _memory)._replace(
+        environment=SMALL_WORKSPACES
     ),
-    Slice("overhead", "overhead", f"--device {GPU} --rounds 3", "--rounds 1 --turns 1", 200, _overhead),
+    Slice("timeline", "host_time --only timeline", f"{ON} --turns 3", FEW, 120, _timeline, False),
+    # The example that its model is from needs these packages.
     Slice(
-        "memory", "memory", f"--device {GPU} --scale 64", "--steps 1 --models mlp", 200, _memory, budget=False
-    )._replace(environment=SMALL_WORKSPACES),
-    Slice(
-        "timeline",
-        "timeline",
-        f"--device {GPU} --turns 3",
-        "--turns 1 --pairs 1 --steps 1",
-        120,
-        _timeline,
-        peers=False,
-    ),
-    Slice(
-        "ablation",
-        "ablation",
-        f"--size gpu --devices {GPU} cpu {GPU} --balance 3 1 4 --turns 5",
-        "--devices cpu --turns 1 --steps 1 --balance 2 2 2 2",
-        150,
-        _ablation,
-        peers=False,
-        needs=("matplotlib", "tqdm"),  # of the example that it takes its model from
-    ),
-    Slice(
-        "speed",
-        "speed",
-        f"--size gpu --devices {GPU} --models resnet101 unet gpt gpt-tiny mlp-tiny",
-        "--devices cpu --models mlp-tiny --partitions 1 --checkpoint except_last --turns 1",
-        560,
-        _speed,
-    ),
-    Slice(
-        "step",
-        "step",
-        f"--device {GPU} --turns 3",
-        "--only speed host --models mlp --chunks 2 --shrink 64 --tiny 2 2 --turns 1 --steps 1",
-        200,
-        _step,
-        peers=False,
-    ),
-    Slice(
-        "growth",
-        "capacity",
-        f"--size gpu --devices {GPU} --questions growth --partitions 1 4",
-        "--devices cpu --questions growth --partitions 1 --chunks 2",
-        200,
-        _growth,
-    ),
-    Slice(
-        "capacity",
-        "capacity",
-        f"--size gpu --devices {GPU} --questions largest --partitions 1 --limit 22.4",
-        "--devices cpu --questions largest --partitions 1 --limit 3 --models unet",
-        400,
-        _capacity,
-    ),
+        "ablation", "mechanisms --only engine", BOTH, f"{FEW} --devices cpu --balance 2 2 2 2", 150, _ablation, False
+    )._replace(needs=("matplotlib", "tqdm")),
+    Slice("speed", "training --only speed", f"{AT} {MODELS}", f"{FEW} {CPU} --models mlp-tiny", 560, _speed),
+    Slice("step", "training --only step", f"{ON} --turns 3 --steps 5", f"{FEW} {SMALL}", 200, _step, False),
+    Slice("host", "host_time --only step", f"{ON} --turns 3", f"{FEW} --shape 2 2", 100, _host, False),
+    Slice("growth", CAPACITY, f"{AT} {GROWTH} --partitions 1 4", f"{CPU} {GROWTH} --chunks 2", 200, _growth),
+    Slice("capacity", CAPACITY, f"{AT} {LARGEST} --limit 22.4", f"{CPU} {LARGEST} --limit 3 {UNET}", 400, _capacity),
 )
 
 
@@ -230,13 +190,12 @@ SLICES = (
 
 
 def command(one: Slice, path: Path, limit: float, dry: bool, original: bool) -> list[str]:
-    line = [sys.executable, "-m", f"benchmarks.{one.module}", *(one.tiny if dry else one.arguments).split()]
+    options = f"{one.program} {one.tiny if dry else one.arguments}".split()
+    line = [sys.executable, "-m", f"benchmarks.{options[0]}", *options[1:]]
     if one.peers:
         also = ["checkpoint_sequential"] if one.name == "speed" and not dry else []
         line += ["--peers", "plain", "ours", *also, *(["original"] if original else [])]
-    if one.budget:
-        line += ["--seconds", f"{SOFT * limit:.0f}"]
-    return [*line, "--json", str(path)]
+    return [*line, "--seconds", f"{SOFT * limit:.0f}", "--json", str(path)]
 
 
 def run(one: Slice, folder: Path, limit: float, *, dry: bool, original: bool, about: dict[str, Any]) -> dict[str, Any]:
@@ -353,7 +312,7 @@ def has_original(dry: bool) -> bool:
         install("original")
         with Peer("original", "tiny_steps.py") as peer:
             for devices in ([GPU, GPU], [GPU, "cpu"]):
-                shape = {"kind": "step", "m": 2, "mode": "always", "balance": [1, 1], "steps": 1}
+                shape = {"kind": "cells", "m": 2, "mode": "always", "balance": [1, 1], "steps": 1}
                 peer.ask({**shape, "devices": devices})
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         print(f"torchgpipe 0.0.7 is left out, ours and the plain model are measured: {error}")

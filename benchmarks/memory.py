@@ -1,34 +1,54 @@
-"""Peak memory of a step: ours beside the original and the plain model.
+"""Peak memory of a step: ours beside the original and the plain model; the largest model; and what skips copy.
 
-Checkpointing is done for memory alone, so every byte that a pipeline keeps too long undoes it. The bytes of
-all tensors alive are counted, not those of the process, above the level at rest (`allocations.py` says how). A
-micro-batch has the same size at every m, so a larger m adds what a pipeline keeps of a micro-batch. With
-checkpointing this should be little more than the activations at the partitions' ends.
+Checkpointing is done for memory alone, so every byte that a pipeline keeps too long undoes it. The bytes of all tensors
+alive are counted, not those of the process, above the level at rest (`allocations.py` says how); the same number comes
+out every time, which the result records.
 
-    python -m benchmarks.memory                          # m = 4 and 32
+    peaks       six models of eight layers, m = 4 and 32. A micro-batch has the same size at every m, so a larger m adds
+                what a pipeline keeps of a micro-batch: with checkpointing little more than the activations at the
+                partitions' ends
+    random      the same of random models (`random_models.py`), in which parameters are little or most of the memory
+    capacity    the largest model that fits, and what the peak depends on (`memory_capacity.py`)
+    copies      the bytes of a U-Net's skips between devices, through portals and in tuples (`memory_copies.py`)
+
+What each device saves for backward under each schedule is a part of `schedules.py`.
+
+    python -m benchmarks.memory                          # peaks: a minute
     python -m benchmarks.memory --size full              # wide models too; m = 4, 8, 16, 32; n = 2, 4, 8; workers
     python -m benchmarks.memory --size full --device cuda:0
+    python -m benchmarks.memory --only capacity --size paper --limit 22.4    # on GPUs, as many GiB as a Tesla P40 has
+    python -m benchmarks.memory --only random --seeds 200 400                # other models than the first 200
+    python -m benchmarks.memory --only copies                                # seconds
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+from benchmarks import memory_capacity, memory_copies
 from benchmarks.cost import MODES
+from benchmarks.memory_steps import LAYERS, MODELS
 from benchmarks.peers import PEERS, Answer, Request, running
 from benchmarks.placement import threaded
-from benchmarks.program import Command, Progress
-from benchmarks.records import MIB, table
+from benchmarks.program import Part, Program, Progress
+from benchmarks.random_models import random_model
+from benchmarks.records import MIB, table, table_of
 
-#: Of each size. The wide ones are for the memory of gradients.
+__all__ = ["memory", "memory_by_mode", "random_memory"]
+
+Row = dict[str, Any]
+CHILD = "memory_steps.py"
 NARROW = ("conv", "transformer", "mlp")
-MODELS = {"small": NARROW, "full": (*NARROW, *(f"wide {model}" for model in NARROW))}
-LAYERS = 8
 
 #: The largest ratio of our peak to the original's that is aimed at.
 TARGET = 1.0
+
+
+# ---- Peaks of models of eight layers.
 
 
 def requests(args: argparse.Namespace) -> list[Request]:
@@ -37,32 +57,33 @@ def requests(args: argparse.Namespace) -> list[Request]:
         shapes = [(4, m, "inline") for m in (4, 8, 16, 32)] + [(n, 8, "inline") for n in (2, 8)]
         if args.device == "cpu":
             shapes.append((4, 8, "workers"))
-    common = {"device": args.device, "steps": args.steps, "scale": args.scale}
+    # The wide ones are for the memory of gradients.
+    models = [name for name in MODELS if name in args.models and (args.size == "full" or name in NARROW)]
     return [
-        {"model": model, "mode": mode, "balance": [LAYERS // n] * n, "m": m, "threads": threads, **common}
-        | {"accumulate": accumulate}
-        for model, accumulate, mode, (n, m, threads) in product(
-            args.models or MODELS[args.size], (False, True), MODES, shapes
-        )
+        {"kind": "peaks", "model": model, "mode": mode, "balance": [LAYERS // n] * n, "m": m, "threads": threads}
+        | {"accumulate": accumulate, "device": args.device, "steps": args.steps, "scale": args.scale}
+        for model, accumulate, mode, (n, m, threads) in product(models, (False, True), MODES, shapes)
     ]
 
 
-def measure(names: list[str], asked: list[Request]) -> list[dict[str, Any]]:
-    """Return a row for each request. The count is exact, so there are no rounds."""
+def peaks(args: argparse.Namespace) -> dict[str, Any]:
+    """Count each request. The count is exact, so there are no turns."""
     rows = []
+    asked = requests(args)
     progress = Progress(len(asked))
-    with running(names, "allocations.py") as peers:
+    names = [name for name in PEERS if name in args.peers]
+    with running(names, CHILD) as peers:
         for request in asked:
             progress(", ".join(str(request[key]) for key in ("model", "mode", "m", "threads")))
             n = len(request["balance"])
-            devices = {name: threaded(name, request["threads"], n, request["device"]) for name in peers}
+            devices = {name: threaded(name, request["threads"], n, args.device) for name in peers}
             answers = {name: peer.ask({**request, "devices": devices[name]}) for name, peer in peers.items()}
-            rows.append(summary(request, answers))
-    return rows
+            rows.append(row_of(request, answers))
+    return {"unit": "bytes", "rows": rows, "growth": growth(rows, names)}
 
 
-def summary(request: Request, answers: dict[str, Answer]) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def row_of(request: Request, answers: dict[str, Answer]) -> Row:
+    row: Row = {
         "model": request["model"],
         "n": len(request["balance"]),
         "m": request["m"],
@@ -78,9 +99,9 @@ def summary(request: Request, answers: dict[str, Answer]) -> dict[str, Any]:
     return row
 
 
-def growth(rows: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
+def growth(rows: list[Row], peers: list[str]) -> list[Row]:
     """Return the bytes that each further micro-batch adds to the peak, from the smallest m to the largest."""
-    sweeps: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    sweeps: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if (row["n"], row["threads"]) == (4, "inline"):
             sweeps.setdefault(_key(row), []).append(row)
@@ -93,11 +114,8 @@ def growth(rows: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]
     return grown
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+def _key(row: Row) -> tuple[str, str, str]:
     return row["model"], row["gradients"], row["mode"]
-
-
-# ---- Tables of a result.
 
 
 def memory(result: dict[str, Any]) -> str:
@@ -120,15 +138,17 @@ def memory_by_mode(result: dict[str, Any]) -> str:
         for row in result["rows"]
         if (row["model"], row["n"], row["threads"], row["gradients"]) == ("transformer", 4, "inline", "absent")
     }
-    lines = []
-    for m in sorted({m for m, _ in found}):
-        peaks = [found[m, mode]["ours"]["peak"] for mode in modes]
-        all_peaks = [found[m, "always"]["plain"]["peak"], *peaks, found[m, "always"]["original"]["peak"]]
-        lines.append([m, *(f"{peak / MIB:.1f}" for peak in all_peaks)])
-    return table(lines, ["micro-batches", "plain", *(f"`'{mode}'`" for mode in modes), "original, `'always'`"])
+
+    def peak(mode: str, peer: str) -> Callable[[int], str]:
+        return lambda m: f"{found[m, mode][peer]['peak'] / MIB:.1f}"
+
+    columns: dict[str, Any] = {"micro-batches": lambda m: m, "plain": peak("always", "plain")}
+    columns |= {f"`'{mode}'`": peak(mode, "ours") for mode in modes}
+    columns["original, `'always'`"] = peak("always", "original")
+    return table_of(sorted({m for m, _ in found}), columns)
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
+def show_peaks(result: dict[str, Any]) -> dict[str, str]:
     told = {"ratio of peaks above rest, and KiB that each further micro-batch adds": memory(result)}
     unsteady = [_key(row) for row in result["rows"] if not all(row[p]["same_each_step"] for p in PEERS if p in row)]
     told[f"figures that differed between steps: {unsteady or 'none'}"] = ""
@@ -139,15 +159,70 @@ def show(result: dict[str, Any]) -> dict[str, str]:
     return told
 
 
+# ---- Peaks of random models.
+
+#: Up to these ratios models are counted.
+STEPS = (1.0, 1.001, 1.01, 1.1)
+
+
+def random(args: argparse.Namespace) -> dict[str, Any]:
+    """Count a step of each random model, ours and the original's."""
+    rows = []
+    seeds = range(*args.seeds)
+    progress = Progress(len(seeds))
+    with running(("ours", "original"), CHILD) as peers:
+        for seed in seeds:
+            drawn = random_model(seed)
+            progress(drawn.about)
+            shared = {"seed": seed, "mode": drawn.mode, "balance": drawn.balance, "m": drawn.m}
+            where = {"device": "cpu", "devices": ["cpu"] * len(drawn.balance)}
+            request = {"kind": "peaks", **shared, "accumulate": drawn.accumulate, **where, "steps": 1}
+            found = {name: peer.ask(request)["peak"] for name, peer in peers.items()}
+            about = {"about": drawn.about, "gradients": "present" if drawn.accumulate else "absent"}
+            rows.append({**shared, **about, **found, "ratio": found["ours"] / found["original"]})
+    ratios = [row["ratio"] for row in rows]
+    up_to = {str(step): sum(ratio <= step for ratio in ratios) for step in STEPS}
+    counts = {"models": len(rows), "up to": up_to, "median": statistics.median(ratios), "highest": max(ratios)}
+    return {"unit": "bytes", "counts": counts, "rows": sorted(rows, key=lambda row: -row["ratio"])}
+
+
+def random_memory(result: dict[str, Any]) -> str:
+    columns: dict[str, Any] = {"models": "models"}
+    columns |= {
+        f"at most {step}": lambda counts, step=step: counts["up to"][step] for step in result["counts"]["up to"]
+    }
+    return table_of([result["counts"]], {**columns, "median": "median:.3f", "highest": "highest:.3f"})
+
+
+def show_random(result: dict[str, Any]) -> dict[str, str]:
+    names = ("seed", "about", "balance", "m", "mode", "gradients", "ours", "original")
+    highest = table_of(result["rows"][:10], {**{name: name for name in names}, "ratio": "ratio:.4f"})
+    return {"the highest ratios, peaks in bytes": highest, "ours/original": random_memory(result)}
+
+
+PARTS = {
+    "peaks": Part("memory", peaks, show_peaks),
+    "random": Part("random_memory", random, show_random, cpu=True),
+    "capacity": Part("capacity", memory_capacity.measure, memory_capacity.show),
+    "copies": Part("skips", memory_copies.measure, memory_copies.show),
+}
+
+
 def main() -> None:
-    command = Command("memory", __doc__, show=show, sizes=MODELS, peers=PEERS, device=True)
-    command.add("--models", nargs="+", choices=MODELS["full"], help="all of that size, if none is given")
-    command.add("--steps", type=int, default=3, help="steps counted; their largest figure is kept")
-    command.add("--scale", type=int, default=1, help="how many times the usual rows of a micro-batch")
-    args = command.parse()
-    rows = measure(args.peers, requests(args))
-    about = {"device": args.device, "scale": args.scale}
-    command.finish(unit="bytes", **about, rows=rows, growth=growth(rows, args.peers))
+    sizes, models = ("small", "full", "gpu", "paper"), [*MODELS, *memory_capacity.LADDERS["small"]]
+    program = Program(
+        *("memory", __doc__, PARTS, ("peaks",)), sizes=sizes, peers=PEERS, device=True, devices=True, seconds="part"
+    )
+    program.add("--models", nargs="+", choices=models, default=models, help="of peaks and capacity")
+    program.add("--steps", type=int, default=3, help="of peaks; the largest figure is kept")
+    program.add("--scale", type=int, default=1, help="how many times the usual rows of a micro-batch, of peaks")
+    program.add("--seeds", nargs=2, type=int, default=[0, 200], metavar=("FIRST", "END"), help="of random")
+    program.add("--questions", nargs="+", choices=memory_capacity.QUESTIONS, default=list(memory_capacity.QUESTIONS))
+    program.add("--partitions", nargs="+", type=int, help="n, of capacity: 1, 2, 4 and 8, as far as there are GPUs")
+    program.add("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the growth of capacity")
+    program.add("--limit", type=float, help="of capacity: MiB a partition on the CPU (4), GiB a device on GPUs (all)")
+    program.add("--unet", nargs=4, type=int, default=[4, 16, 128, 8], metavar=("DEPTH", "WIDTH", "SIZE", "BATCH"))
+    program.run()
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-__all__ = ["PEERS", "Answer", "Peer", "Request", "install", "pipeline", "running", "serve"]
+__all__ = ["PEERS", "Answer", "Case", "Peer", "Request", "install", "pipeline", "running", "serve"]
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
+#: Ways of which each does the same: by its name the peer, and the request.
+Case = Mapping[str, tuple[str, Request]]
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 INSTALLED = CHECKOUT / ".peers"
@@ -124,11 +126,12 @@ class Peer:
 
 @contextmanager
 def running(
-    names: Iterable[str], script: str, environment: Mapping[str, str] = MappingProxyType({})
+    names: Iterable[str], script: str | Mapping[str, str], environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[dict[str, Peer]]:
-    """Keep a process for each of these peers in a ``with`` block."""
+    """Keep a process for each of these peers in a ``with`` block; all run one script, or each its own."""
+    scripts = {name: script if isinstance(script, str) else script[name] for name in names}
     with ExitStack() as stack:
-        yield {name: stack.enter_context(Peer(name, script, environment)) for name in names}
+        yield {name: stack.enter_context(Peer(name, own, environment)) for name, own in scripts.items()}
 
 
 def pipeline(layers: Any, request: Request) -> Any:

@@ -24,8 +24,8 @@ from benchmarks.plan_prediction import plan_memory, plan_prediction, prediction
 from benchmarks.plan_search import plan_search, plan_search_single, search
 from benchmarks.plan_splits import plan_optimal, plan_splits, splits
 from benchmarks.program import Command
+from benchmarks.records import aims_table as plan_aims
 from benchmarks.records import of_part
-from benchmarks.step import step_aims as plan_aims
 
 __all__ = [
     "plan_aims",

@@ -1,4 +1,4 @@
-"""The child of speed.py and step.py for PyTorch's own pipelines: torch.distributed.pipelining, a process a partition.
+"""The child of training.py for PyTorch's own pipelines: torch.distributed.pipelining, a process a partition.
 
 Its schedules train the same layers on the same mini-batch, with gloo between CPUs and nccl between GPUs. They have no
 checkpointing, and no skips between processes: a model can be cut only where no skip passes. A step is timed from one
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.peers import Answer, Request, serve
-from benchmarks.training import TASKS, closed_units, inputs, made, synchronize
+from benchmarks.tasks import TASKS, closed_units, inputs, made
+from benchmarks.tiny_steps import synchronize
 
 SCHEDULES: dict[str, Any] = {"ScheduleGPipe": ScheduleGPipe, "Schedule1F1B": Schedule1F1B}
 

@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,16 @@ __all__ = [
     "MIB",
     "PARTS",
     "RESULTS",
+    "aim",
+    "aims_table",
     "environment",
     "of_part",
     "ratios",
     "shown",
     "spread",
+    "spread_of_turns",
     "table",
+    "table_of",
     "write",
 ]
 
@@ -48,6 +52,12 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
+def spread_of_turns(values: Iterable[float]) -> dict[str, Any]:
+    """Return the spread of several turns, and the turns themselves."""
+    turns = list(values)
+    return {**spread(turns), "turns": turns}
+
+
 def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
     """Return how many times lower the first is than the second, turn by turn, as a spread."""
     return spread(b / a for a, b in zip(small, large, strict=True))
@@ -63,6 +73,24 @@ def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
 def of_part(result: dict[str, Any], part: str, key: str = "rows") -> Any:
     """Return what is under a key in a part of a result; an empty list if that was not measured."""
     return result.get("parts", {}).get(part, {}).get(key, [])
+
+
+def aim(what: str, reached: float, *, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    """Return what was aimed at, as a lowest or a highest value, and what was reached."""
+    if most is None:
+        assert least is not None, "an aim has a bound"
+        return {"aim": what, "at least": least, "reached": reached, "met": reached >= least}
+    return {"aim": what, "at most": most, "reached": reached, "met": reached <= most}
+
+
+def aims_table(result: dict[str, Any]) -> str:
+    """Return a table of what all parts of a result have aimed at, and reached."""
+    lines = []
+    for part in result.get("parts", {}).values():
+        for one in part.get("aims", ()):
+            bound = next(f"{words} {one[words]}" for words in ("at least", "at most") if words in one)
+            lines.append([one["aim"], bound, f"{one['reached']:.2f}", "yes" if one["met"] else "no"])
+    return table(lines, ["aim", "bound", "reached", "met"])
 
 
 def environment() -> dict[str, Any]:
@@ -122,7 +150,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Return a Markdown table with aligned columns: words to the left, figures to the right."""
+    """Return a Markdown table with aligned columns: words left, figures right. Without rows it is empty."""
+    if not rows:
+        return ""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in [list(header), *cells]) for c in range(len(header))]
     numeric = [all(_is_figure(row[c]) for row in cells) for c in range(len(header))]
@@ -136,6 +166,30 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
 
     rule = [f"{'-' * (width + 1)}{':' if right else '-'}" for width, right in zip(widths, numeric, strict=True)]
     return "\n".join([line(header), f"|{'|'.join(rule)}|", *map(line, cells)])
+
+
+Column = str | Callable[[Any], object]
+
+
+def table_of(rows: Iterable[Any], columns: Mapping[str, Column]) -> str:
+    """Return a table of rows of a result.
+
+    Args:
+        rows: the rows
+        columns: by the words of the header what stands below, a function of a row or a key of it. After a colon the key
+            has a format, of a spread the number of digits: ``"seconds:.3f"``, ``"ratio:2"``.
+    """
+
+    def cell(row: Any, column: Column) -> object:
+        if callable(column):
+            return column(row)
+        key, _, how = column.partition(":")
+        value = row.get(key)
+        if value is None or isinstance(value, dict):
+            return shown(value, int(how or 1))
+        return f"{value:{how}}" if how else value
+
+    return table([[cell(row, column) for column in columns.values()] for row in rows], list(columns))
 
 
 def _is_figure(cell: str) -> bool:

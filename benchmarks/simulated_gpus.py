@@ -372,16 +372,8 @@ def _of_cells(rows: Sequence[Row], *first: str) -> str:
         ]
         for row in rows
     ]
-    header = [
-        "block, ms",
-        "schedule",
-        "way",
-        "share of the ideal",
-        "host of a cell, ms",
-        "device, ms",
-        "host / devices",
-    ]
-    return table(lines, [*first, *header]) if lines else ""
+    figures = ["share of the ideal", "host of a cell, ms", "plain, ms", "device, ms", "host / devices"]
+    return table(lines, [*first, "block, ms", "schedule", "way", *figures]) if lines else ""
 
 
 def simulated_blocks(result: Row) -> str:

@@ -155,7 +155,10 @@ def run(peer: str, request: Request) -> Answer:
     return {"seconds": statistics.median(seconds[1:])}  # the first one warms up
 
 
+def answer(peer: str, request: Request) -> Answer:
+    return {"solve": solve, "profile": profile, "run": run}[request["kind"]](peer, request)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    kinds = {"solve": solve, "profile": profile, "run": run}
-    serve(lambda peer, request: kinds[request["kind"]](peer, request))
+    serve(answer)

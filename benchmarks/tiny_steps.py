@@ -1,10 +1,9 @@
-"""The child of overhead.py: time steps of tiny layers, where all time is host time.
+"""The child of host_time.py: times steps of tiny layers, where all time is host time.
 
 A layer is a Linear of 4 x 4 on 2 rows: it computes for a fraction of a microsecond, and has parameters,
 so that its backward does what a real layer's does. For cells of many parameters it is tiny blocks of a transformer,
-of 12 parameters each, and a Linear for what is left. Forward ends when `forward` returns; backward includes
-the release of the graph, which a training loop pays as well. On a GPU neither waits for what it has launched: a step
-starts when the GPU has nothing to do, and what is timed is the host.
+of 12 parameters each, and a Linear for what is left. On a GPU nothing waits for what was launched: a step starts when
+the GPU has nothing to do, and what is timed is the host.
 
 The garbage collector is off while a step is timed and has nothing left to do when a step starts, for every
 peer; gradients are absent when a step starts, as after `zero_grad()`.
@@ -19,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ WIDTH = 4
 ROWS = 2
 
 Model = Callable[[Tensor], Tensor]
+
+
+def synchronize(devices: list[str]) -> None:
+    """Wait until accelerators have nothing to do."""
+    for device in {*map(torch.device, devices)}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+# ---- The layers.
 
 
 def wrap(peer: str, layers: nn.Sequential, request: Request) -> Model:
@@ -63,12 +73,49 @@ def tiny_shape(request: Request) -> tuple[int, ...]:
     return (rows, WIDTH) if request.get("parameters", 2) == 2 else (rows, ROWS, WIDTH)
 
 
+class Chain(nn.Module):
+    """Layers that a module of its own class calls one after the other.
+
+    Args:
+        count: the number of layers
+        residual: whether each layer's output is added to its input: an operation between two layers
+    """
+
+    def __init__(self, count: int, residual: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+        self.residual = residual
+
+    def forward(self, input: Tensor) -> Tensor:
+        for block in self.blocks:
+            input = input + block(input) if self.residual else block(input)
+        return input
+
+
+# ---- How they are timed.
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector off in a ``with`` block. Objects that are there are not visited again."""
+    gc.collect()
+    gc.freeze()  # So collecting is cheap in the block.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> dict[str, float]:
-    """Return the seconds of one forward and of one backward: by the clock, and of CPU in all threads."""
+    """Return the seconds of one forward and of one backward: by the clock, and of CPU in all threads.
+
+    Forward ends when `forward` returns; backward includes the release of the graph, which a training loop pays as well.
+    """
     layers.zero_grad(set_to_none=True)
     gc.collect()
-    if grad.is_cuda or x.is_cuda:
-        torch.cuda.synchronize()
+    synchronize([str(x.device), str(grad.device)])
 
     cpu_start, start = process_time(), perf_counter()
     output = model(x)
@@ -83,19 +130,6 @@ def timed_step(layers: nn.Sequential, model: Model, x: Tensor, grad: Tensor) -> 
         "forward_cpu": cpu_middle - cpu_start,
         "backward_cpu": cpu_end - cpu_middle,
     }
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector off in a ``with`` block. Objects that are there are not visited again."""
-    gc.collect()
-    gc.freeze()  # So collecting is cheap in the block.
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def lowest(runs: Mapping[str, Callable[[], object]], turns: int, start: Callable[[], object]) -> dict[str, float]:
@@ -114,8 +148,11 @@ def lowest(runs: Mapping[str, Callable[[], object]], turns: int, start: Callable
     return {name: min(own) for name, own in zip(runs, zip(*times))}
 
 
-def step(peer: str, request: Request) -> Answer:
-    """Return microseconds per cell: of each figure the lowest of all steps, and the median."""
+# ---- What can be asked.
+
+
+def cells(peer: str, request: Request) -> Answer:
+    """Return microseconds per cell, forward and backward: of each figure the lowest of all steps, and the median."""
     first, last = request["devices"][0], request["devices"][-1]
     layers = tiny_layers(sum(request["balance"]), request.get("parameters", 2)).to(first)
     model = wrap(peer, layers, request)
@@ -128,12 +165,12 @@ def step(peer: str, request: Request) -> Answer:
 
     with uncollected():
         times = [timed_step(layers, model, x, grad) for _ in range(request["steps"])]
-    cells = m * len(request["balance"])
+    count = m * len(request["balance"])
     answer: Answer = {}
     for name in times[0]:
         seconds = [each[name] for each in times]
-        answer[name] = min(seconds) / cells * 1e6
-        answer[f"{name}_typical"] = statistics.median(seconds) / cells * 1e6
+        answer[name] = min(seconds) / count * 1e6
+        answer[f"{name}_typical"] = statistics.median(seconds) / count * 1e6
     return answer
 
 
@@ -171,8 +208,82 @@ def nodes(peer: str, request: Request) -> Answer:
     return {"nodes": dict(names.most_common())}
 
 
+def mean(output: Tensor, _target: Any = None) -> Tensor:
+    return output.mean()
+
+
+def step(peer: str, request: Request) -> Answer:
+    """Return microseconds per cell of `GPipe.step`, of forward and backward, and of the plain layers.
+
+    The plain layers compute in the order of a step, without recomputation: a backward pass for each micro-batch takes
+    longer than one for all of them.
+    """
+    from torchgpipe import GPipe
+
+    devices, m, n = request["devices"], request["m"], request["n"]
+    layers = tiny_layers(n, request["parameters"])
+    how = {"devices": devices, "chunks": m, "checkpoint": request["mode"], "schedule": request["schedule"]}
+    model: Any = GPipe(layers, [1] * n, loss_fn=mean, **how)
+    x = torch.randn(tiny_shape(request)).to(devices[0])
+    runs: dict[str, Callable[[], object]] = {
+        "call": lambda: torch.autograd.backward(mean(model(x))),
+        "step": lambda: model.step(x),
+    }
+    if len({torch.device(device).type for device in devices}) == 1:
+        runs["plain"] = one_by_one(layers, x, m)
+
+    def start() -> None:
+        model.zero_grad(set_to_none=True)
+        synchronize(devices)
+
+    return {name: own / (m * n) * 1e6 for name, own in lowest(runs, request["steps"], start).items()}
+
+
+def one_by_one(model: Model, x: Tensor, m: int) -> Callable[[], None]:
+    """Return a function that trains a plain model, micro-batch by micro-batch."""
+
+    def run() -> None:
+        for part in x.chunk(m):
+            torch.autograd.backward(mean(model(part)) / m)
+
+    return run
+
+
+def pipelined(peer: str, request: Request) -> Answer:
+    """Return microseconds per micro-batch of a pipelined module, and of others that compute the same."""
+    from benchmarks.language_models import place_naively, split_by_export
+    from torchgpipe import pipelined as pipelined_model
+
+    m, count = request["m"], request["layers"]
+    x = torch.randn(m * ROWS, WIDTH)
+
+    def made() -> Chain:
+        torch.manual_seed(0)
+        return Chain(count, request["glue"])
+
+    how = {"chunks": m, "devices": request["devices"], "balance": [count // 2, count - count // 2]}
+    model: Any = pipelined_model(made(), (x[:ROWS],), loss_fn=mean, **how)
+    naive = made()
+    place_naively(naive, {f"blocks.{k}": torch.device("cpu") for k in range(count)})
+    runs: dict[str, Callable[[], object]] = {
+        "plain": one_by_one(made(), x, m),
+        "naive": one_by_one(naive, x, m),
+        "step": lambda: model.step(x),
+        "call": lambda: torch.autograd.backward(mean(model(x))),
+    }
+    if request["export"]:
+        split = split_by_export(made(), x[:ROWS], {f"blocks.{count // 2}": 1})
+        runs["export"] = one_by_one(lambda part: split(part)[0], x, m)  # It makes a tuple of the output.
+
+    found = lowest(runs, request["steps"], start=lambda: None)
+    return {name: own / m * 1e6 for name, own in found.items()}
+
+
+KINDS = {"cells": cells, "deep": deep, "nodes": nodes, "step": step, "pipelined": pipelined}
+
+
 def answer(peer: str, request: Request) -> Answer:
-    return {"step": step, "deep": deep, "nodes": nodes}[request["kind"]](peer, request)
+    return KINDS[request["kind"]](peer, request)
 
 
 if __name__ == "__main__":

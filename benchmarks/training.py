@@ -1,212 +1,74 @@
-"""The child of speed.py: trains models, and times the steps.
+"""Training whole models: how fast it is, on how many devices, beside other libraries; and whether it learns the same.
 
-A step is all that a training loop does: forward, a loss, backward, and an optimizer, which has a learning rate of 0,
-so that a figure does not depend on the steps before it. On a CPU each thread of a pipeline has one core, and so has the
-plain model.
+    speed       the speed-up of a model on n devices, beside the ideal, torchgpipe 0.0.7, `checkpoint_sequential` and
+                PyTorch's own pipelines; and the memory of a step (`training_speed.py`)
+    step        `GPipe.step` on two cores, beside PyTorch's own schedules (`training_cores.py`)
+    pipelined   language models through `torchgpipe.pipelined` on two cores, beside naive placement
+    splits      whether export can split these models
+    accuracy    a ResNet, plain and with deferred batch norm, over several seeds (`training_accuracy.py`)
+
+Figures are medians over turns, and a turn's figure is the median of its steps. `step` and `pipelined` mean nothing
+where other processes take a core.
+
+    python -m benchmarks.training                            # speed, of small models: some minutes on two cores
+    python -m benchmarks.training --models gpt --turns 2     # of one of them: a minute
+    python -m benchmarks.training --only step pipelined      # twenty minutes on two idle cores
+    python -m benchmarks.training --size paper               # the real models, on GPUs; --size gpu for one large GPU
+    python -m benchmarks.training --scale 16 --turns 9 --steps 1   # mini-batches of sixteen times the size
+    python -m benchmarks.training --only step --device cuda:0      # on one GPU, and on it and the CPU
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from itertools import islice
-from time import perf_counter
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
+from benchmarks import training_accuracy, training_cores, training_speed
+from benchmarks.cost import MODES
+from benchmarks.program import Part, Program
 
-from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
-from benchmarks.peers import Answer, Request, pipeline, serve
-
-__all__ = ["TASKS", "TINY", "Task"]
-
-
-class Task(NamedTuple):
-    """A model to train, and on what.
-
-    Attributes:
-        make: makes the model
-        sample: the shape of a sample: an image's, or one number, the length of a text
-        batch: the size of a mini-batch
-        chunks: the micro-batches that it is split into
-    """
-
-    make: Callable[[], nn.Sequential]
-    sample: tuple[int, ...]
-    batch: int
-    chunks: int
-
-
-def mlp(layers: int, width: int) -> nn.Sequential:
-    """Return layers of few operations and parameters."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
-
-
-#: Micro-batches so small that all devices wait for the host: in cells of many operations, and of few.
-TINY = {
-    "gpt-tiny": Task(lambda: gpt(64, 4, 2, 8, 4), (4,), 32, 32),
-    "mlp-tiny": Task(lambda: mlp(8, 16), (1, 16), 32, 32),
+PARTS = {
+    "speed": Part("speed", training_speed.measure, training_speed.show, training_speed.draw),
+    "step": Part(
+        "step/speed",
+        training_cores.step,
+        lambda result: {"a step of two partitions": training_cores.step_speed(result)},
+        training_cores.draw_step,
+    ),
+    "pipelined": Part(
+        "pipelined/speed",
+        training_cores.pipelined,
+        lambda result: {"language models on two cores": training_cores.pipelined_speed(result)},
+        cpu=True,
+    ),
+    "splits": Part(
+        "pipelined/splits",
+        training_cores.splits,
+        lambda result: {"splitting by export": training_cores.pipelined_splits(result)},
+        cpu=True,
+    ),
+    "accuracy": Part("transparency", training_accuracy.measure, training_accuracy.show),
 }
-
-#: By size and name. The names are those of the architectures, however small they are made.
-TASKS: dict[str, dict[str, Task]] = {
-    "small": {
-        "resnet101": Task(lambda: resnet((1, 1, 1), 10, width=16), (3, 64, 64), 16, 4),
-        # So many small operations that a micro-batch takes more samples to be as efficient as those of the others.
-        "amoebanetd": Task(lambda: amoebanetd(10, 3, 16), (3, 32, 32), 64, 4),
-        "unet": Task(lambda: unet(2, 2, 8), (3, 32, 32), 16, 4),
-        "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
-        **TINY,
-    },
-    # What trains on one large GPU also without a pipeline.
-    "gpu": {
-        "resnet101": Task(resnet101, (3, 224, 224), 128, 8),
-        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 128), (3, 224, 224), 64, 8),
-        "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 32, 8),
-        "gpt": Task(lambda: gpt(50257, 12, 12, 768, 1024), (1024,), 16, 8),
-        **TINY,
-    },
-    "paper": {
-        "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
-        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),
-        "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 64, 32),
-        "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
-        **TINY,
-    },
-    # For `step.py`: halves of the layers take the same time, and a micro-batch is large beside its host time.
-    "step": {
-        "mlp": Task(lambda: mlp(8, 512), (1, 512), 1024, 8),
-        "gpt": Task(lambda: gpt(64, 4, 4, 128, 64), (64,), 32, 8),
-    },
-}
+MODELS = [*training_speed.MODELS, "mlp", "gpt2"]
 
 
-@lru_cache(maxsize=1)
-def made(size: str, name: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    return TASKS[size][name].make()
-
-
-def inputs(task: Task, batch: int, device: str) -> Tensor:
-    """Return images, or tokens from the start of the vocabulary."""
-    torch.manual_seed(0)
-    if len(task.sample) == 1:
-        return torch.randint(64, (batch, *task.sample)).to(device)
-    return torch.rand(batch, *task.sample).to(device)
-
-
-def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
-    """Yield the layers in the smallest pieces that no skip leaves; only these can be checkpointed by themselves."""
-    unit: list[nn.Module] = []
-    open_skips = 0
-    for layer in module:
-        unit.append(layer)
-        open_skips += len(getattr(layer, "stashable_names", ())) - len(getattr(layer, "poppable_names", ()))
-        if open_skips == 0:
-            yield nn.Sequential(*unit)
-            unit = []
-
-
-def segments(module: nn.Sequential) -> int:
-    """Return the number of pieces for `checkpoint_sequential`."""
-    return round(math.sqrt(len(list(closed_units(module)))))
-
-
-def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that is trained; None if the peer cannot train this model."""
-    if peer in ("ours", "original"):
-        model: Callable[[Tensor], Tensor] = pipeline(module, request)
-        return model
-    module.to(request["devices"][0])
-    if peer == "plain":
-        if request.get("split"):
-            return lambda x: torch.cat([module(part) for part in x.chunk(request["m"])])
-        return module
-    units, pieces = list(closed_units(module)), segments(module)
-    if pieces < 2:
-        return None
-    divided: Callable[..., Tensor] = checkpoint_sequential
-    return lambda x: divided(units, pieces, x, use_reentrant=False)
-
-
-def synchronize(devices: list[str]) -> None:
-    for device in set(devices):
-        if torch.device(device).type != "cpu":
-            torch.accelerator.synchronize(torch.device(device))
-
-
-def train(peer: str, request: Request) -> Answer:
-    """Return the seconds of each step; or the reason why there are none."""
-    module = made(request["size"], request["model"])
-    try:
-        return _train(peer, module, request)
-    except torch.OutOfMemoryError:
-        return {"none": "out of memory"}
-    finally:
-        # Free the devices for the other peers, which run next.
-        module.zero_grad()
-        module.to("cpu")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def _train(peer: str, module: nn.Sequential, request: Request) -> Answer:
-    devices = request["devices"]
-    x = inputs(TASKS[request["size"]][request["model"]], request["batch"], devices[0])
-    run = runner(peer, module, request)
-    if run is None:
-        return {"none": "skips"}
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-
-    seconds, forward = [], []
-    for _ in range(request["warm_up"] + request["steps"]):
-        synchronize(devices)
-        start = perf_counter()
-        optimizer.zero_grad()
-        loss = run(x).square().mean()
-        if peer == "plain":  # On one device, waiting here costs nothing.
-            synchronize(devices)
-            forward.append(perf_counter() - start)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        synchronize(devices)
-        seconds.append(perf_counter() - start)
-    first = request["warm_up"]
-    return {"seconds": seconds[first:], "forward": forward[first:]}
-
-
-def balance(peer: str, request: Request) -> Answer:
-    """Return balances by time for each number of partitions, from one profile of a micro-batch.
-
-    A balance is of the layers and, for a pipeline that cannot be cut where a skip passes, of the units that no skip
-    leaves; None if there are fewer units than partitions.
-    """
-    from torchgpipe_balancing import partition, profile
-
-    module = made(request["size"], request["model"])
-    sample = inputs(TASKS[request["size"]][request["model"]], request["rows"], "cpu")
-    report = profile(module, sample, device=request["device"], timeout=request["seconds"])
-    # PyTorch's pipelines recompute nothing.
-    costs = iter(report.costs("time", recompute=False))
-    units = [sum(islice(costs, len(unit))) for unit in closed_units(module)]
-    return {
-        "segments": segments(module),
-        "balances": [
-            {"balance": report.balance(n), "units": partition(units, n) if n <= len(units) else None}
-            for n in request["partitions"]
-        ],
-    }
-
-
-def answer(peer: str, request: Request) -> Answer:
-    kinds: dict[str, Any] = {"train": train, "balance": balance}
-    result: Answer = kinds[request["kind"]](peer, request)
-    return result
+def main() -> None:
+    options: dict[str, Any] = {"sizes": training_speed.PARTITIONS, "peers": training_speed.PEERS, "devices": True}
+    program = Program("training", __doc__, PARTS, ("speed",), device=True, seconds="turn", **options)
+    program.add("--models", nargs="+", choices=MODELS, default=MODELS, help="of speed, step, pipelined and splits")
+    program.add("--turns", type=int, default=3, help="of each way")
+    program.add("--steps", type=int, default=3, help="in a turn, whose figure is their median")
+    program.add("--partitions", nargs="+", type=int, help="n, of speed")
+    program.add("--checkpoint", nargs="+", choices=MODES, default=list(MODES), help="of speed")
+    program.add("--scale", type=int, default=1, help="how many times the usual mini-batch of speed")
+    program.add("--chunks", nargs="+", type=int, default=[4, 8, 16], help="m, of step")
+    program.add("--shrink", type=int, default=1, help="how many times smaller step and pipelined are")
+    program.add("--cifar10", type=Path, help="a folder with CIFAR-10's binary version, in place of the digits")
+    program.add("--batches", nargs="+", type=int, help="sizes of mini-batches, of accuracy")
+    program.add("--epochs", type=int, help="of accuracy")
+    program.add("--seeds", type=int, default=5, help="of accuracy, how many")
+    program.run()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    serve(answer)
+    main()

@@ -66,7 +66,7 @@ def schedule(name: ScheduleName) -> Picture:
 
 
 def step() -> Picture:
-    """Draw the step that `benchmarks/side_by_side.py` has recorded."""
+    """Draw the step that `python -m benchmarks.schedules --only recorded` has recorded."""
     spans = json.loads((RESULTS / "side_by_side.json").read_text())["spans"]
     cells = [Work(j, start, end, KINDS[kind], i) for j, kind, i, start, end in spans]
     unit = 640 / max(cell.end for cell in cells)

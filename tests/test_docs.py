@@ -45,7 +45,7 @@ def test_there_is_code_to_run() -> None:
     assert len(snippets.in_docstring(torchgpipe.GPipe.__doc__)) == 1
 
 
-@pytest.mark.parametrize("page", [*MARKDOWN, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"])
+@pytest.mark.parametrize("page", [*MARKDOWN, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").glob("**/README.md")])
 def test_links_of_a_page_in_markdown_lead_to_files(page: Path) -> None:
     """Those of the other pages are checked when the documentation is built."""
     links = re.findall(r"\]\(([^)#]+)", page.read_text())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -97,18 +95,3 @@ def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "mean IoU" in printed and "no shapes" in printed
     assert "The losses of the 2 steps differ by at most 0.0e+00" in printed
     assert "0 and 2" in printed and "2 and 3" not in printed  # three partitions
-
-
-def test_the_benchmark_of_skips_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    skips = importlib.import_module("benchmarks.skips")
-    small = ["--depth", "2", "--width", "2", "--size", "16", "--batch", "4"]
-    devices = ["--devices", "cpu:0", "cpu:1", "cpu:2"]
-    monkeypatch.setattr(sys, "argv", ["skips.py", *small, *devices, "--json", str(tmp_path / "skips.json")])
-    skips.main()
-    assert "0 to 2" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "skips.json").read_text())["rows"]
-    assert row["portals"]["difference"] == row["tuples"]["difference"] == 0
-    assert row["portals"]["total"] < row["tuples"]["total"]
-    assert (tmp_path / "skips.svg").stat().st_size > 0

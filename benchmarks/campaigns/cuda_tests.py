@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that a test may take.
 LIMIT = 60
 
+PLUGIN = "benchmarks.campaigns.cuda_tests"
 #: Where the plugin finds its notes.
 VARIABLE = "CUDA_TESTS_NOTES"
 
@@ -118,17 +119,8 @@ def run(paths: list[str], notes: Path, seconds: float) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         ini = Path(folder, "pytest.ini")
         ini.write_text(settings())
-        options = [
-            "-c",
-            str(ini),
-            "--rootdir",
-            str(ROOT),
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "benchmarks.campaigns.cuda_tests",
-        ]
-        options += ["-m", "cuda", "--strict-markers", "--continue-on-collection-errors", "--tb=short", "-rfE"]
+        options = ["-c", str(ini), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", PLUGIN, "-m", "cuda"]
+        options += ["--strict-markers", "--continue-on-collection-errors", "--tb=short", "-rfE"]
         while not budget.spent():
             known = len(lines(notes))
             try:

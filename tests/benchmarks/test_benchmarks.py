@@ -1,29 +1,41 @@
-"""The benchmarks of whole models run from their arguments to their pictures, at meaninglessly small sizes."""
+"""Every benchmark runs from its arguments to its tables and pictures, at meaninglessly small sizes."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import ablation, capacity, footprint, peers, step_memory
+from benchmarks import (
+    host_time,
+    host_timeline,
+    mechanisms,
+    memory,
+    memory_capacity,
+    peers,
+    program,
+    pytorch_pipelines,
+    schedules,
+    tasks,
+    training,
+    training_cores,
+    training_steps,
+)
 from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
-from benchmarks.random_models import random_model
-from benchmarks.training import TASKS, Task
+from torchgpipe.schedule import NAMES
 
 pytestmark = pytest.mark.slow
-
-MODELS = ("ablation", "capacity", "speed", "transparency")
 
 
 class Here:
@@ -45,17 +57,33 @@ class Here:
 
 
 class Silent:
-    """An allocator that reports nothing."""
+    """An allocator that reports nothing. Memory is counted in a process that does nothing else."""
 
     def peak(self, step: Callable[[], object]) -> int:
         step()
-        return 0
+        return 10**6
+
+    def measure(self, forward: Callable[[], Tensor]) -> Answer:
+        torch.autograd.backward(forward())
+        return dict.fromkeys(("forward", "held", "backward"), 10**6)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Give the process back as it was: benchmarks have one to themselves."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    gc.unfreeze()
 
 
 def run_parts(name: str, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Return the result of a benchmark with parts. It runs in this process, and does not ask the allocator."""
-    monkeypatch.setattr(peers, "Peer", Here)
-    monkeypatch.setattr(step_memory, "reports", Silent)
+    """Return the result of a benchmark. It runs in this process, and does not ask the allocator."""
+    for module in [*sys.modules.values()]:
+        if module.__name__.startswith("benchmarks."):
+            for attribute, other in (("Peer", Here), ("reports", Silent)):
+                if hasattr(module, attribute):
+                    monkeypatch.setattr(module, attribute, other)
     path = tmp_path / f"{name}.json"
     monkeypatch.setattr(sys, "argv", [name, *tiny.split(), "--json", str(path), *arguments])
     importlib.import_module(f"benchmarks.{name}").main()
@@ -63,115 +91,129 @@ def run_parts(name: str, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     return result
 
 
-class Run(Protocol):
-    def __call__(self, name: str, *arguments: str) -> dict[str, Any]:
-        """Return the results that a benchmark writes when started with these arguments."""
+def micro_batches(_: str, request: Request) -> Answer:
+    return training_steps.answer("plain", {**request, "kind": "micro-batches"})
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Return a function that runs a benchmark in this process.
-
-    Memory is not counted, because that needs a process of its own.
-    """
-
-    def counted(forward: Any, memories: list[torch.device]) -> list[int]:
-        torch.autograd.backward(forward())
-        return [10**6 for _ in memories]
-
-    def start(name: str, *arguments: str) -> dict[str, Any]:
-        module = importlib.import_module(f"benchmarks.{name}")
-        for starts in (module, peers):
-            if hasattr(starts, "Peer"):
-                monkeypatch.setattr(starts, "Peer", Here)
-        path = tmp_path / f"{name}.json"
-        monkeypatch.setattr(sys, "argv", [name, "--devices", "cpu", *arguments, "--json", str(path)])
-        module.main()
-        assert path.with_suffix(".svg").read_text().count("<svg") == 1
-        result: dict[str, Any] = json.loads(path.read_text())
-        assert {"torch", "cpu", "cores", "commit"} <= set(result["environment"])
-        return result
-
-    allocations = importlib.import_module("benchmarks.allocations")
-    for module in (allocations, footprint):
-        monkeypatch.setattr(module, "peaks", counted)
-        monkeypatch.setattr(module, "reports", lambda: None)
-    return start
-
-
-def test_speed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    compared = ("plain", "checkpoint_sequential", "ours")
-    shape = ("--models", "gpt", "--partitions", "1", "2", "--checkpoint", "never", "--turns", "1", "--steps", "1")
-    result = run("speed", *shape, "--peers", *compared)
-    assert [row["experiment"] for row in result["rows"]] == [
-        "naive-1",
-        "micro-batches",
-        "checkpoint_sequential",
-        "2 micro-batches",
-        "k micro-batches",
-        "pipeline-1",
-        "pipeline-2",
-    ]
-    assert [row["ours"]["peak"] > 10**6 for row in result["rows"] if row["experiment"] == "pipeline-1"] == [True]
-    assert {one["aim"] for one in result["targets"]} == {"limit", "split", "checkpoint_sequential"}
-    assert "| pipeline-2 " in capsys.readouterr().out
+#: The program, its part, options, a line that is told, and the file of a picture.
+TINY = [
+    ("host_time", "cells", "--shape 2 2 --turns 1 --repeat 1 --steps 1 --peers ours plain", "| workers | always ", ""),
+    ("host_time", "step", "--shape 2 2 --turns 1 --steps 1", "| workers | 1F1B ", ""),
+    ("host_time", "pipelined", "--shape 2 2 --turns 1 --steps 1 --layers 2 4 --no-export", "glue operation, us", ""),
+    ("host_time", "timeline", "--turns 1 --steps 1", "recording at most", ""),
+    ("host_time", "parts", "--steps 1 --peers ours plain", "queue.SimpleQueue, there and back", ""),
+    ("memory", "peaks", "--steps 1 --models mlp --peers ours plain", "| mlp   | present   | always ", ""),
+    ("memory", "random", "--seeds 1 3", "at most 1.001", ""),
+    ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "from 0 to 2 ", ""),
+    (
+        "memory",
+        "capacity",
+        "--models unet --partitions 1 2 --chunks 2 --limit 1.2 --peers plain ours",
+        "| pipeline-2 ",
+        "",
+    ),
+    ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half ", ""),
+    ("schedules", "pipelined_sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| 1F1B ", ""),
+    ("schedules", "activations", "--micro-batches 5 --steps 1", "| ZeroBubble ", ""),
+    ("schedules", "pipelined_activations", "--micro-batches 5 --steps 1", "| forward and backward ", ""),
+    ("schedules", "recorded", "--sleep 0.0002", "| one device at a time ", ""),
+    ("training", "speed", "--models gpt --partitions 1 2 --checkpoint never --peers plain ours", "pipeline-2", "speed"),
+    ("training", "step", "--models gpt --chunks 2 --shrink 16", "| what two threads allow ", "step"),
+    ("training", "pipelined", "--models gpt --shrink 64", "over naive placement", ""),
+    ("training", "accuracy", "--batches 512 --epochs 1 --seeds 2 --devices cpu", "| pipeline-512 ", ""),
+    ("mechanisms", "engine", "--devices cpu", "streams have nothing to overlap there", ""),
+    ("mechanisms", "batchnorm", "--pairs 1 --turns 1 --peers ours", "ours in forward: at most", ""),
+]
+FEW = {"training": "--turns 1 --steps 1", "mechanisms": "--turns 1 --steps 1"}
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_models_are_drawn_by_the_seed(seed: int) -> None:
-    first, second = random_model(seed), random_model(seed)
-    assert sum(first.balance) == len(first.layers)
-    assert (first.about, first.balance, first.m, first.mode) == (second.about, second.balance, second.m, second.mode)
-    for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
-        torch.manual_seed(0)
-        output = first.layers(part)
-        torch.manual_seed(0)
-        assert torch.equal(output, second.layers(same))
-
-
-def test_capacity(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder = capacity.Ladder((1,), [(1, 4), (1, 16), (1, 32), (1, 64), (1, 128)], (3, 4, 4), 2, 2)
-    monkeypatch.setitem(capacity.LADDERS["small"], "unet", ladder)
-    monkeypatch.setitem(TASKS["small"], "resnet101", Task(lambda: gpt(64, 1, 1, 2, 2), (2,), 2, 2))
-    shape = ("--models", "unet", "--partitions", "1", "2", "--chunks", "2", "--limit", "1.2")
-    result = run("capacity", *shape, "--peers", "plain", "ours")
-    sizes = {
-        name: [(row["size"], row["fits"]) for row in result["largest"] if row["experiment"] == name]
-        for name in ("naive-1", "pipeline-1", "pipeline-2")
-    }
-    # Each ladder climbs until a model does not fit, and starts at least at the model that fits in fewer partitions.
-    assert all(not tried[-1][1] and all(fits for _, fits in tried[:-1]) for tried in sizes.values())
-    assert sizes["pipeline-1"] == sizes["naive-1"]
-    assert sizes["pipeline-2"][0] == sizes["pipeline-1"][-2]
-    assert len(result["growth"]) == 3 * (1 + 2)
-    assert "the CPU has one memory" in re.sub(r"\s+", " ", capsys.readouterr().out).replace("The", "the")
-
-
-def test_transparency(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
-    result = run("transparency", "--batches", "512", "--epochs", "1", "--seeds", "2")
-    assert [row["experiment"] for row in result["rows"]] == ["plain-512", "pipeline-512"]
-    assert all(0 <= accuracy <= 1 for row in result["rows"] for accuracy in row["accuracies"])
-    assert [row["batch"] for row in result["differences"]] == [512]
-    assert "| pipeline-512 " in capsys.readouterr().out
-
-
-def test_ablation(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ablation.TASKS, "small", ablation.Task(1, 2, 4, 4, 2, 2))
-    result = run("ablation", "--turns", "1", "--steps", "1")
-    names = ["none", "dependency", "dependency, streams", "dependency, streams, portals"]
-    assert [row["experiment"] for row in result["rows"]] == ["plain, one device", *names]
-    kinds = [{span.split()[0] for span in row["spans"]} for row in result["rows"]]
-    assert kinds == [set(), *[{"forward", "recomputation", "backward", "copy", "wait"}] * 4]
-    assert "streams have nothing to overlap there" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_all_take_the_same_arguments(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "part", "options", "line", "picture"), TINY, ids=[f"{name}-{part}" for name, part, *_ in TINY]
+)
+def test_every_part_of_every_program_runs(
+    name: str,
+    part: str,
+    options: str,
+    line: str,
+    picture: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    if part == "accuracy":
+        pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    ladder = memory_capacity.Ladder((1,), [(1, 4), (1, 16), (1, 128)], (3, 4, 4), 2, 2)
+    monkeypatch.setitem(memory_capacity.LADDERS["small"], "unet", ladder)
+    monkeypatch.setitem(tasks.TASKS["small"], "resnet101", tasks.Task(lambda: gpt(64, 1, 1, 2, 2), (2,), 2, 2))
+    monkeypatch.setattr(pytorch_pipelines, "answer", micro_batches)  # Its processes take ten seconds to start.
+    for module in (host_time, host_timeline, memory, memory_capacity):
+        monkeypatch.setattr(module, "MODES", ("always",))
+    monkeypatch.setattr(host_time, "SEVERAL", (12,))
+    monkeypatch.setattr(host_timeline, "PAIRS", 1)
+    monkeypatch.setattr(schedules, "ROWS", 2)
+    monkeypatch.setattr(training_cores, "PLACES", {name: training_cores.PLACES[name] for name in NAMES[:2]})
+    monkeypatch.setattr(mechanisms, "SHAPE", (4, 2, 3, 3))
+    monkeypatch.setitem(mechanisms.TASKS, "small", mechanisms.Task(1, 2, 4, 4, 2, 2))
+    result = run_parts(name, f"{FEW.get(name, '')} {options} --only {part}", monkeypatch, tmp_path)
+    assert line in capsys.readouterr().out
+    assert {"torch", "cpu", "cores", "commit"} <= set(result["environment"])
+    assert len(list(tmp_path.glob("*.svg"))) == bool(picture)
+
+
+def test_parts_stay_in_a_result_that_another_part_is_written_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    short = "--partitions 2 --micro-batches 5 --sleep 0.0001 --turns 1 --steps 1"
+    monkeypatch.setattr(schedules, "ROWS", 2)
+    run_parts("schedules", f"{short} --only activations", monkeypatch, tmp_path)
+    monkeypatch.setattr(schedules, "NAMES", NAMES[:2])
+    result = run_parts("schedules", f"{short} --only sleeping", monkeypatch, tmp_path)
+    assert set(result["parts"]) == {"memory", "sleeping"}
+    monkeypatch.setattr(
+        sys, "argv", ["schedules", "--only", "sleeping", "recorded", "--json", str(tmp_path / "x.json")]
+    )
     with pytest.raises(SystemExit):
-        importlib.import_module(f"benchmarks.{name}").main()
+        schedules.main()
+
+
+@pytest.mark.parametrize("module", [host_time, memory, schedules, training, mechanisms])
+def test_programs_take_the_same_options(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "--help"])
+    with pytest.raises(SystemExit):
+        module.main()
     told = capsys.readouterr().out
-    assert all(option in told for option in ("--size {small,", "paper", "--devices", "--peers", "--json", "--draw"))
+    assert all(option in told for option in ("--only", "--all", "--json", "--draw"))
+
+
+def test_ways_are_asked_in_turn_and_every_other_turn_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Noting(Here):
+        def ask(self, request: Request) -> Answer:
+            asked.append(self.name)
+            return {}
+
+    monkeypatch.setattr(peers, "Peer", Noting)
+    case = {name: (name, {}) for name in ("ours", "plain")}
+    (answers,) = program.ask_in_turn([case], "tiny_steps.py", 2, lambda: False, fresh=True, repeat=[2])
+    assert asked == ["ours", "plain", "ours", "plain", "plain", "ours", "plain", "ours"]
+    assert [len(own) for own in answers.values()] == [4, 4]
+    program.ask_in_turn([case], "tiny_steps.py", 2, lambda: True)
+    assert len(asked) == 10, "the first turn is always asked"
+
+
+def test_ways_that_do_not_train_the_same_give_no_result() -> None:
+    with pytest.raises(RuntimeError, match="different losses"):
+        training_cores.verify_losses("mlp", {"1F1B": [{"loss": 1.0}], "GPipe": [{"loss": 1.1}]})
+
+
+def test_costs_are_told_apart() -> None:
+    """A call takes 3, an operation 2 and a micro-batch 50 beyond the plain model."""
+    turn = [
+        {"plain": 10.0 * layers, "step": 10.0 * layers + 50 + 3 * layers + (2 * layers if glued else 0)}
+        for layers, glued in ((4, False), (32, False), (4, True), (32, True))
+    ]
+    found = host_time.beyond([[one] for one in turn], "step", 4, 32)
+    assert {what: one["median"] for what, one in found.items()} == {"call": 3.0, "glue": 2.0, "micro-batch": 50.0}

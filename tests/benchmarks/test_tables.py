@@ -9,15 +9,17 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.tables import README, TABLES, render
+from benchmarks.tables import README, RESULTS_PAGE, TABLES, render
 
-TEXT = README.read_text()
+PAGES = [README, RESULTS_PAGE]
 MARKED = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def test_no_line_of_figures_is_copied_by_hand() -> None:
-    assert set(MARKED.findall(TEXT)) <= set(TABLES)
-    outside = MARKED.sub("", TEXT)
+@pytest.mark.parametrize("page", PAGES, ids=["README", "results"])
+def test_no_line_of_figures_is_copied_by_hand(page: Path) -> None:
+    text = page.read_text()
+    assert set(MARKED.findall(text)) <= set(TABLES)
+    outside = MARKED.sub("", text)
     assert not [line for line in outside.splitlines() if line.startswith("|") and re.search(r"\| *[-+]?\d", line)]
 
 
@@ -37,6 +39,6 @@ def test_what_is_not_measured_yet_leaves_no_figures(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_picture_on_the_page_is_there() -> None:
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", RESULTS_PAGE.read_text())
     assert pictures
-    assert all(Path(README.parent, picture).is_file() for picture in pictures)
+    assert all(Path(RESULTS_PAGE.parent, picture).is_file() for picture in pictures)

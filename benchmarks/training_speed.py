@@ -1,4 +1,4 @@
-"""Throughput of training: the speed-up of a model on n devices, beside the ideal and beside other libraries.
+"""The speed-up of a model on n devices, beside the ideal and beside other libraries: a part of training.py.
 
 Experiments are named as torchgpipe's own: `naive-1` is the plain model on one device, the whole mini-batch at once (and
 `micro-batches` the same in as many pieces as a pipeline gets, for small pieces take longer), and `pipeline-n` is a
@@ -14,16 +14,10 @@ Speed-up is over `naive-1` in the same turn. The ideal is what the schedule allo
 time, and nothing else: of m + n - 1 clocks each device works m, and of a checkpointed micro-batch forward is computed
 twice. The share of forward in a step is measured in `micro-batches`, or taken for a third if those are left out.
 
-    python -m benchmarks.speed                 # small models, a minute or two on two cores
-    python -m benchmarks.speed --size paper    # the real ones, on GPUs
-    python -m benchmarks.speed --size gpu      # the same with smaller mini-batches, on one large GPU
-    python -m benchmarks.speed --scale 16      # mini-batches, and so micro-batches, of sixteen times the size
-    python -m benchmarks.speed --draw          # only draws what was measured: results/speed.svg
-
-Beside the times stand the memory of a step on one device (`footprint.py`) and, at the end, the aims
-(`speed_targets.py`). On one device a pipeline should be nearly as fast as recomputation allows; no slower than
-`checkpoint_sequential` in equal memory, to a thousandth; no slower than the original, and faster if the host is the
-limit. For the last aim there are a tiny GPT and a tiny MLP, which stay tiny at every scale.
+Beside the times stand the memory of a step on one device (`memory_steps.py`) and, at the end, the aims. On one device a
+pipeline should be nearly as fast as recomputation allows; no slower than `checkpoint_sequential` in equal memory, to a
+thousandth; no slower than the original, and faster if the host is the limit. For the last aim there are a tiny GPT and
+a tiny MLP, which stay tiny at every scale.
 
 Where there are fewer devices than partitions, neighbours share one, and the ideal is for devices of their own. On a CPU
 all partitions share it, and one thread runs them: there it shows what a pipeline costs, not what it gains.
@@ -33,21 +27,25 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.cost import MODES, ideal_speed_up
-from benchmarks.peers import Answer, Peer, Request, running
-from benchmarks.pictures import COLORS, INK, new_figure, open_axes, shared_legend
+from benchmarks.peers import Answer, Case, Peer, Request, running
+from benchmarks.pictures import Curve, panels
 from benchmarks.placement import placed
-from benchmarks.program import Command, Progress
+from benchmarks.program import ask_in_turn
 from benchmarks.records import MIB, ratios, shown, spread, table
-from benchmarks.speed_targets import SPLIT, targets, targets_table
-from benchmarks.training import TASKS, TINY
+from benchmarks.tasks import TASKS, TINY
+
+__all__ = ["KEEP_MEMORY", "MODELS", "draw", "measure", "show", "speed_published", "speed_targets", "speed_ups"]
 
 PIPELINES = ("ours", "original")
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 PEERS = ("plain", "checkpoint_sequential", *PIPELINES, *SCHEDULES)
+MODELS = tuple(TASKS["small"])
+#: The plain model, one micro-batch after the other: what splitting costs without a pipeline.
+SPLIT = "micro-batches"
 #: Pipelines with few micro-batches: two, and as many as `checkpoint_sequential` has pieces.
 TWO, FEW = "2 micro-batches", "k micro-batches"
 
@@ -105,7 +103,7 @@ def batch_size(args: argparse.Namespace, model: str) -> int:
     return TASKS[args.size][model].batch * (1 if model in TINY else args.scale)
 
 
-def proposal(peer: Peer, args: argparse.Namespace, model: str) -> Proposal:
+def proposal(peer: Peer, args: argparse.Namespace, model: str, partitions: list[int]) -> Proposal:
     task = TASKS[args.size][model]
     request: Request = {
         "kind": "balance",
@@ -113,11 +111,11 @@ def proposal(peer: Peer, args: argparse.Namespace, model: str) -> Proposal:
         "model": model,
         "rows": max(1, batch_size(args, model) // task.chunks),
         "device": args.devices[0],
-        "partitions": args.partitions,
+        "partitions": partitions,
         "seconds": {"small": 0.5, "gpu": 3.0, "paper": 10.0}[args.size],
     }
     answer = peer.ask(request)
-    return Proposal(dict(zip(args.partitions, answer["balances"], strict=True)), answer["segments"])
+    return Proposal(dict(zip(partitions, answer["balances"], strict=True)), answer["segments"])
 
 
 def request_for(args: argparse.Namespace, model: str, experiment: str, n: int, mode: str, found: Proposal) -> Request:
@@ -138,44 +136,39 @@ def request_for(args: argparse.Namespace, model: str, experiment: str, n: int, m
     }
 
 
-def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows so far after each model: each peer's throughput in each experiment, turn by turn."""
-    planned = list(experiments(args.peers, args.partitions, args.checkpoint))
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure each peer's throughput in each experiment, turn by turn, one model after the other."""
+    models = [name for name in MODELS if name in args.models]
+    partitions = args.partitions or list(PARTITIONS[args.size])
+    planned = list(experiments(args.peers, partitions, args.checkpoint))
     rows: list[dict[str, Any]] = []
     found: dict[str, Proposal] = {}
-    progress = Progress(len(args.models) * args.turns * sum(len(peers) for *_, peers in planned))
-    own = [name for name in args.peers if name not in SCHEDULES]
-    schedules = [name for name in args.peers if name in SCHEDULES]
-    with (
-        running(dict.fromkeys([*own, "ours"]), "training.py", KEEP_MEMORY) as training,
-        running(schedules, "pytorch_pipelines.py", KEEP_MEMORY) as pipelines,
-    ):
-        for k, model in enumerate(args.models, 1):
+    scripts = {name: "pytorch_pipelines.py" if name in SCHEDULES else "training_steps.py" for name in PEERS}
+    with running(dict.fromkeys([*args.peers, "ours"]), scripts, KEEP_MEMORY) as peers:
+        for k, model in enumerate(models, 1):
+            print(model)
             task = TASKS[args.size][model]
-            found[model] = proposal(training["ours"], args, model)
-            answers: list[dict[str, list[Answer]]] = [{peer: [] for peer in peers} for *_, peers in planned]
-            for turn in range(args.turns):
-                if turn and args.seconds.spent(k / len(args.models)):
-                    break
-                for (name, n, mode, peers), answered in zip(planned, answers, strict=True):
-                    for peer in peers:
-                        progress(f"{model}: {name} {mode} {peer}")
-                        request = request_for(args, model, name, n, mode, found[model])
-                        answered[peer].append((training | pipelines)[peer].ask(request))
+            found[model] = proposal(peers["ours"], args, model, partitions)
+            cases: list[Case] = [
+                {peer: (peer, request_for(args, model, name, n, mode, found[model])) for peer in own}
+                for name, n, mode, own in planned
+            ]
+            share = k / len(models)
+            answers = ask_in_turn(cases, peers, args.turns, lambda share=share: args.seconds.spent(share))  # type: ignore[misc]
             rows += summary(model, batch_size(args, model), task.chunks, found[model], planned, answers)
-            yield rows
     add_memory(args, rows, found)
-    yield rows
+    published = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
+    return {"unit": "samples/s", "published": published, "rows": rows, "targets": targets(rows)}
 
 
 def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, Proposal]) -> None:
     """Add the memory of a step to the rows of one device. It is counted after the times, in processes of its own."""
-    with running([name for name in args.peers if name not in SCHEDULES], "footprint.py") as peers:
+    with running([name for name in args.peers if name not in SCHEDULES], "memory_steps.py") as peers:
         for row in rows:
             for name, peer in peers.items():
                 if row["n"] == 1 and "throughput" in row.get(name, {}):
-                    model = row["model"]
-                    answer = peer.ask(request_for(args, model, row["experiment"], 1, row["mode"], found[model]))
+                    request = request_for(args, row["model"], row["experiment"], 1, row["mode"], found[row["model"]])
+                    answer = peer.ask({**request, "kind": "footprint"})
                     if "peak" in answer:
                         row[name]["peak"] = answer["peak"][0]
 
@@ -231,6 +224,62 @@ def forward_share(turns: list[Answer]) -> float:
     return statistics.median(shares) if shares else 1 / 3
 
 
+# ---- The aims.
+
+#: What is aimed at: a ratio of speeds, and of which.
+AIMS = {
+    "limit": (0.9, "of what recomputation allows on one device"),
+    "split": (0.9, "of the same, the plain model being given micro-batches as well"),
+    "checkpoint_sequential": (1.0, "times the speed of checkpoint_sequential, in equal memory"),
+    "original": (1.0, "times the speed of torchgpipe 0.0.7"),
+    "host": (1.3, "times the speed of torchgpipe 0.0.7, where the host is the limit"),
+}
+
+#: Up to this ratio memory is equal: a thousandth more is an output, or the gradients of some layers.
+EQUAL = 1.001
+
+
+def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each aim with what was reached: medians of ratios, turn by turn."""
+    reached = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        ours = [row for row in own if "throughput" in row.get("ours", {})]
+        alone = [row for row in ours if row["experiment"] == "pipeline-1"]
+
+        split = next((row["plain"] for row in own if row["experiment"] == SPLIT), {})
+        for row in alone:
+            if "speed-up" in row["ours"]:
+                share = {key: value / row["ideal"] for key, value in row["ours"]["speed-up"].items()}
+                reached.append(_target("limit", model, f"pipeline-1, {row['mode']}", share))
+            if "seconds" in split:
+                over = ratios(row["ours"]["seconds"], split["seconds"])
+                share = {key: value / row["ideal"] for key, value in over.items()}
+                reached.append(_target("split", model, f"pipeline-1, {row['mode']}", share))
+
+        other = next((row["checkpoint_sequential"] for row in own if "checkpoint_sequential" in row), {})
+        if "peak" in other:
+            frugal = [row for row in ours if row["ours"].get("peak", float("inf")) <= EQUAL * other["peak"]]
+            found = [(row, ratios(row["ours"]["seconds"], other["seconds"])) for row in frugal]
+            if found:
+                row, best = max(found, key=lambda one: one[1]["median"])
+                where = f"{row['experiment']}, {row['mode']}"
+                reached.append(_target("checkpoint_sequential", model, where, best))
+
+        aim = "host" if model in TINY else "original"
+        for row in ours:
+            if "over original" in row["ours"]:
+                where = f"{row['experiment']}, {row['mode']}"
+                reached.append(_target(aim, model, where, row["ours"]["over original"]))
+    return reached
+
+
+def _target(aim: str, model: str, where: str, figures: dict[str, float]) -> dict[str, Any]:
+    least, _ = AIMS[aim]
+    met = figures["median"] >= least
+    return {"aim": aim, "at least": least, "model": model, "where": where, "reached": figures, "met": met}
+
+
 # ---- Tables and the picture of a result.
 
 
@@ -273,7 +322,17 @@ def throughput(rows: list[dict[str, Any]]) -> str:
 
 
 def speed_targets(result: dict[str, Any]) -> str:
-    return targets_table(result["targets"])
+    """Return a table: for each aim and model how often it was met, and the lowest and the highest."""
+    lines, reached = [], result["targets"]
+    for aim, (least, words) in AIMS.items():
+        for model in dict.fromkeys(one["model"] for one in reached):
+            own = [one for one in reached if (one["aim"], one["model"]) == (aim, model)]
+            if own:
+                own.sort(key=lambda one: one["reached"]["median"])
+                ends = [f"{shown(one['reached'], 2)}, {one['where']}" for one in (own[0], own[-1])]
+                met = f"{sum(one['met'] for one in own)} of {len(own)}"
+                lines.append([f"{least} {words}", model, met, *ends])
+    return table(lines, ["aim, at least", "model", "met", "lowest", "highest"])
 
 
 def speed_published(result: dict[str, Any]) -> str:
@@ -299,74 +358,16 @@ def show(result: dict[str, Any]) -> dict[str, str]:
 
 def draw(result: dict[str, Any]) -> Any:
     """Draw the speed-up over the number of partitions, a panel for each model but the host-bound ones."""
-    rows = [row for row in result["rows"] if row["experiment"].startswith("pipeline") and row["model"] not in TINY]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    if not models:
-        return None
-    columns = min(4, len(models))
-    lines = -(-len(models) // columns)
-    figure = new_figure(3.6 * columns + 2.2, 3.5 * lines + 0.4)
-    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes, model in zip(panels, models):
-        own = [row for row in rows if row["model"] == model]
-        draw_model(axes, own)
-        partitions = sorted({row["n"] for row in own})
-        open_axes(axes, title=model, xlabel="partitions", xticks=partitions, ylim=(0, None))
-    for axes in panels[len(models) :]:
-        axes.set_axis_off()
-    figure.supylabel("speed-up over the plain model on one device", fontsize=10)
-    shared_legend(figure, panels)
-    return figure
-
-
-def draw_model(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for mode, color in zip(MODES, COLORS):
-        of_mode = [row for row in rows if row["mode"] == mode]
-        if of_mode:
-            ideals = [row["ideal"] for row in of_mode]
-            partitions = [row["n"] for row in of_mode]
-            axes.plot(partitions, ideals, color=color, linewidth=1, linestyle=":", label=f"ideal, {mode}")
-        for peer, style in zip(PIPELINES, ("-", "--"), strict=True):
-            draw_line(axes, of_mode, peer, color=color, linestyle=style, label=f"{peer}, {mode}")
-    for peer, color, style in zip(SCHEDULES, COLORS[3:], ("-", "--")):
-        draw_line(axes, rows, peer, color=color, linestyle=style, label=f"{peer}, never")
-    published = PUBLISHED.get(rows[0]["model"], {})
-    first = published.get("naive-1")
-    points = [] if first is None else [(row["n"], row["published"] / first) for row in rows if "published" in row]
-    if points:
-        axes.plot(*zip(*points, strict=True), "x", color=INK, label="published, on Tesla P40")
-
-
-def draw_line(axes: Any, rows: Sequence[dict[str, Any]], peer: str, **style: Any) -> None:
-    known = [(row["n"], row[peer]["speed-up"]) for row in rows if "speed-up" in row.get(peer, {})]
-    if known:
-        error = [[abs(figures["median"] - figures[end]) for _, figures in known] for end in ("low", "high")]
-        partitions, middle = [n for n, _ in known], [figures["median"] for _, figures in known]
-        axes.errorbar(partitions, middle, error, marker="o", markersize=4, capsize=3, **style)
-
-
-def main() -> None:
-    sizes = PARTITIONS
-    command = Command("speed", __doc__, show=show, draw=draw, sizes=sizes, peers=PEERS, devices=True, seconds="turn")
-    command.add("--models", nargs="+", choices=list(TASKS["small"]), default=list(TASKS["small"]))
-    command.add("--partitions", nargs="+", type=int, help="n")
-    command.add("--checkpoint", nargs="+", choices=MODES, default=list(MODES))
-    command.add("--scale", type=int, default=1, help="how many times the usual mini-batch")
-    command.add("--turns", type=int, help="of each peer at each experiment")
-    command.add("--steps", type=int, help="in a turn, whose figure is their median")
-    args = command.parse()
-    args.partitions = args.partitions or list(PARTITIONS[args.size])
-    args.turns = args.turns or {"small": 3, "gpu": 3, "paper": 5}[args.size]
-    args.steps = args.steps or {"small": 1, "gpu": 3, "paper": 5}[args.size]
-
-    about = {name: getattr(args, name) for name in ("size", "scale", "devices", "turns", "steps")}
-    about["published"] = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
-    # After each model, so that a run that is cut short leaves the models before.
-    for rows in measure(args):
-        content = {"unit": "samples/s", **about, "rows": rows, "targets": targets(rows)}
-        command.write(**content)
-    command.finish(**content)
-
-
-if __name__ == "__main__":
-    main()
+    drawn: dict[str, list[Curve]] = {}
+    for row in result["rows"]:
+        if not row["experiment"].startswith("pipeline") or row["model"] in TINY:
+            continue
+        points = {f"ideal, {row['mode']}": {"median": row["ideal"]}}
+        points |= {f"{peer}, {row['mode']}": row[peer]["speed-up"] for peer in PEERS if "speed-up" in row.get(peer, {})}
+        for name, figures in points.items():
+            curves = drawn.setdefault(row["model"], [])
+            curve = next((one for one in curves if one.name == name), None)
+            if curve is None:
+                curves.append(curve := Curve(name, [], dashed=name.startswith("ideal")))
+            curve.points.append((row["n"], figures))
+    return panels(drawn, "partitions", "speed-up over the plain model on one device")

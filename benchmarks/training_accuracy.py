@@ -6,10 +6,9 @@ and through a pipeline with `deferred_batch_norm=True`, which tracks running sta
 with three sizes of mini-batches, the learning rate growing with them. torchgpipe asked the same of ResNet-101 on
 ImageNet.
 
-    python -m benchmarks.transparency                                 # scikit-learn's handwritten digits, on the CPU
-    python -m benchmarks.transparency --cifar10 FOLDER                # with the files of "CIFAR-10 binary version"
-    python -m benchmarks.transparency --size paper --cifar10 FOLDER   # ResNet-101, mini-batches of 256 to 4k
-    python -m benchmarks.transparency --draw                          # only draws what is in results/transparency.json
+    python -m benchmarks.training --only accuracy                       # scikit-learn's handwritten digits, on the CPU
+    python -m benchmarks.training --only accuracy --cifar10 FOLDER      # with the files of "CIFAR-10 binary version"
+    python -m benchmarks.training --only accuracy --size paper --cifar10 FOLDER   # ResNet-101, mini-batches up to 4k
 
 The digits come with scikit-learn. All random numbers depend on the seed, so on the CPU the figures can be reproduced.
 """
@@ -28,23 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models import resnet, resnet101
-from benchmarks.pictures import COLORS, INK, new_figure, open_axes
 from benchmarks.placement import placed
-from benchmarks.program import Command, Progress
-from benchmarks.records import spread, table
+from benchmarks.program import Progress
+from benchmarks.records import spread, table_of
 from torchgpipe import GPipe
 from torchgpipe_balancing import balance_by_parameters
 
-PEERS = ("plain", "ours")
+__all__ = ["measure", "show", "transparency"]
 
-#: Top-1 errors of ResNet-101 on ImageNet that torchgpipe 0.0.3 gives in its documentation, in percent.
-PUBLISHED = {
-    "dataparallel-256": [22.02, 0.11],
-    "dataparallel-1k": [22.04, 0.24],
-    "pipeline-256": [21.99, 0.13],
-    "pipeline-1k": [22.24, 0.19],
-    "pipeline-4k": [22.13, 0.09],
-}
+PEERS = ("plain", "ours")
 
 
 class Data(NamedTuple):
@@ -159,11 +150,18 @@ def train(peer: str, data: Data, training: Training, batch: int, seed: int, devi
     return float((torch.cat(guesses) == data.test_classes).double().mean())
 
 
-def measure(args: argparse.Namespace, data: Data, training: Training) -> list[dict[str, Any]]:
-    """Return a row for each way and size of mini-batches."""
-    rows = []
-    progress = Progress(len(args.peers) * len(training.batches) * args.seeds)
-    for peer in args.peers:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Train both ways with each size of mini-batches, from several seeds."""
+    if args.size == "paper" and args.cifar10 is None:
+        raise SystemExit("--size paper is for larger images than the digits: give --cifar10 FOLDER")
+    training = TRAININGS["paper" if args.size == "paper" else "small"]
+    training = training._replace(batches=args.batches or training.batches, epochs=args.epochs or training.epochs)
+    torch.set_num_threads(1)
+    data = digits() if args.cifar10 is None else cifar10(args.cifar10)
+    peers = [name for name in PEERS if name in args.peers]
+    rows: list[dict[str, Any]] = []
+    progress = Progress(len(peers) * len(training.batches) * args.seeds)
+    for peer in peers:
         for batch in training.batches:
             name = f"{'plain' if peer == 'plain' else 'pipeline'}-{batch}"
             accuracies = []
@@ -172,7 +170,13 @@ def measure(args: argparse.Namespace, data: Data, training: Training) -> list[di
                 accuracies.append(train(peer, data, training, batch, seed, args.devices))
             figures = {"accuracies": accuracies, "accuracy": spread(accuracies)}
             rows.append({"experiment": name, "peer": peer, "batch": batch, **figures, **mean_of(accuracies)})
-    return rows
+    return {
+        "unit": "share of test images that are classified right",
+        **{"data": data.name, "seeds": args.seeds},
+        **{name: getattr(training, name) for name in ("chunks", "partitions", "epochs", "rate")},
+        "rows": rows,
+        "differences": differences(rows),
+    }
 
 
 def mean_of(values: Sequence[float]) -> dict[str, float]:
@@ -192,63 +196,21 @@ def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def transparency(result: dict[str, Any]) -> str:
     gained = {row["batch"]: row for row in result["differences"]}
-    lines = []
-    for row in result["rows"]:
-        beside = gained.get(row["batch"]) if row["peer"] == "ours" else None
-        lines.append([row["experiment"], row["batch"], f"{row['mean']:.2%} ± {row['deviation'] * 100:.2f}"])
-        lines[-1] += [f"{row['accuracy'][end]:.2%}" for end in ("low", "high")]
-        lines[-1] += ["-" if beside is None else f"{beside['mean'] * 100:+.2f} ± {beside['deviation'] * 100:.2f}"]
-    return table(lines, ["experiment", "mini-batch", "accuracy", "lowest", "highest", "pipeline - plain, points"])
+
+    def beside(row: dict[str, Any]) -> str:
+        one = gained.get(row["batch"]) if row["peer"] == "ours" else None
+        return "-" if one is None else f"{one['mean'] * 100:+.2f} ± {one['deviation'] * 100:.2f}"
+
+    columns = {
+        **{"experiment": "experiment", "mini-batch": "batch"},
+        "accuracy": lambda row: f"{row['mean']:.2%} ± {row['deviation'] * 100:.2f}",
+        "lowest": lambda row: f"{row['accuracy']['low']:.2%}",
+        "highest": lambda row: f"{row['accuracy']['high']:.2%}",
+        "pipeline - plain, points": beside,
+    }
+    return table_of(result["rows"], columns)
 
 
 def show(result: dict[str, Any]) -> dict[str, str]:
     about = f"{result['data']}, {result['seeds']} seeds, {result['epochs']} epochs"
     return {f"{about}: accuracy on test images, mean ± standard deviation": transparency(result)}
-
-
-def draw(result: dict[str, Any]) -> Any:
-    """Draw every run as a dot, and the mean of each experiment."""
-    rows = result["rows"]
-    figure = new_figure(1.1 * len(rows) + 2, 4.0)
-    axes = figure.subplots()
-    for k, row in enumerate(rows):
-        color = COLORS[PEERS.index(row["peer"])]
-        percent = [100 * accuracy for accuracy in row["accuracies"]]
-        axes.plot([k] * len(percent), percent, "o", color=color, alpha=0.6, markeredgewidth=0)
-        axes.plot([k - 0.25, k + 0.25], [100 * row["mean"]] * 2, color=INK, linewidth=2)
-    about = f"ResNet on {result['data']}, {result['epochs']} epochs: each seed a dot, their mean a line"
-    ends = (-0.5, len(rows) - 0.5)
-    open_axes(axes, title=about, ylabel="accuracy on test images, %", xticks=range(len(rows)), xlim=ends)
-    axes.set_xticklabels([row["experiment"] for row in rows])
-    return figure
-
-
-def main() -> None:
-    command = Command("transparency", __doc__, show=show, draw=draw, sizes=TRAININGS, peers=PEERS, devices=True)
-    command.add("--cifar10", type=Path, help="a folder with CIFAR-10's binary version, in place of the digits")
-    command.add("--batches", nargs="+", type=int, help="sizes of mini-batches")
-    command.add("--epochs", type=int)
-    command.add("--seeds", type=int, default=5, help="how many")
-    args = command.parse()
-
-    if args.size == "paper" and args.cifar10 is None:
-        command.error("--size paper is for larger images than the digits: give --cifar10 FOLDER")
-    training = TRAININGS[args.size]
-    training = training._replace(batches=args.batches or training.batches, epochs=args.epochs or training.epochs)
-    torch.set_num_threads(1)
-    data = digits() if args.cifar10 is None else cifar10(args.cifar10)
-    rows = measure(args, data, training)
-    what = "ResNet-101 on ImageNet, top-1 error in percent, mean and spread"
-    command.finish(
-        unit="share of test images that are classified right",
-        data=data.name,
-        **{name: getattr(args, name) for name in ("size", "devices", "seeds")},
-        **{name: getattr(training, name) for name in ("chunks", "partitions", "epochs", "rate")},
-        published={"by": "torchgpipe 0.0.3, in its documentation", "what": what, "figures": PUBLISHED},
-        rows=rows,
-        differences=differences(rows),
-    )
-
-
-if __name__ == "__main__":
-    main()

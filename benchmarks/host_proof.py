@@ -1,4 +1,4 @@
-"""What the proof of a pipelined model takes: GPT-2 with 124 million parameters; and the child that takes the time.
+"""The cost of the proof of a pipelined model, GPT-2 with 124 million parameters; and the child that measures it.
 
 `pipelined` runs its sample through the plain model and through the pipeline, and compares outputs and gradients. The
 time of the proof is that of `pipelined`, less that of `pipelined(..., verify=False)`. It stands beside a forward and
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.campaigns.architectures.operators import register_missing
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
-from benchmarks.records import MIB, of_part, ratios, shown, spread, table
+from benchmarks.records import MIB, ratios, shown, spread, table_of
 
-__all__ = ["pipelined_proof", "proof"]
+__all__ = ["measure", "pipelined_proof", "show"]
 
 
 def answer(peer: str, request: Request) -> Answer:
@@ -52,61 +51,51 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def proof(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take the time with the proof, without it, and of the plain model, each in a process of its own."""
     ways = ("proof", "without", "plain")
     progress = Progress(args.turns * len(ways))
-    shape = {"layers": 12 if args.width == 512 else 2, "rows": 2, "tokens": args.context}
+    shape = {"layers": args.gpt2, "rows": 2, "tokens": 128}
     turns = []
-    for k in range(args.turns):
+    for _ in range(args.turns):
         turn = {}
         for way in ways:
-            progress(f"proof, turn {k}, {way}")
-            with running(["ours"], "pipelined_proof.py") as peers:
+            progress(f"proof of GPT-2: {way}")
+            with running(["ours"], "host_proof.py") as peers:
                 turn[way] = peers["ours"].ask({**shape, "way": way})
         turns.append(turn)
-    seconds = {way: spread([turn[way]["seconds"] for turn in turns]) for way in ways}
     taken = [turn["proof"]["seconds"] - turn["without"]["seconds"] for turn in turns]
     row = {
         "model": f"GPT-2, {shape['layers']} layers",
         **shape,
         "weights": turns[0]["plain"]["weights"],
-        "seconds": seconds,
+        "seconds": {way: spread(turn[way]["seconds"] for turn in turns) for way in ways},
         "proof": spread(taken),
         "proof/plain": ratios([turn["plain"]["seconds"] for turn in turns], taken),
-        "memory": {way: spread([turn[way]["memory"] for turn in turns]) for way in ways},
+        "memory": {way: spread(turn[way]["memory"] for turn in turns) for way in ways},
     }
     return {"rows": [row]}
 
 
 def pipelined_proof(result: dict[str, Any]) -> str:
     """Return a table of the seconds and the memory of a proof."""
-    lines = [
-        [
-            row["model"],
-            f"{row['weights']:.0f}",
-            f"{row['rows']} x {row['tokens']}",
-            shown(row["seconds"]["without"], 1),
-            shown(row["proof"], 1),
-            shown(row["proof/plain"], 1),
-            shown(row["memory"]["proof"], 1),
-            shown(row["memory"]["plain"], 1),
-        ]
-        for row in of_part(result, "proof")
-    ]
-    header = [
-        "model",
-        "parameters, MiB",
-        "sample",
-        "pipelined without proof, s",
-        "proof, s",
-        "over a plain step",
-        "memory / parameters",
-        "of a plain step",
-    ]
-    return table(lines, header) if lines else ""
+    columns = {
+        **{"model": "model", "parameters, MiB": "weights:.0f"},
+        "sample": lambda row: f"{row['rows']} x {row['tokens']}",
+        "pipelined without proof, s": lambda row: shown(row["seconds"]["without"]),
+        **{"proof, s": "proof", "over a plain step": "proof/plain"},
+        "memory / parameters": lambda row: shown(row["memory"]["proof"]),
+        "of a plain step": lambda row: shown(row["memory"]["plain"]),
+    }
+    return table_of(result["rows"], columns)
+
+
+def show(result: dict[str, Any]) -> dict[str, str]:
+    return {"the proof of a pipelined model": pipelined_proof(result)}
 
 
 if __name__ == "__main__":
+    from benchmarks.campaigns.architectures.operators import register_missing
+
     register_missing()
     serve(answer)

@@ -1,0 +1,106 @@
+"""Bytes copied between devices for the skips of a U-Net, through portals and in tuples: a part of memory.py.
+
+The skip of the first layer goes to one of the last. A portal copies it once, from its device to the one where it is
+needed, and its gradient once back. Without portals a Sequential has to hand it on from layer to layer, so it is
+copied to every device on the way. Both ways run the same layers, and have to give the same scores and gradients as
+the plain model on the same micro-batches.
+
+The bytes are counted as they are copied, not estimated; `examples/traffic.py` says how. They depend on the model
+and on how it is split, not on the machine. On the CPU the devices are called cpu:0, cpu:1, ... and tensors are
+copied between them as between GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import CHECKOUT
+from benchmarks.records import table_of
+
+__all__ = ["measure", "show", "skips"]
+
+PARTITIONS = (2, 4, 8)
+WAYS = ("portals", "tuples")
+CHUNKS = 4
+
+
+def gradients(model: nn.Sequential) -> list[Tensor]:
+    """Take the gradients off the model."""
+    taken = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return taken
+
+
+def farthest(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
+    """Return the largest difference, relative to the largest number of its tensor."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(these, those, strict=True))
+
+
+def counted(args: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
+    """Count both ways over these devices, and compare them with the plain model."""
+    from unet import counted_step, draw_images, unet, without_portals
+
+    depth, width, size, batch = args.unet
+    torch.manual_seed(0)
+    model = unet(depth, width).to(devices[0])
+    images, _ = draw_images(batch, size, torch.Generator().manual_seed(0))
+    scores = torch.cat([model(part) for part in images.to(devices[0]).chunk(CHUNKS)])
+    scores.square().mean().backward()
+    expected = [scores.detach().cpu(), *gradients(model)]
+
+    balance = [len(part) for part in torch.arange(len(model)).tensor_split(len(devices))]
+    row: dict[str, Any] = {"balance": balance, "devices": devices}
+    # On the CPU the same kernels see the same micro-batches.
+    allowed = 0.0 if {torch.device(name).type for name in devices} == {"cpu"} else 1e-3
+    for way, layers, input in zip(WAYS, (model, without_portals(model)), (images, (images,))):
+        output, copied = counted_step(layers, input, balance, devices, CHUNKS, "except_last")
+        difference = farthest([output.cpu(), *gradients(model)], expected)
+        if not difference <= allowed:  # or not a number
+            raise SystemExit(f"{way} over {devices} differ by {difference} from the plain model")
+        row[way] = {
+            "copied": [[source, target, count] for (source, target), count in sorted(copied.items())],
+            "total": copied.total(),
+            "busiest": max(copied.values(), default=0),
+            "difference": difference,
+        }
+    return row
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    if (examples := str(CHECKOUT / "examples")) not in sys.path:
+        sys.path.append(examples)
+    asked = [args.devices] if len(args.devices) > 1 else [[f"cpu:{j}" for j in range(n)] for n in PARTITIONS]
+    shape = dict(zip(("depth", "width", "size", "batch"), args.unet, strict=True))
+    return {"unit": "bytes in a step", **shape, "chunks": CHUNKS, "rows": [counted(args, devices) for devices in asked]}
+
+
+def megabytes(way: str, what: str) -> Any:
+    return lambda row: f"{row[way][what] / 1e6:.2f}"
+
+
+def skips(result: dict[str, Any]) -> str:
+    columns: dict[str, Any] = {"partitions": lambda row: len(row["balance"])}
+    columns |= {f"all, {way}": megabytes(way, "total") for way in WAYS}
+    columns |= {f"busiest pair, {way}": megabytes(way, "busiest") for way in WAYS}
+    columns["tuples / portals"] = lambda row: f"{row['tuples']['total'] / max(row['portals']['total'], 1):.2f}"
+    return table_of(result["rows"], columns)
+
+
+def show(result: dict[str, Any]) -> dict[str, str]:
+    """Return a table of all sums, and one of what goes from each partition to each other with the middle balance."""
+    row = result["rows"][len(result["rows"]) // 2]
+    copied = {way: {(source, target): count for source, target, count in row[way]["copied"]} for way in WAYS}
+    pairs = sorted({*copied["portals"], *copied["tuples"]})
+    columns: dict[str, Any] = {"partitions": lambda pair: f"from {pair[0]} to {pair[1]}"}
+    columns |= {way: lambda pair, way=way: f"{copied[way].get(pair, 0) / 1e6:.2f}" for way in WAYS}
+    return {
+        f"MB copied in a step, layers {row['balance']}": table_of(pairs, columns),
+        "MB copied in a step": skips(result),
+    }

@@ -1,0 +1,460 @@
+"""Schedules: what `torchgpipe.schedule` simulates, beside what happens, of `GPipe.step` and of pipelined modules.
+
+    sleeping, pipelined_sleeping   layers that sleep, so that cores do not matter: simulated over measured time
+    activations, pipelined_activations   what each device saves for backward at the peak, in bytes
+    recorded                       a recorded step, for the picture of the README
+
+The layers that sleep have one path to the input and one to the weight. Each path has an operation of PyTorch with a
+hook that sleeps, so a backward that is split into I and W sleeps in two parts:
+
+    input ──► * 1 ──┐            F sleeps in forward
+                    + ──► output   I sleeps in a hook on the upper path
+    weight ─► * 1 ──┘            W sleeps in a hook on the lower path; B in both
+
+A function of Python could not be split. The simulation gets the seconds that the layers are told to sleep; waking up
+late counts against the pipeline, and so does all time of the host.
+
+Of activations a hook wraps each tensor that autograd saves, and the bytes of its memory are alive until the graph drops
+the wrapper. Tensors that share memory count once a device; parameters and the caller's mini-batch do not. A device
+runs its actions in one order, so its peak is the same in every step. Beside the devices' peaks stands the most that
+PyTorch's allocator has handed out for all of them together (`allocations.py`), the highest of all steps: it has
+everything in it, such as the gradients that wait between I and W, and depends on which threads are faster. The
+simulation gets the bytes that each partition saves of one micro-batch.
+
+The way `call` of a pipelined module is `model(...)` and `loss.backward()`, all forward before all backward, and is
+compared with the simulation of GPipe's schedule.
+
+    python -m benchmarks.schedules                  # sleeping, on 2, 4 and 8 devices: a minute or two
+    python -m benchmarks.schedules --all
+    python -m benchmarks.schedules --only recorded  # -> results/side_by_side.json, in a second; then docs/figures.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchgpipe
+from benchmarks.allocations import reports
+from benchmarks.peers import Answer, Request, running, serve
+from benchmarks.program import Part, Program, Progress
+from benchmarks.records import KIB, aim, spread, table_of
+from torchgpipe import GPipe, pipelined
+from torchgpipe.schedule import NAMES, Simulation, program, simulate
+from torchgpipe.schedule.programs import usual_places
+from torchgpipe_balancing.planning.peaks import HeldBytes
+
+__all__ = [
+    "Sleeping",
+    "pipelined_memory",
+    "pipelined_sleeping",
+    "side_by_side",
+    "step_memory",
+    "step_sleeping",
+]
+
+Row = dict[str, Any]
+Step = Callable[[], object]
+
+#: The ways of a step of a pipelined module.
+WAYS = ("1F1B", "GPipe", "call")
+
+
+class Sleeping(nn.Module):
+    """A layer that sleeps as long in F as in I and in W, and twice as long in B.
+
+    Args:
+        seconds: of F
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(1, 1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        sleep(self.seconds)
+        upper, lower = input * 1, self.weight * 1
+        for path in (upper, lower):
+            if path.requires_grad:  # Not so when a sample runs without a graph.
+                path.register_hook(self._sleep)
+        return upper + lower
+
+    def _sleep(self, _grad: Tensor) -> None:
+        sleep(self.seconds)
+
+
+# ---- Steps: of a `GPipe`, and of a module that is no `nn.Sequential`.
+
+
+def mean(output: Tensor, _target: Any = None) -> Tensor:
+    return output.mean()
+
+
+def stepping(layers: Sequence[nn.Module], at: Sequence[int], schedule: Any, mode: Any, m: int, x: Tensor) -> Step:
+    """Return a step of a `GPipe` with a partition for each layer, on these devices."""
+    devices = [f"cpu:{k}" for k in at]
+    how: dict[str, Any] = {"devices": devices, "chunks": m, "checkpoint": mode, "schedule": schedule}
+    model = GPipe(nn.Sequential(*layers), [1] * len(layers), loss_fn=mean, **how)
+    return lambda: model.step(x)
+
+
+class Blocks(nn.Module):
+    """Blocks, called one after the other.
+
+    Args:
+        blocks: the blocks
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for block in self.blocks:
+            input = block(input)
+        return input
+
+
+def stepping_pipelined(blocks: Sequence[nn.Module], way: str, m: int, x: Tensor) -> Step:
+    """Return a step of a pipelined module with a device for each block."""
+    model: Any = Blocks(blocks)
+    pipelined(
+        model,
+        (x[: len(x) // m],),
+        chunks=m,
+        devices=[f"cpu:{k}" for k in range(len(blocks))],
+        balance={f"blocks.{k}": k for k in range(len(blocks))},
+        schedule=order(way),
+        loss_fn=mean,
+        verify=False,  # what is saved is counted
+    )
+    return (lambda: torch.autograd.backward(model(x).mean())) if way == "call" else (lambda: model.step(x))
+
+
+def order(way: str) -> Any:
+    """Return the schedule that a way computes in."""
+    return "GPipe" if way == "call" else way
+
+
+# ---- Layers that sleep.
+
+#: The least of simulated / measured, by the number of devices; 0.95 for others.
+SLEEPING_AIMS = {8: 0.9}
+
+
+def sleeping(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every schedule on each number of devices. A device sleeps as long whatever the schedule."""
+
+    def row(schedule: Any, n: int) -> Row:
+        at = usual_places(schedule, n)
+        each = args.sleep * n / len(at)
+        # With a gradient of the input, I takes time in the first partition as well.
+        x = torch.zeros(args.micro_batches, 1, requires_grad=True)
+        step = stepping([Sleeping(each) for _ in at], at, schedule, "never", args.micro_batches, x)
+        return {"schedule": schedule, "n": n, **slept(schedule, at, each, step, args)}
+
+    return all_slept(args, NAMES, row, "schedule", SLEEPING_AIMS)
+
+
+def sleeping_pipelined(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure each way on each number of devices."""
+
+    def row(way: str, n: int) -> Row:
+        x = torch.zeros(2 * args.micro_batches, 1, requires_grad=True)
+        step = stepping_pipelined([Sleeping(args.sleep) for _ in range(n)], way, args.micro_batches, x)
+        return {"way": way, "n": n, **slept(order(way), list(range(n)), args.sleep, step, args)}
+
+    return all_slept(args, WAYS, row, "way", {})
+
+
+def all_slept(
+    args: argparse.Namespace,
+    names: Sequence[Any],
+    row: Callable[[Any, int], Row],
+    what: str,
+    bounds: Mapping[int, float],
+) -> dict[str, Any]:
+    """Return the rows of each name on each number of devices, and the aims."""
+    rows = []
+    progress = Progress(len(args.partitions) * len(names))
+    for n in args.partitions:
+        for name in names:
+            progress(f"layers that sleep, {n} devices, {name}")
+            rows.append(row(name, n))
+    aims = [
+        aim(
+            f"simulated / measured, {n} devices, lowest {what}",
+            min(row["simulated/measured"]["median"] for row in rows if row["n"] == n),
+            least=bounds.get(n, 0.95),
+        )
+        for n in args.partitions
+    ]
+    return {"seconds of F, I and W on a device": args.sleep, "rows": rows, "aims": aims}
+
+
+def slept(schedule: Any, at: Sequence[int], seconds: float, step: Step, args: argparse.Namespace) -> Row:
+    """Return the seconds and the bubbles of a simulated step, and of steps that run; another one runs before them."""
+    simulated = simulated_sleep(schedule, args.micro_batches, at, seconds)
+    step()
+    found = []
+    for _ in range(args.turns):
+        start = perf_counter()
+        step()
+        found.append(perf_counter() - start)
+    return {
+        "m": args.micro_batches,
+        "simulated": simulated.seconds,
+        "bubble": simulated.bubble,
+        "measured": spread(found),
+        "measured bubble": 1 - statistics.fmean(simulated.busy) / statistics.median(found),
+        "simulated/measured": spread(simulated.seconds / one for one in found),
+    }
+
+
+def simulated_sleep(schedule: Any, m: int, at: Sequence[int], seconds: float) -> Simulation:
+    return simulate(program(schedule, m, at), {"F": seconds, "B": 2 * seconds, "I": seconds, "W": seconds})
+
+
+def step_sleeping(result: dict[str, Any]) -> str:
+    """Return a table of simulated and measured times of layers that sleep."""
+    columns = {
+        "devices": "n",
+        "schedule": "schedule",
+        **SLEPT,
+        "bubble": "bubble:.1%",
+        "measured": "measured bubble:.1%",
+    }
+    return table_of(result["rows"], columns)
+
+
+def pipelined_sleeping(result: dict[str, Any]) -> str:
+    """Return the same table of blocks of a pipelined module."""
+    return table_of(result["rows"], {"devices": "n", "step": _named, **SLEPT})
+
+
+SLEPT = {"simulated, s": "simulated:.3f", "measured, s": "measured:3", "ratio": "simulated/measured:3"}
+
+
+def _named(row: Row) -> str:
+    return "forward and backward" if row["way"] == "call" else str(row["way"])
+
+
+# ---- Activations, counted in a child.
+
+#: Layers of a device, their width, and the rows of a micro-batch: activations are many times larger than parameters.
+LAYERS, WIDTH, ROWS = 4, 32, 512
+DEVICES = 4
+
+
+class Saved:
+    """A tensor that autograd saves."""
+
+    def __init__(self, device: HeldBytes, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # With its graph, an output would keep the node that saves it alive.
+        self._device = device
+        device.hold(self.tensor)
+
+    def __del__(self) -> None:
+        self._device.drop(self.tensor)
+
+
+class Counted(nn.Sequential):
+    """Layers whose saved tensors are counted.
+
+    Attributes:
+        device: where they are counted
+        given: a tensor of the caller, which does not count
+    """
+
+    device: HeldBytes
+    given: Tensor
+
+    def forward(self, input: Any) -> Any:
+        own = {one.untyped_storage().data_ptr() for one in (self.given, *self.parameters())}
+
+        def pack(tensor: Tensor) -> Tensor | Saved:
+            return tensor if tensor.untyped_storage().data_ptr() in own else Saved(self.device, tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: getattr(kept, "tensor", kept)):
+            return super().forward(input)
+
+
+def answer(peer: str, request: Request) -> Answer:
+    """Return the bytes that devices save at the peak of a step, and the most that the allocator has handed out."""
+    m, way, n = request["m"], request.get("way"), request["n"]
+    schedule = request["schedule"] if way is None else order(way)
+    at = list(range(n)) if way else usual_places(schedule, n)
+    torch.manual_seed(0)
+    each = LAYERS * n // len(at)
+    layers = [Counted(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(each)]) for _ in at]
+    x = torch.randn(m * ROWS, WIDTH)
+    units, value = [], x[:ROWS]
+    for layer in layers:  # What each saves of a micro-batch.
+        layer.device, layer.given = HeldBytes(), x
+        value = layer(value).detach().requires_grad_()
+        units.append(layer.device.peak)
+    devices = [HeldBytes() for _ in range(n)]
+    for layer, k in zip(layers, at):
+        layer.device = devices[k]
+    step = stepping_pipelined(layers, way, m, x) if way else stepping(layers, at, schedule, request["mode"], m, x)
+    step()  # What is made once and kept is made here, gradients among it.
+    saved, together = [], []
+    for _ in range(request["steps"]):
+        gc.collect()
+        for device in devices:
+            device.peak = 0
+        together.append(reports().peak(step))
+        saved.append([device.peak for device in devices])
+    return {
+        "saved": saved[0],
+        "same_each_step": all(one == saved[0] for one in saved),
+        "allocated": max(together),
+        "simulated": simulate(program(schedule, m, at), memory=units).peaks,
+    }
+
+
+def activations(args: argparse.Namespace) -> dict[str, Any]:
+    """Count every schedule without checkpointing, and 'GPipe' with it, on four devices."""
+    wanted = [*({"schedule": schedule, "mode": "never"} for schedule in NAMES), {"schedule": "GPipe", "mode": "always"}]
+    rows = all_counted(args, wanted)
+    kept = {row["schedule"]: row for row in rows if row["mode"] == "never"}
+    aims = [
+        *kept_aims(kept, "schedules"),
+        aim("ZeroBubble / 1F1B, activations", most_saved(kept["ZeroBubble"]) / most_saved(kept["1F1B"]), most=1.5),
+    ]
+    return {"rows": rows, "aims": aims}
+
+
+def activations_pipelined(args: argparse.Namespace) -> dict[str, Any]:
+    """Count each way on four devices."""
+    rows = all_counted(args, [{"way": way} for way in WAYS])
+    return {"rows": rows, "aims": kept_aims({row["way"]: row for row in rows}, "ways")}
+
+
+def all_counted(args: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
+    rows = []
+    progress = Progress(len(wanted))
+    with running(["ours"], "schedules.py") as peers:
+        for one in wanted:
+            progress(f"activations, {', '.join(one.values())}")
+            shape = {"n": DEVICES, "m": args.micro_batches, **one}
+            rows.append({**shape, **peers["ours"].ask({**shape, "steps": args.steps})})
+    return rows
+
+
+def most_saved(row: Row) -> float:
+    return float(max(row["saved"]))
+
+
+def kept_aims(rows: Mapping[str, Row], what: str) -> list[dict[str, Any]]:
+    """Return the aims with what was reached: ratios of the devices that keep the most."""
+    over = max(a / b for row in rows.values() for a, b in zip(row["saved"], row["simulated"], strict=True))
+    return [
+        aim("1F1B / GPipe, activations", most_saved(rows["1F1B"]) / most_saved(rows["GPipe"]), most=0.35),
+        aim(f"activations / simulated, highest device of all {what}", over, most=1.05),
+    ]
+
+
+def in_kib(*sizes: float) -> str:
+    """Return sizes as the cell of a table."""
+    return ", ".join(f"{size / KIB:.0f}" for size in sizes)
+
+
+def step_memory(result: dict[str, Any]) -> str:
+    """Return a table of the activations of each device."""
+    return table_of(result["rows"], {"schedule": "schedule", "checkpoint": "mode", **SAVED})
+
+
+def pipelined_memory(result: dict[str, Any]) -> str:
+    """Return the same table of a pipelined module."""
+    return table_of(result["rows"], {"step": _named, **SAVED})
+
+
+SAVED: dict[str, Callable[[Row], str]] = {
+    "saved by each device, KiB": lambda row: in_kib(*row["saved"]),
+    "simulated": lambda row: in_kib(*row["simulated"]) if row.get("mode", "never") == "never" else "-",
+    "allocated by all, KiB": lambda row: in_kib(row["allocated"]),
+}
+
+
+# ---- A recorded step: eight micro-batches pass eight blocks that sleep, on four devices under 1F1B.
+
+MICRO_BATCHES = 8
+KINDS = {"forward": "F", "backward": "B"}
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """Record the last of a few steps, with all time of the host between the cells."""
+    seconds = args.sleep / 2
+    x = torch.zeros(MICRO_BATCHES, 1, requires_grad=True)  # So that the first block has both paths of backward.
+    devices = [f"cpu:{k}" for k in range(DEVICES)]
+    blocks = nn.Sequential(*[Sleeping(seconds / 2) for _ in range(2 * DEVICES)])
+    model = GPipe(blocks, [2] * DEVICES, devices=devices, chunks=MICRO_BATCHES, checkpoint="never", loss_fn=mean)
+    model.step(x)
+    with torchgpipe.record(model, steps=1) as timeline:
+        for _ in range(3):
+            model.step(x)
+    spans = [span for span in timeline.spans if span.computes]
+    began = min(span.start for span in spans)
+    return {
+        "devices": DEVICES,
+        "seconds of a block": seconds / 2,
+        "simulated": simulated_sleep("1F1B", MICRO_BATCHES, range(DEVICES), seconds).seconds,
+        "one device at a time": 3 * seconds * DEVICES * MICRO_BATCHES,
+        "spans": [
+            [span.partition, KINDS[span.kind], span.micro_batch, *(round(t - began, 6) for t in (span.start, span.end))]
+            for span in spans
+        ],
+    }
+
+
+def side_by_side(result: dict[str, Any]) -> str:
+    """Return a table of the step: measured, simulated, and with one device at a time."""
+    seconds = {"measured": max(end for *_, end in result["spans"])}
+    seconds |= {name: result[name] for name in ("simulated", "one device at a time")}
+    return table_of(seconds.items(), {"a step": lambda row: row[0], "time": lambda row: f"{row[1] * 1e3:.0f} ms"})
+
+
+def showing(title: str, tabled: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], dict[str, str]]:
+    return lambda result: {title: tabled(result)}
+
+
+PARTS = {
+    "sleeping": Part("step/sleeping", sleeping, showing("layers that sleep", step_sleeping)),
+    "pipelined_sleeping": Part(
+        "pipelined/sleeping", sleeping_pipelined, showing("blocks of a pipelined module that sleep", pipelined_sleeping)
+    ),
+    "activations": Part("step/memory", activations, showing("activations", step_memory)),
+    "pipelined_activations": Part(
+        "pipelined/memory", activations_pipelined, showing("activations of a pipelined module", pipelined_memory)
+    ),
+    "recorded": Part("side_by_side", recorded, showing("a step of blocks that sleep", side_by_side)),
+}
+
+
+def main() -> None:
+    command = Program("schedules", __doc__, PARTS, ("sleeping",))
+    command.add("--partitions", nargs="+", type=int, default=[2, 4, 8], help="n, the devices of layers that sleep")
+    command.add("--micro-batches", type=int, default=16, help="m, of all but recorded")
+    command.add("--sleep", type=float, default=0.04, help="seconds that a device sleeps in F, in I and in W")
+    command.add("--turns", type=int, default=5)
+    command.add("--steps", type=int, default=5, help="in a turn of activations")
+    command.run()
+
+
+if __name__ == "__main__":
+    if "BENCHMARK_PEER" in os.environ:
+        torch.set_num_threads(1)
+        reports()
+        serve(answer)
+    else:
+        main()

@@ -1,0 +1,285 @@
+"""What benchmarks measure and compute is what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import language_models, schedules
+from benchmarks.cost import MODES, ideal_speed_up
+from benchmarks.language_models import place_naively
+from benchmarks.mechanisms import places
+from benchmarks.memory_capacity import LADDERS
+from benchmarks.memory_steps import MAKERS
+from benchmarks.models import gpt, resnet, unet
+from benchmarks.peers import Peer, Request, running
+from benchmarks.placement import placed
+from benchmarks.pytorch_pipelines import answer as pytorch_answer
+from benchmarks.pytorch_pipelines import refusal
+from benchmarks.random_models import random_model
+from benchmarks.records import spread, table_of
+from benchmarks.schedules import NAMES, WAYS, Sleeping
+from benchmarks.tasks import TASKS, closed_units, inputs
+from benchmarks.tiny_steps import Chain
+from benchmarks.training_speed import PEERS, Proposal, experiments, summary, targets
+from benchmarks.training_steps import balance, runner, train
+from tests.benchmarks.test_benchmarks import Silent
+from torchgpipe import GPipe
+from torchgpipe.schedule import Action
+
+pytestmark = pytest.mark.slow
+
+
+def request(model: str, devices: list[str], balance: list[int] | None = None) -> Request:
+    about = {"size": "small", "model": model, "batch": 4, "m": 2, "mode": "except_last"}
+    return {**about, "devices": devices, "balance": balance, "warm_up": 0, "steps": 1}
+
+
+def test_a_table_takes_keys_formats_spreads_and_functions() -> None:
+    row = {"n": 2, "seconds": 0.12345, "ratio": spread([1.0, 2.0, 4.0]), "empty": None}
+    columns: Any = {"n": "n", "s": "seconds:.2f", "over": "ratio:1", "none": "empty", "twice": lambda row: 2 * row["n"]}
+    line = table_of([row], columns).splitlines()[-1]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["2", "0.12", "2.0 (1.0-4.0)", "-", "4"]
+    assert table_of([], columns) == ""
+
+
+def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
+    assert ideal_speed_up(1, 8, "never") == 1
+    assert ideal_speed_up(4, 1, "never") == 1  # one micro-batch: one device works after the other
+    assert ideal_speed_up(4, 5, "never") == 4 * 5 / 8
+    assert ideal_speed_up(1, 8, "always") == 3 / 4  # two forwards and a backward, which takes as long as two forwards
+    assert ideal_speed_up(1, 8, "always", forward=1 / 2) == 2 / 3  # a backward as long as one forward
+    assert ideal_speed_up(1, 1, "except_last") == 1
+    assert ideal_speed_up(2, 10**6, "never") == pytest.approx(2)
+
+
+def test_neighbours_share_a_device_where_there_are_too_few() -> None:
+    assert placed(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert placed(["cpu"], 2) == ["cpu", "cpu"]
+    assert places(["cpu"], 2) == ["cpu:0", "cpu:1"], "each partition has a device to copy to"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_models_are_drawn_by_the_seed(seed: int) -> None:
+    first, second = random_model(seed), random_model(seed)
+    assert sum(first.balance) == len(first.layers)
+    assert (first.about, first.balance, first.m, first.mode) == (second.about, second.balance, second.m, second.mode)
+    for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
+        torch.manual_seed(0)
+        output = first.layers(part)
+        torch.manual_seed(0)
+        assert torch.equal(output, second.layers(same))
+
+
+# ---- Memory.
+
+
+def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
+    """It is counted in a process that does nothing else."""
+    shape = {"kind": "footprint", "model": "gpt", "args": [64, 4, 2, 16, 16], "sample": [16], "batch": 32, "m": 8}
+    asked = {**shape, "balance": [6, 5], "devices": ["cpu", "cpu"]}
+    with Peer("ours", "memory_steps.py") as peer:
+        always, never = (peer.ask({**asked, "mode": mode}) for mode in ("always", "never"))
+        again = peer.ask({**asked, "mode": "always"})
+    with torch.device("meta"):
+        parameters = list(MAKERS["gpt"](64, 4, 2, 16, 16).parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    assert always["parameters"] == count
+    # Memory holds each parameter, its gradient and RMSprop's mean, and one number per parameter: RMSprop's step count.
+    assert always["kept"] == never["kept"] == [3 * 4 * count + 4 * len(parameters)]
+    for answer in (always, never):
+        assert answer["peak"] == [answer["kept"][0] + answer["activations"][0]]
+    assert always["activations"][0] < never["activations"][0] / 2
+    assert again == always
+
+
+@pytest.mark.parametrize("size", LADDERS)
+@pytest.mark.parametrize("model", ["amoebanetd", "unet"])
+def test_a_ladder_climbs(size: str, model: str) -> None:
+    ladder = LADDERS[size][model]
+    counts = []
+    for step in ladder.sizes[:3]:
+        with torch.device("meta"):
+            module = MAKERS[model](*ladder.arguments(step))
+        counts.append(sum(parameter.numel() for parameter in module.parameters()))
+    assert counts == sorted(set(counts))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [*({"schedule": name, "mode": "never"} for name in NAMES), *({"way": way} for way in WAYS)],
+    ids=lambda asked: asked.get("schedule") or f"pipelined {asked['way']}",
+)
+def test_saved_activations_are_those_of_the_simulation(asked: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "reports", Silent)
+    monkeypatch.setattr(schedules, "ROWS", 2)
+    answer = schedules.answer("ours", {"n": 4, "m": 6, "steps": 2, **asked})
+    assert answer["same_each_step"]
+    assert all(saved <= simulated for saved, simulated in zip(answer["saved"], answer["simulated"], strict=True))
+    assert max(answer["saved"]) == max(answer["simulated"])
+
+
+# ---- Layers that sleep, and naive placement.
+
+
+def test_the_backward_of_a_sleeping_layer_is_split() -> None:
+    """The path to the input, of two rows, sleeps in I; the path to the weight, of one row, sleeps in W."""
+    slept: list[int] = []
+
+    class Noted(Sleeping):
+        def _sleep(self, grad: Tensor) -> None:
+            slept.append(len(grad))
+
+    model = GPipe(
+        nn.Sequential(Noted(0.0)),
+        [1],
+        devices=["cpu"],
+        chunks=2,
+        checkpoint="never",
+        schedule=[[Action(kind, i, 0) for kind in ("F", "I", "W") for i in range(2)]],
+        loss_fn=lambda output, _: output.mean(),
+    )
+    model.step(torch.zeros(4, 1, requires_grad=True))
+    assert slept == [2, 2, 1, 1]
+
+
+def test_naive_placement_moves_what_a_module_is_called_with() -> None:
+    model = Chain(2, residual=True)
+    place_naively(model, {"blocks.1": torch.device("meta")})
+    assert model.blocks[1](torch.zeros(1, 4)).device.type == "meta"
+    moved = language_models.moved({"a": (torch.zeros(1), [torch.zeros(1), 3])}, torch.device("meta"))
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
+
+
+def test_a_split_by_export_gives_the_same_loss() -> None:
+    """In a process of its own, because export leaves much behind."""
+    shape = {"model": "gpt", "layers": 2, "width": 8, "context": 4, "rows": 2, "m": 2}
+    with running(["ours"], "language_models.py") as children:
+        found = children["ours"].ask({"kind": "split", **shape})
+    assert found["pipelined"]["difference"] <= 1e-6
+    assert "fails" in found["export"] or found["export"]["difference"] <= 1e-6
+
+
+# ---- Whole models.
+
+
+def test_all_is_measured_that_was_asked_for() -> None:
+    """PyTorch's own pipelines are compared without recomputation."""
+    planned = list(experiments(list(PEERS), [1, 2], list(MODES)))
+    few = ["naive-1", "micro-batches", "checkpoint_sequential", "2 micro-batches", "k micro-batches"]
+    assert [name for name, *_ in planned] == [*few, *["pipeline-1"] * 3, *["pipeline-2"] * 3]
+    assert [(n, mode) for _, n, mode, peers in planned if "Schedule1F1B" in peers] == [(2, "never")]
+    assert [name for name, *_ in experiments(["plain"], [1, 2], list(MODES))] == few[:2]
+    counts = [Proposal({}, 3).chunks(name, 8) for name in ("pipeline-1", "2 micro-batches", "k micro-batches")]
+    assert counts == [8, 2, 3]
+
+
+def test_balances_are_of_layers_and_of_what_no_skip_divides() -> None:
+    asked = {"size": "small", "model": "unet", "rows": 1, "device": "cpu", "partitions": [2, 8], "seconds": 0.0}
+    two, eight = balance("ours", asked)["balances"]
+    model = TASKS["small"]["unet"].make()
+    assert (len(two["balance"]), sum(two["balance"])) == (2, len(model))
+    assert (len(two["units"]), sum(two["units"])) == (2, len(list(closed_units(model))))
+    assert (len(eight["balance"]), eight["units"]) == (8, None)
+    sizes = [len(list(closed_units(model))) for model in (gpt(8, 2, 2, 4, 4), resnet([2], 3, 2), unet(1, 1, 2))]
+    assert sizes == [7, 4 + 2 * 2 + 3, 4]
+
+
+@pytest.mark.parametrize("model", TASKS["small"])
+def test_every_way_computes_the_same(model: str) -> None:
+    torch.manual_seed(0)
+    module = TASKS["small"][model].make().eval()
+    x = inputs(TASKS["small"][model], 4, "cpu")
+    asked = request(model, ["cpu", "cpu"], [len(module) - 3, 3])
+    with torch.no_grad():
+        outputs = [
+            run(x) for peer in ("plain", "checkpoint_sequential", "ours") if (run := runner(peer, module, asked))
+        ]
+    assert len(outputs) == 3
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+
+
+def test_a_run_is_timed_and_summed_up() -> None:
+    size = len(TASKS["small"]["gpt"].make())
+    planned = list(experiments(["plain", "ours"], [2], ["except_last"]))
+    answers = [
+        *[{"plain": [train("plain", request("gpt", ["cpu"]))]}] * 2,
+        {"ours": [train("ours", request("gpt", ["cpu:0", "cpu:1"], [size - 3, 3]))]},
+    ]
+    naive, _, piped = summary("gpt", 4, 2, Proposal({2: {"balance": [size - 3, 3]}}, 3), planned, answers)
+    assert naive["plain"]["speed-up"]["median"] == 1
+    seconds = [row[peer]["seconds"][0] for row, peer in ((naive, "plain"), (piped, "ours"))]
+    assert piped["ours"]["throughput"]["median"] == pytest.approx(4 / seconds[1])
+    assert piped["ours"]["speed-up"]["median"] == pytest.approx(seconds[0] / seconds[1])
+    answer = answers[1]["plain"][0]
+    share = answer["forward"][0] / answer["seconds"][0]
+    assert piped["ideal"] == pytest.approx(ideal_speed_up(2, 2, "except_last", share))
+
+
+def test_a_peer_reports_what_it_cannot_train() -> None:
+    assert runner("checkpoint_sequential", nn.Sequential(nn.Linear(2, 2)), request("gpt", ["cpu"])) is None
+    planned = [("checkpoint_sequential", 1, "-", ["checkpoint_sequential"])]
+    (row,) = summary("gpt", 4, 2, Proposal({}, 1), planned, [{"checkpoint_sequential": [{"none": "skips"}]}])
+    assert row["checkpoint_sequential"] == {"none": "skips"}
+
+
+def test_targets_are_held_against_the_limit_the_original_and_equal_memory() -> None:
+    def row(experiment: str, mode: str, **peers: object) -> dict[str, object]:
+        about = {"model": "resnet", "experiment": experiment, "mode": mode, "ideal": ideal_speed_up(1, 4, "always")}
+        return {**about, **peers}
+
+    def answer(seconds: float, peak: int, original: float) -> dict[str, object]:
+        ratios = {"speed-up": spread([1 / seconds]), "over original": spread([original])}
+        return {"throughput": {}, "seconds": [seconds], "peak": peak, **ratios}
+
+    reached = targets(
+        [
+            row("checkpoint_sequential", "-", checkpoint_sequential=answer(1.5, 100, 1)),
+            row("pipeline-1", "always", ours=answer(1.6, 80, 1.1)),
+            row("pipeline-1", "never", ours=answer(1.0, 200, 0.9)),  # faster, but takes more memory
+        ]
+    )
+    found = [(one["aim"], one["where"], round(one["reached"]["median"], 3), one["met"]) for one in reached]
+    assert found == [
+        ("limit", "pipeline-1, always", round(1 / 1.6 / 0.75, 3), False),
+        ("limit", "pipeline-1, never", round(1 / 0.75, 3), True),
+        ("checkpoint_sequential", "pipeline-1, always", round(1.5 / 1.6, 3), False),
+        ("original", "pipeline-1, always", 1.1, True),
+        ("original", "pipeline-1, never", 0.9, False),
+    ]
+
+
+# ---- PyTorch's own pipelines.
+
+
+def of_pytorch(**changes: object) -> Request:
+    about = {"size": "small", "model": "gpt-tiny", "batch": 4, "m": 2, "warm_up": 1, "steps": 2}
+    return {**about, "units": [6, 5], "devices": ["cpu", "cpu"], **changes}
+
+
+def test_a_process_for_each_partition_trains() -> None:
+    seconds = pytorch_answer("Schedule1F1B", of_pytorch())["seconds"]
+    assert len(seconds) == 2
+    assert all(second > 0 for second in seconds)
+
+
+@pytest.mark.parametrize(
+    ("peer", "changes", "reason"),
+    [
+        ("ScheduleGPipe", {"units": None}, "skips"),
+        ("Schedule1F1B", {"m": 1}, "fewer micro-batches than partitions"),
+        ("ScheduleGPipe", {"m": 1}, None),
+        ("ScheduleGPipe", {"devices": ["cuda:0", "cuda:0"]}, "fewer devices than partitions"),
+        ("ScheduleGPipe", {"devices": ["cuda:0", "cuda:1"]}, None),
+    ],
+)
+def test_pytorch_s_own_pipelines_report_what_they_cannot_train(
+    peer: str, changes: dict[str, object], reason: str | None
+) -> None:
+    assert refusal(peer, of_pytorch(**changes)) == reason
