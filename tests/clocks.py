@@ -96,10 +96,6 @@ class ClockedStreams(Streams):
     def side(self, device: torch.device, purpose: str) -> Stream:
         return self._clocked(super().side(device, purpose))
 
-    def device_of(self, tensor: Tensor) -> torch.device | None:
-        # Tensors on the CPU do not tell its number.
-        return None if tensor.device.type == "cpu" else tensor.device
-
     def moves(self, source: torch.device, target: torch.device) -> bool:
         return source != target
 

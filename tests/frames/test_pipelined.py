@@ -85,7 +85,7 @@ def test_in_one_piece_a_leaf_on_another_device_has_its_gradient() -> None:
     leaf = torch.ones(2, requires_grad=True, device="late:0")
     leaf.grad = torch.ones_like(leaf)
     with model._runs().in_one_piece(model, backward=False):
-        model.layers[2](X)
+        model.layers[2](X.to("late:2"))
         assert leaf.grad is not None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -54,9 +54,22 @@ def refusing() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of a reentrant checkpoint
-@pytest.mark.parametrize("where", ["inline", "workers", pytest.param("late", marks=pytest.mark.late)])
+@pytest.mark.parametrize("where", ["inline", "workers"])
 @given(program=programs(), data=st.data())
 def test_any_program(where: str, program: Program, data: st.DataObject) -> None:
+    check(where, program, data)
+
+
+@pytest.mark.late
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@settings(max_examples=settings.default.max_examples // 3)
+@given(program=programs(), data=st.data())
+def test_any_program_on_accelerators(program: Program, data: st.DataObject) -> None:
+
+    check("late", program, data)
+
+
+def check(where: str, program: Program, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, min(3, len(program.parts))))
     plain = copy.deepcopy(program)
     dtype = program.square.dtype
