@@ -291,6 +291,10 @@ def two_towers(self: Any, pair: list[Tensor]) -> Tensor:
     return self.run(left, lambda k, x: x + right)
 
 
+def two_or_one(self: Any, x: Tensor, pair: list[Tensor | None]) -> Tensor:
+    return self.run(x, lambda k, x: x if pair[k % 2] is None else x + pair[k % 2])
+
+
 def masked(self: Any, mask: Tensor, x: Tensor) -> Tensor:
     return self.run(x, lambda k, x: x * mask)
 
@@ -329,6 +333,7 @@ RIGHT: dict[str, tuple[Callable[[], Net], Callable[[Tensor], tuple[Any, ...]]]] 
     "dataclass": (lambda: net(recorded), lambda x: (Record(x, torch.ones(5)),)),
     "list of crops": (lambda: net(crops), lambda x: ([x, x * 2, x * 3],)),
     "two towers": (lambda: net(two_towers), lambda x: ([x, x.flip(1)],)),
+    "list with None": (lambda: net(two_or_one), lambda x: (x, [x[:, :1], None])),
     "mask of one row": (lambda: net(masked), lambda x: (torch.ones(1, 4, dtype=x.dtype), x)),
     "tuple of dicts": (lambda: net(nested), lambda x: (x,)),
     "view in place": (lambda: net(viewed), lambda x: (x,)),

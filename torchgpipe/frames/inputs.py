@@ -8,8 +8,8 @@ rows as the batch. One rule:
 2. Every other tensor whose dimension 0 has that size in the sample is split, wherever it is: in a tuple, a named tuple,
    a dict or a dataclass, each item is an argument of its own. All other tensors are passed whole.
 3. A list that has an item for each row, such as the images of a detection model, is split into shorter lists, unless
-   its items are tensors that are split themselves. If there are only lists, two runs of the sample tell: if the rows of
-   the output follow the number of items, then the items are the rows.
+   its items are tensors that are split themselves, or None. If there are only lists, two runs of the sample tell: if
+   the rows of the output follow the number of items, then the items are the rows.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Splitter:
         for path, value in self._parts:
             if type(value) is list and self._split[path]:
                 inner = [name for name in self._split if name.startswith(f"{path}[")]
-                tensors = all([isinstance(item, Tensor) for item in value])
+                tensors = bool(inner) and all([isinstance(item, Tensor) or item is None for item in value])
                 if tensors and all([self._split[name] for name in inner]) and not items_are_rows:
                     self._split[path] = False  # Each item has all rows.
                 else:
@@ -263,7 +263,8 @@ def has_an_item_for_each(value: Any, rows: int) -> bool:
     """Return whether this is a list with an item for each of so many rows, as far as its length and items tell."""
     if type(value) is not list or len(value) != rows:
         return False
-    return not all([isinstance(item, Tensor) and _length(item) == rows for item in value])
+    given = [item for item in value if item is not None]
+    return not given or not all([isinstance(item, Tensor) and _length(item) == rows for item in given])
 
 
 def split_rows(value: Any, sizes: list[int]) -> list[Any]:
