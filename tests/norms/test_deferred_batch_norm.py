@@ -111,7 +111,9 @@ def assert_same_statistics(actual: nn.Module, expected: nn.Module, **tolerance: 
     for a, b in zip(norms(actual), norms(expected)):
         assert torch.equal(a.num_batches_tracked, b.num_batches_tracked)
         for name in ("running_mean", "running_var"):
-            torch.testing.assert_close(getattr(a, name).cpu(), getattr(b, name), **{"rtol": 1e-9, "atol": 1e-9, **tolerance})
+            torch.testing.assert_close(
+                getattr(a, name).cpu(), getattr(b, name), **{"rtol": 1e-9, "atol": 1e-9, **tolerance}
+            )
 
 
 def track_whole(module: nn.Sequential, x: Tensor, chunks: int) -> None:
