@@ -7,11 +7,12 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.ready-clients
 
-.PHONY: help demo test quick rounding coverage lint format types bench gpu notebooks docs clean
+.PHONY: help demo test late quick rounding coverage lint format types bench gpu notebooks docs clean
 
 help:
 	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
 	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
+	@echo "make late      build the accelerator of tests/late, which make test does as well, where a C++ compiler is there"
 	@echo "make quick     run the quick ones, in less than a minute: on one device, without processes and compilers"
 	@echo "make rounding  run those that compare, with products that round differently with their number of rows"
 	@echo "make coverage  run the tests, and list the lines that they leave out, at most 5%"
@@ -42,6 +43,10 @@ PARALLEL = --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: $(CLIENTS)
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
+	$(RUN) -m pytest --late $(PARALLEL) $(ARGS)
+
+late: $(READY)
+	$(RUN) -m tests.late
 
 quick: $(CLIENTS)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)

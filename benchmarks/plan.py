@@ -3,7 +3,7 @@
     prediction  random models: predicted over measured step, predicted and counted activations (`plan_prediction.py`)
     choice      small models: the planned way among all ways, all of them measured (`plan_choice.py`)
     splits      random costs: the search beside all choices, and beside balances of others (`plan_splits.py`)
-    search      100 layers on 8 devices: seconds, and proven gaps (`plan_search.py`)
+    search      100 layers on 8 devices: seconds of the search (`plan_search.py`)
 
 Each part can be run by itself; parts that were measured before stay in the result. `prediction` and `choice` mean
 nothing where other processes take a core.

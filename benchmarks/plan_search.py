@@ -1,4 +1,4 @@
-"""How long the search for a plan takes, and how good its answer provably is: 100 random layers on 8 devices.
+"""How long the search for a plan takes: 100 random layers on 8 devices.
 
 One question asks for all schedules and numbers of micro-batches, as a plan does, with less memory from row to row:
 shares of what the best choice without any limit needs. Beside that stands a single schedule with a single number of
@@ -12,18 +12,18 @@ import math
 import statistics
 from dataclasses import replace
 from random import Random
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 from benchmarks.balance import random_costs
 from benchmarks.plan_splits import random_problem
 from benchmarks.program import Progress
 from benchmarks.records import of_part, table
-from torchgpipe.schedule import NAMES
+from torchgpipe.schedule.programs import RESIDENT
 from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Device
-from torchgpipe_balancing.planning.search import Solution, lower_bound, solve
+from torchgpipe_balancing.planning.search import Search
 
 __all__ = ["plan_search", "plan_search_single", "search"]
 
@@ -60,7 +60,7 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
 
 
 def asked(size: int, devices: int) -> list[dict[str, Any]]:
-    """Return rows of whole questions: seconds, and gaps, for each kind of costs and each limit."""
+    """Return rows of whole questions: seconds, and the step, for each kind of costs and each limit."""
     rows = []
     progress = Progress(len(KINDS))
     for kind in KINDS:
@@ -71,9 +71,9 @@ def asked(size: int, devices: int) -> list[dict[str, Any]]:
             if share < math.inf:
                 limited = tuple(replace(one, memory=share * needs) for one in question.devices)
                 question = replace(question, devices=limited)
-            start = perf_counter()
+            start = process_time()
             tried = alternatives(question)
-            seconds = perf_counter() - start
+            seconds = process_time() - start
             if share == math.inf:
                 needs = max(tried.fitting[0].memory)
             rows.append({"kind": kind, "memory": None if share == math.inf else share, **told(tried, seconds)})
@@ -81,39 +81,37 @@ def asked(size: int, devices: int) -> list[dict[str, Any]]:
 
 
 def told(tried: Tried, seconds: float) -> dict[str, Any]:
-    gaps = [one.seconds / one.least - 1 for one in tried.fitting]
-    found: dict[str, Any] = {"seconds": seconds, "fitting": len(gaps), "misfits": len(tried.misfits)}
-    if not gaps:
-        return found | {"schedule": None, "recomputed": None, "gap": None, "worst_gap": None}
+    found: dict[str, Any] = {"seconds": seconds, "fitting": len(tried.fitting), "misfits": len(tried.misfits)}
+    if not tried.fitting:
+        return found | {"schedule": None, "recomputed": None, "step": None, "balances": None}
     best = tried.fitting[0]
     found |= {"schedule": f"{best.schedule}, {best.chunks} chunks", "recomputed": len(best.choice.recomputed)}
-    return found | {"gap": gaps[0], "worst_gap": max(gaps)}
+    return found | {"step": best.seconds, "balances": sum(one.tried for one in tried.fitting)}
 
 
 def timed(size: int, devices: int) -> list[dict[str, Any]]:
-    """Return rows of a schedule with a number of micro-batches: seconds of the search, of its bound, and the gap."""
+    """Return rows of a schedule with a number of micro-batches: seconds of the search, and what moves have gained."""
     rows = []
-    progress = Progress(len(NAMES))
-    for name in NAMES:
+    progress = Progress(len(RESIDENT))
+    for name in RESIDENT:
         progress(f"{size} layers on {devices} devices: {name}")
         for m in (4, 8, 16, 32, 64):
             share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)
             problem = random_problem(name, Random(m), size, devices, m, share)
-            start = perf_counter()
-            bound = lower_bound(problem)
-            middle = perf_counter()
-            found = solve(problem)
-            row: dict[str, Any] = {"schedule": name, "m": m, "bound_seconds": middle - start}
-            row |= {"seconds": perf_counter() - middle, "gap": None, "bound_gap": None, "recomputed": None}
-            if isinstance(found, Solution):
-                row |= {"gap": found.gap, "bound_gap": found.outcome.seconds / bound - 1}
-                row |= {"recomputed": len(found.choice.recomputed)}
+            start = process_time()
+            made = Search(problem)
+            first = made.seconds
+            made.improve()
+            row: dict[str, Any] = {"schedule": name, "m": m, "seconds": process_time() - start, "tried": made.tried}
+            row |= {"gain": None, "recomputed": None}
+            if made.fits:
+                row |= {"gain": first / made.seconds - 1, "recomputed": len(made.choice().recomputed)}
             rows.append(row)
     return rows
 
 
 def search(args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds and gaps, of whole questions and of single schedules.
+    """Return seconds, of whole questions and of single schedules.
 
     Args:
         args: `search`, the numbers of layers and devices
@@ -125,17 +123,16 @@ def plan_search(result: dict[str, Any]) -> str:
     """Return a table of whole questions."""
     lines = []
     for row in of_part(result, "search"):
-        gaps = ["-" if row[key] is None else f"{row[key]:.2%}" for key in ("gap", "worst_gap")]
         lines.append(
             [
                 row["kind"],
                 "no limit" if row["memory"] is None else f"{row['memory']:.0%}",
-                f"{row['seconds']:.1f}",
-                *("-" if row[key] is None else row[key] for key in ("schedule", "recomputed")),
-                *gaps,
+                f"{row['seconds']:.2f}",
+                *("-" if row[key] is None else row[key] for key in ("balances", "schedule", "recomputed")),
+                "-" if row["step"] is None else f"{row['step']:.3f}",
             ]
         )
-    header = ["costs", "memory", "search, s", "chosen", "layers recomputed", "gap", "largest gap of an alternative"]
+    header = ["costs", "memory", "search, CPU s", "balances simulated", "chosen", "layers recomputed", "step, s"]
     return table(lines, header) if lines else ""
 
 
@@ -145,9 +142,10 @@ def plan_search_single(result: dict[str, Any]) -> str:
     lines = []
     for name in dict.fromkeys(row["schedule"] for row in rows):
         own = [row for row in rows if row["schedule"] == name]
-        gaps = [row["gap"] for row in own if row["gap"] is not None]
-        middle = [f"{1e3 * statistics.median(row[key] for row in own):.0f}" for key in ("seconds", "bound_seconds")]
-        shown = ["-", "-"] if not gaps else [f"{statistics.median(gaps):.2%}", f"{max(gaps):.2%}"]
-        lines.append([name, len(own) - len(gaps), *middle, *shown])
-    header = ["schedule", "misfits", "search, ms", "bound, ms", "median gap", "largest gap"]
+        gains = [row["gain"] for row in own if row["gain"] is not None]
+        middle = [f"{1e3 * statistics.median(row['seconds'] for row in own):.0f}"]
+        middle.append(f"{statistics.median(row['tried'] for row in own):.0f}")
+        shown = ["-", "-"] if not gains else [f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"]
+        lines.append([name, len(own) - len(gains), *middle, *shown])
+    header = ["schedule", "misfits", "search, CPU ms", "balances", "median gain by moves", "largest gain"]
     return table(lines, header) if lines else ""

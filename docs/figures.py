@@ -22,6 +22,7 @@ import figures_runs  # noqa: E402
 from figures_picture import BACKWARD, COPY, FAINT, FORWARD, Chart, Picture, Work, timetable  # noqa: E402
 
 from torchgpipe.schedule import ScheduleName, Simulation, program, simulate  # noqa: E402
+from torchgpipe.schedule.programs import RESIDENT  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,6 +33,7 @@ PLACES: dict[ScheduleName, list[int]] = {
     "ZeroBubble": DEVICES,
     "Interleaved1F1B": DEVICES * 2,
     "V-Half": DEVICES + DEVICES[::-1],
+    "LayerMajor": DEVICES * 2,
 }
 KINDS = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
 
@@ -88,7 +90,8 @@ def bubble() -> Picture:
 def schedule_costs() -> Picture:
     """Draw the bubble and the live micro-batches of each schedule, by the number of micro-batches."""
     picture = Picture("Bubble and live micro-batches of each schedule on four devices", 646, 312)
-    colours = dict(zip(PLACES, ("#E69F00", BACKWARD, FORWARD, COPY, "#D55E00")))
+    resident = {name: places for name, places in PLACES.items() if name in RESIDENT}
+    colours = dict(zip(resident, ("#E69F00", BACKWARD, FORWARD, COPY, "#D55E00")))
     picture.legend(46, 12, [(colour, name) for name, colour in colours.items()])
     picture.text(46, 42, "bubble", size=13)
     picture.text(392, 42, "live micro-batches on a device", size=13)
@@ -101,7 +104,7 @@ def schedule_costs() -> Picture:
     peaks = Chart(picture, 392, 62, 240, 200, across, lambda live: log2(max(live, 2) / 2) / 5)
     bubbles.grid(counts, {k / 10: f"{k / 10:.0%}" for k in range(6)}, "micro-batches in a step")
     peaks.grid(counts, {live: str(live) for live in lives}, "micro-batches in a step")
-    for name, places in PLACES.items():
+    for name, places in resident.items():
         memory = [4 / len(places)] * len(places)
         made = {m: simulate(program(name, m, places), memory=memory) for m in counts}
         # The next curve covers a wide one: 1F1B has the bubble of GPipe, and ZeroBubble the peak of 1F1B.
@@ -201,7 +204,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "naive", str(naive())
     yield "pipeline", str(pipeline())
     yield "bubble", str(bubble())
-    for file, name in zip(("gpipe", "1f1b", "zero-bubble", "interleaved", "v-half"), PLACES):
+    for file, name in zip(("gpipe", "1f1b", "zero-bubble", "interleaved", "v-half", "layer-major"), PLACES):
         yield f"schedule-{file}", str(schedule(name))
     yield "schedule-costs", str(schedule_costs())
     yield "step", str(step())

@@ -14,7 +14,8 @@ from figures_picture import BACKWARD, COPY, FAINT, FORWARD, RECOMPUTATION, ROW, 
 from torch import Tensor, nn
 
 import torchgpipe
-from tests.fake_accelerator import Launch, on_fake_devices
+from tests import clocks
+from tests.clocks import clocked, listening
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
@@ -32,30 +33,25 @@ def pipeline(layers: list[nn.Module], chunks: int, checkpoint: Any) -> GPipe:
 # ---------------------------------------------------------------------------------------------------- what runs when
 
 
-def launched(model: GPipe, costs: dict[str, float]) -> list[tuple[Launch, Work]]:
+def launched(model: GPipe, costs: dict[str, float]) -> list[tuple[clocks.Work, Work]]:
     """Run layers of tanh, and return each cell and copy, which begins when all that it has to wait for has ended.
 
     Args:
         model: the pipeline
         costs: the time of each kind of work; backward runs if it has one
     """
-    with on_fake_devices(model) as fake, torchgpipe.record(model) as timeline:
+    with listening(model) as all_work:
         output = model(torch.randn(model.chunks, 1, requires_grad=True))
         if "backward" in costs:
             output.sum().backward()
-    # The timeline tells the micro-batches of each stream in their order, the accelerator what they have to wait for.
-    spans: dict[str, list[Any]] = {}
-    for span in timeline.spans:
-        if span.kind in costs:
-            spans.setdefault(f"{span.stream} of {span.device}", []).append(span)
-    done: list[tuple[Launch, Work]] = []
-    for launch in fake.launches:
-        if launch.name in ("tanh", "tanh_backward", "_to_copy"):
-            span = spans[str(launch.stream)].pop(0)
-            start = max([work.end for before, work in done if before.precedes(launch)], default=0.0)
-            work = Work(span.partition, start, start + costs[span.kind], span.kind, span.micro_batch)
-            done.append((launch, work))
-    assert not any(spans.values()), "each cell and each copy is one operation"
+    pending = [one for one in all_work if one.kind in costs]
+    done: list[tuple[clocks.Work, Work]] = []
+    while pending:
+        # What is certain to be finished before it is drawn before it.
+        one = next(one for one in pending if not any(other.precedes(one) for other in pending))
+        pending.remove(one)
+        start = max([work.end for before, work in done if before.precedes(one)], default=0.0)
+        done.append((one, Work(one.j, start, start + costs[one.kind], one.kind, one.i)))
     return sorted(done, key=lambda one: one[1])
 
 
@@ -103,9 +99,11 @@ def portal() -> Picture:
         for j in range(4):
             picture.box(20 + 165 * j, y, 100, 44, FORWARD, f"device {j}", 4)
         model = pipeline(layers, 1, "never")
-        with on_fake_devices(model) as fake:
+        with listening(model) as done:
             model(torch.randn(1, 1))
-        ends = [(one.stream.device.index, one.target.index) for one in fake.launches if one.name == "_to_copy"]
+        ends = [(one.j, one.other) for one in done if one.kind == "copy" and one.other is not None]
+        if label == "in tuples":  # Each copy is one of two tensors, the batch and the skip.
+            ends = [way for way in ends for _ in range(2)]
         for k, (a, c) in enumerate(ends):
             x0, x1 = 20 + 165 * a, 20 + 165 * c
             if c > a + 1:
@@ -151,7 +149,7 @@ def cell_of(node: Any) -> tuple[int, int]:
 def order() -> Picture:
     """Draw the graph of three micro-batches on two partitions, but for the gradients of parameters, as in `sums`."""
     model = pipeline([nn.Tanh(), nn.Tanh()], 3, "always")
-    with on_fake_devices(model):
+    with clocked(model):
         edges = graph(model(torch.randn(3, 1, requires_grad=True)))
     places = {  # of a node in the column of its micro-batch
         ("Checkpoint", 0): (0, 26, 106, FORWARD),

@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         "ZeroBubble": devices,
         "Interleaved1F1B": devices * 2,
         "V-Half": devices + devices[::-1],
+        "LayerMajor": devices * 2,
     }
     for schedule, placement in placements.items():
         losses, milliseconds = train(schedule, placement, options.chunks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 
 from benchmarks.architectures.operators import register_missing
+from tests import late
 from tests.rounding import rounding
 from torchgpipe import GPipe
 
@@ -48,9 +49,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounding", action="store_true", help="let products round differently with their number of rows")
     parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
+    parser.addoption("--late", action="store_true", help="run what is marked late, on that accelerator, and only that")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--late") and late.available():
+        # Before the workers of xdist start, and before the first backward. It stays the current accelerator of this
+        # process, so other tests, which expect none, run without it.
+        late.load()
     if config.getoption("--rounding"):
         stack = ExitStack()
         stack.enter_context(rounding())
@@ -70,10 +76,19 @@ class Pipe(Protocol):
 VARIANTS: dict[str, Callable[[int], str]] = {
     "inline": lambda j: "cpu",
     "workers": lambda j: f"cpu:{j}",
+    "late": lambda j: f"late:{j % 4}",
 }
 
 
-@pytest.fixture(scope="session", params=VARIANTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    decided = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "variant" in metafunc.fixturenames and not any("variant" in names for names in decided):
+        # A file that says so has a third kind, devices whose streams work later.
+        on_late = [pytest.param("late", marks=pytest.mark.late)] if getattr(metafunc.module, "ON_LATE", False) else []
+        metafunc.parametrize("variant", ["inline", "workers", *on_late], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def variant(request: pytest.FixtureRequest) -> str:
     """Return the name of the kind of devices."""
     name: str = request.param
@@ -112,12 +127,27 @@ def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
         monkeypatch.setattr(module, "device_count", lambda: n)
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("--late") and not late.available():
+        return "tests on the accelerator in host memory are left out: there is no C++ compiler"
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--quick"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("slow") or _variant(item) == "workers"]
+    def leave_out(item: pytest.Item) -> bool:
+        on_late, on_gpus = (item.get_closest_marker(name) is not None for name in ("late", "cuda"))
+        if not on_late if config.getoption("--late") else on_late and not on_gpus:
+            return True
+        return config.getoption("--quick") and (item.get_closest_marker("slow") or _variant(item) == "workers")
+
+    left_out = [item for item in items if leave_out(item) or config.getoption("--late") > late.loaded()]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.getoption("--late") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def _variant(item: pytest.Item) -> object:
@@ -132,6 +162,19 @@ def young_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def hazards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let a test that is marked late fail if it has used memory that no event orders."""
+    marked = request.node.get_closest_marker("late") is not None
+    if marked:
+        late.hazards()
+    yield
+    if marked:
+        torch.accelerator.synchronize()
+        found = late.hazards()
+        assert not found, "\n".join(found)
 
 
 @pytest.fixture(autouse=True)

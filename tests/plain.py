@@ -60,6 +60,10 @@ def run_plain(
     return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
 
+def _on_host(tensor: Any) -> Any:
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+
+
 def plain_outcome(module: nn.Sequential, *inputs: Any, chunks: int, loss: Loss | None = None) -> Outcome:
     """Return the outcome of a training step of the plain ``module``, run micro-batch by micro-batch."""
     return outcome(module, *inputs, loss=loss, run=partial(run_plain, module, chunks=chunks))
@@ -81,10 +85,10 @@ def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Calla
     if value is not None and value.requires_grad:
         value.backward()
     return Outcome(
-        output=_map(lambda x: x.detach().clone(), output),
-        input_grads=[x.grad for x in tensors(inputs)],
-        param_grads={name: parameter.grad for name, parameter in model.named_parameters()},
-        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        output=_map(_on_host, output),
+        input_grads=[_on_host(x.grad) for x in tensors(inputs)],
+        param_grads={name: _on_host(parameter.grad) for name, parameter in model.named_parameters()},
+        buffers={name: _on_host(buffer) for name, buffer in model.named_buffers()},
     )
 
 
@@ -100,7 +104,7 @@ def loss_of(output: Any, used: Sequence[bool] = ()) -> Tensor | None:
         if (k < len(used) and not used[k]) or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64).reshape(tensor.shape) % 7 - 2
-        terms.append((tensor * weights.to(tensor.dtype)).sum())
+        terms.append((tensor * weights.to(tensor.device, tensor.dtype)).sum())
     if not terms:
         return None
     total = sum(terms[1:], terms[0])

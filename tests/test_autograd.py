@@ -609,7 +609,7 @@ def test_unused_parameters_have_no_gradient(pipe: Pipe, checkpoint: str) -> None
 
 
 def test_hooks_of_unused_parameters_are_not_called(pipe: Pipe, checkpoint: str) -> None:
-    """There is no gradient to call the hooks with, though all parameters of a partition are inputs of its Checkpoint."""
+    """There is no gradient to call the hooks with, though all parameters of a partition enter its Checkpoint."""
     layers = nn.Sequential(Unused(), Unused(), nn.Tanh())
     model = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)
     calls: list[str] = []

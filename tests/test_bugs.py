@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.accelerator import DEVICE, KIND, backend, be_slow, is_there, needs_accelerator
 from tests.conftest import Pipe
 from torchgpipe import GPipe, pipelined
 
@@ -107,17 +108,20 @@ def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
     assert torch.equal(y.bool(), x.grad.bool())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SECOND = f"{KIND}:1"
+
+
+@needs_accelerator
+@pytest.mark.skipif(backend.device_count() < 2, reason="needs two GPUs")
 def test_dropout_draws_the_same_mask_again_on_gpus(checkpoint: str) -> None:
     model = GPipe(
         nn.Sequential(*(nn.Sequential(*(nn.Dropout(0.001) for _ in range(100))) for _ in range(2))),
         [1, 1],
-        devices=["cuda:0", "cuda:1"],
+        devices=[DEVICE, SECOND],
         chunks=10,
         checkpoint=checkpoint,
     )
-    x = torch.rand(10, 10, device="cuda:0", requires_grad=True)
+    x = torch.rand(10, 10, device=DEVICE, requires_grad=True)
     y = model(x)
     y.norm().backward()
     assert torch.equal(y.bool().cpu(), x.grad.bool().cpu())
@@ -133,8 +137,8 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, b = self.first(x), self.second(x)
-        if x.is_cuda and b.requires_grad:
-            b.register_hook(lambda grad: torch.cuda._sleep(50_000_000))
+        if is_there(x) and b.requires_grad:
+            b.register_hook(lambda grad: be_slow())
         return a, a * b, b
 
 
@@ -146,7 +150,8 @@ class Sum(nn.Module):
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(x).norm().backward()
-    return [parameter.grad.cpu() for parameter in model.parameters()]
+    # Copies: a model that is moved takes its gradients along.
+    return [parameter.grad.cpu().clone() for parameter in model.parameters()]
 
 
 def test_all_tensors_of_a_tuple_are_waited_for(pipe: Pipe, checkpoint: str) -> None:
@@ -161,16 +166,15 @@ def test_all_tensors_of_a_tuple_are_waited_for(pipe: Pipe, checkpoint: str) -> N
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("second", ["cpu", "cuda:1"])
+@needs_accelerator
+@pytest.mark.parametrize("second", ["cpu", SECOND])
 def test_all_tensors_of_a_tuple_are_waited_for_on_gpus(checkpoint: str, second: str) -> None:
-    if second == "cuda:1" and torch.cuda.device_count() < 2:
+    if second == SECOND and backend.device_count() < 2:
         pytest.skip("needs two GPUs")
     # In float32, convolutions on a GPU round to the 10 bits of TF32.
     module, x = nn.Sequential(Pair(), Sum()).double(), torch.rand(8, 3, 32, 32, dtype=torch.float64)
     expected = gradients(module, x)
-    model = GPipe(module, [1, 1], devices=["cuda:0", second], chunks=4, checkpoint=checkpoint)
+    model = GPipe(module, [1, 1], devices=[DEVICE, second], chunks=4, checkpoint=checkpoint)
     for a, b in zip(gradients(model, x), expected, strict=True):
         torch.testing.assert_close(a, b)
 

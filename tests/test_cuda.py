@@ -17,18 +17,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.accelerator import DEVICE, KIND, LATE, NEEDS_ACCELERATOR, backend, be_slow, is_there
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.stream import AcceleratorStream
 from torchgpipe.engine.copy import Route, copy, wait
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = NEEDS_ACCELERATOR
 
-GPU = "cuda:0"
+GPU = DEVICE
 MODES = ["always", "except_last", "never"]
 DEVICES = [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU], [GPU, "cpu", GPU], ["cpu", GPU, "cpu"]]
+if LATE:
+    DEVICES = [[GPU, GPU], [GPU, "cpu"], ["cpu", "late:1"], [GPU, "late:1", GPU], [GPU, "late:1", "late:2", "late:3"]]
 CHUNKS = 3
 WIDTH = 64
 
@@ -36,19 +36,17 @@ every_devices = pytest.mark.parametrize("devices", DEVICES, ids=lambda devices: 
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def be_slow(cycles: int = 4_000_000) -> None:
-    """Keep the current stream busy for some milliseconds, much longer than the launch of a kernel."""
-    torch.cuda._sleep(cycles)
-
-
 @pytest.fixture(autouse=True)
 def dirty_memory() -> Iterator[None]:
     """Fill the memory that is allocated next with NaN, and finish all launched work."""
+    if LATE:  # which does so by itself
+        yield
+        return
     dirt = [torch.full((size,), float("nan"), device=GPU) for size in (1 << 10, 1 << 16, 1 << 20, 1 << 22)]
-    torch.cuda.synchronize()
+    backend.synchronize()
     del dirt
     yield
-    torch.cuda.synchronize()
+    backend.synchronize()
 
 
 class _SlowBackward(torch.autograd.Function):
@@ -58,7 +56,7 @@ class _SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        if grads[0].is_cuda:
+        if is_there(grads[0]):
             be_slow()
         return grads[0] * 1
 
@@ -67,7 +65,7 @@ class Slow(nn.Module):
     """A layer whose output is written late, and whose input gradient too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.is_cuda:
+        if is_there(input):
             be_slow()
         output: Tensor = _SlowBackward.apply(input)  # type: ignore[no-untyped-call]
         return output
@@ -105,7 +103,7 @@ def run_plain(layers: nn.Sequential, balance: list[int], devices: list[str], x: 
     for value in x.chunk(CHUNKS):
         for partition, device in zip(partitions_of(layers, balance), devices, strict=True):
             value = partition(value.to(device))
-            torch.cuda.synchronize()
+            backend.synchronize()
         outputs.append(value)
     return torch.cat(outputs)
 
@@ -125,10 +123,10 @@ def assert_same_step(model: GPipe, layers: nn.Sequential, devices: list[str], x:
 
     output = model(x)
     output.square().sum().backward()
-    torch.cuda.synchronize()
+    backend.synchronize()
     expected = run_plain(plain, model.balance, devices, x2)
     expected.square().sum().backward()
-    torch.cuda.synchronize()
+    backend.synchronize()
 
     assert output.device == torch.device(devices[-1])
     assert_close(output, expected, "output")
@@ -168,15 +166,15 @@ def test_what_the_caller_has_launched_is_waited_for(devices: list[str], mode: st
     assert_close(output, expected)
 
     grad = torch.full_like(output, float("nan"))
-    if output.is_cuda:
+    if is_there(output):
         be_slow()
     grad.fill_(2)
     output.backward(grad)
-    torch.cuda.synchronize()
+    backend.synchronize()
     plain = python_copy.deepcopy(layers)
     plain.zero_grad()
     run_plain(plain, balance, devices, x + 1).sum().mul(2).backward()
-    torch.cuda.synchronize()
+    backend.synchronize()
     assert late.grad is not None
     for parameter, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(parameter.grad, its.grad)
@@ -214,7 +212,7 @@ class Mixed(nn.Module):
     """A layer that returns tensors of several types, some without gradients."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, None]:
-        if input.is_cuda:
+        if is_there(input):
             be_slow()
         return input * 2, torch.arange(len(input), device=input.device), None
 
@@ -241,14 +239,14 @@ def test_the_default_is_every_gpu() -> None:
     model = GPipe(nn.Sequential(nn.Linear(2, 2)), [1])
     assert model.devices == [torch.device(GPU)]
     assert model[0].weight.device == torch.device(GPU)
-    assert GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cuda"]).devices == [torch.device(GPU)]
+    assert GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=[KIND]).devices == [torch.device(GPU)]
 
 
 # ------------------------------------------------------------------------------------- copies between streams
 
 
 def stream() -> AcceleratorStream:
-    return AcceleratorStream(torch.device(GPU), torch.cuda.Stream(GPU))
+    return AcceleratorStream(torch.device(GPU), backend.Stream(GPU))
 
 
 @pytest.fixture
@@ -269,7 +267,7 @@ def written_late(value: float, **options: Any) -> Tensor:
 
 
 def assert_filled(tensor: Tensor | None, value: float) -> None:
-    torch.cuda.synchronize()
+    backend.synchronize()
     assert tensor is not None
     assert tensor.unique().tolist() == [value]
 
@@ -339,12 +337,13 @@ class Notes(nn.Module):
         self.seen: list[tuple[bool, Any]] = []
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.is_cuda:
-            now = torch.cuda.current_stream(), torch.cuda.current_device(), torch.is_autocast_enabled("cuda")
+        if is_there(input):
+            now = backend.current_stream(), backend.current_device(), torch.is_autocast_enabled(KIND)
             self.seen.append((is_recomputing(), now))
         return input * 1
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # where the parameters are made on another one
 @every_mode
 @every_devices
 def test_stream_and_device_are_current_in_layers(devices: list[str], mode: str) -> None:
@@ -355,14 +354,14 @@ def test_stream_and_device_are_current_in_layers(devices: list[str], mode: str) 
         layers.insert(4 * j + 3, its)
     model = GPipe(layers, [4] * len(devices), devices=devices, chunks=CHUNKS, checkpoint=mode)
 
-    mine = torch.cuda.Stream(GPU)
-    mine.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(mine):
+    mine = backend.Stream(GPU)
+    mine.wait_stream(backend.current_stream())
+    with backend.stream(mine):
         output = model(batch(GPU))
         loss = output.square().sum()
-        assert torch.cuda.current_stream() == mine
+        assert backend.current_stream() == mine
     loss.backward()
-    torch.cuda.synchronize()
+    backend.synchronize()
 
     recomputed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[mode]
     for its, device in zip(notes, devices, strict=True):
@@ -377,8 +376,8 @@ def test_a_stream_of_the_callers(devices: list[str], mode: str) -> None:
     """A whole training step runs on another stream than the default stream."""
     layers, balance = build(len(devices))
     model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+    backend.synchronize()
+    with backend.stream(backend.Stream(GPU)):
         assert_same_step(model, layers, devices, batch(GPU))
         assert_same_step(model, layers, devices, batch())
 
@@ -399,17 +398,17 @@ def test_autocast(devices: list[str], mode: str, dtype: torch.dtype) -> None:
     layers = nn.Sequential(*[Linear(WIDTH, WIDTH) for _ in devices])
     model = GPipe(layers, [1] * len(devices), devices=devices, chunks=CHUNKS, checkpoint=mode)
     x = batch().detach().float()
-    with torch.autocast("cuda", dtype):
+    with torch.autocast(KIND, dtype):
         loss = model(x).square().sum()
     loss.backward()
 
-    expected = {("cuda", dtype), ("cpu", torch.float32)}
+    expected = {(KIND, dtype), ("cpu", torch.float32)}
     assert {(kind, its) for kind, _, its in dtypes} <= expected
     assert any(again for _, again, _ in dtypes) == (mode != "never")
 
     grads = [parameter.grad for parameter in layers.parameters()]
     layers.zero_grad()
-    with torch.autocast("cuda", dtype, cache_enabled=False):
+    with torch.autocast(KIND, dtype, cache_enabled=False):
         run_plain(layers, [1] * len(devices), devices, x).square().sum().backward()
     for actual, parameter in zip(grads, layers.parameters(), strict=True):
         assert actual is not None
@@ -436,8 +435,14 @@ def test_dropout(devices: list[str], mode: str) -> None:
         torch.manual_seed(0)
         layers = [
             layer
-            for _ in devices
-            for layer in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), DrawsOnCpu(), nn.AlphaDropout(0.2))
+            for device in devices
+            for layer in (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Dropout(0.5),
+                # Refused on a GPU where other partitions draw from the same generator.
+                DrawsOnCpu() if device == "cpu" or "cpu" not in devices else nn.Identity(),
+                nn.AlphaDropout(0.2),
+            )
         ]
         model = GPipe(
             nn.Sequential(*layers).double(),
@@ -449,10 +454,10 @@ def test_dropout(devices: list[str], mode: str) -> None:
         x = batch()
         torch.manual_seed(7)
         output = model(x)
-        before = torch.get_rng_state(), torch.cuda.get_rng_state(GPU)
+        before = torch.get_rng_state(), backend.get_rng_state(GPU)
         output.square().sum().backward()
         assert torch.equal(torch.get_rng_state(), before[0])
-        assert torch.equal(torch.cuda.get_rng_state(GPU), before[1])
+        assert torch.equal(backend.get_rng_state(GPU), before[1])
         results = [output.detach(), x.grad, *[parameter.grad for parameter in model.parameters()]]
         return [result for result in results if result is not None]
 
@@ -470,12 +475,12 @@ def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
     """
     for _ in range(4):
         gc.collect()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(GPU)
-        torch.cuda.reset_peak_memory_stats(GPU)
+        backend.synchronize()
+        before = backend.memory_allocated(GPU)
+        backend.reset_peak_memory_stats(GPU)
         step()
-        torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(GPU) - before, torch.cuda.memory_allocated(GPU) - before
+        backend.synchronize()
+    return backend.max_memory_allocated(GPU) - before, backend.memory_allocated(GPU) - before
 
 
 def deep() -> nn.Sequential:
@@ -483,7 +488,8 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())])
 
 
-ROWS = 1 << 15  # a mini-batch is 32 MiB between two layers
+#: A mini-batch is 32 MiB between two layers; on `late`, where the CPU computes, 1 MiB.
+ROWS = 1 << (15 if not LATE else 10)
 
 
 @pytest.fixture
@@ -563,8 +569,8 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
     for _ in range(3):
         model(batch()).sum().backward()
     gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(GPU)
+    backend.synchronize()
+    before = backend.memory_allocated(GPU)
 
     fails.armed = True
     with pytest.raises(ValueError, match="fails") as caught:
@@ -576,9 +582,9 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
     # gives it the time.
     for _ in range(1000):
         torch.ones((), device=GPU, requires_grad=True).backward()
-        if torch.cuda.memory_allocated(GPU) <= before:
+        if backend.memory_allocated(GPU) <= before:
             break
-    assert torch.cuda.memory_allocated(GPU) <= before
+    assert backend.memory_allocated(GPU) <= before
 
     fails.armed = False
     assert_same_step(model, layers, devices, batch())
@@ -587,8 +593,9 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
 # --------------------------------------------------------------------------------------------------- training
 
 
+# Not over the CPU and a GPU: there GradScaler divides by a scale whose copy to the CPU it does not wait for.
 @every_mode
-@pytest.mark.parametrize("devices", [[GPU], ["cpu", GPU]], ids=str)
+@pytest.mark.parametrize("devices", [[GPU], [GPU, GPU]], ids=str)
 def test_training_with_a_grad_scaler(devices: list[str], mode: str) -> None:
     """A training loop as users write it: half precision, scaled losses, clipping."""
 
@@ -597,12 +604,12 @@ def test_training_with_a_grad_scaler(devices: list[str], mode: str) -> None:
         layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in devices])
         model = run(layers)
         optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        scaler = torch.amp.GradScaler(KIND, init_scale=2.0**10)
         x = batch(GPU).detach().float()
         losses = []
         for _ in range(4):
             optimizer.zero_grad()
-            with torch.autocast("cuda", torch.float16):
+            with torch.autocast(KIND, torch.float16):
                 loss = model(x).float().square().mean()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -641,7 +648,7 @@ class SlowHooks(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         output = input * 1
-        if input.is_cuda:
+        if is_there(input):
             be_slow()
             if output.requires_grad:
                 output.register_hook(lambda _: be_slow())
@@ -655,6 +662,15 @@ PLACES: dict[str, list[list[str]]] = {
     "Interleaved1F1B": [[GPU, GPU], [GPU, "cpu", GPU, "cpu"], ["cpu", GPU, "cpu", GPU]],
     "V-Half": [[GPU, GPU], [GPU, "cpu", "cpu", GPU], ["cpu", GPU, GPU, "cpu"]],
 }
+if LATE:
+    ROW = [f"late:{index}" for index in range(4)]
+    PLACES = {
+        "GPipe": [ROW, [GPU, "cpu"]],
+        "1F1B": [ROW, ["cpu", GPU]],
+        "ZeroBubble": [ROW, [GPU, "cpu"]],
+        "Interleaved1F1B": [ROW[:2] * 2, ["cpu", GPU, "cpu", GPU]],
+        "V-Half": [[*ROW[:2], *ROW[1::-1]], [GPU, "cpu", "cpu", GPU]],
+    }
 
 
 @pytest.mark.parametrize("home", ["cpu", GPU])
@@ -683,10 +699,10 @@ def test_a_step_gives_the_gradients_of_the_micro_batches(
     place(plain, balance, devices)
     expected = loss_fn(run_plain(plain, balance, devices, x2), y.to(devices[-1]))
     expected.backward()
-    torch.cuda.synchronize()
+    backend.synchronize()
     for step in (1, 2):
         loss = model.step(x, y)
-        torch.cuda.synchronize()
+        backend.synchronize()
         assert_close(loss, expected, "loss")
         for actual, its in zip((x, *model.parameters()), (x2, *plain.parameters()), strict=True):
             assert its.grad is not None

@@ -112,7 +112,7 @@ class Placing:
 @st.composite
 def placings(draw: st.DrawFn, n: int, exact: bool, *, own: bool = True, one_device: bool = False) -> Placing:
     """Draw a schedule and a placing that fits, for ``n`` partitions; only exact sums may depend on their order."""
-    names = ["GPipe", "1F1B", "ZeroBubble", *["own"] * own]
+    names = ["GPipe", "1F1B", "ZeroBubble", "LayerMajor", *["own"] * own]
     if not one_device:
         names += ["Interleaved1F1B", *["V-Half"] * (n % 2 == 0)]
     name = draw(st.sampled_from(names))

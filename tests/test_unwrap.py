@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.accelerator import DEVICE, needs_accelerator
 from tests.conftest import Pipe
 from tests.plain import run_plain
 from torchgpipe import GPipe
@@ -115,9 +116,8 @@ def test_the_plain_model_can_be_trained_as_well(pipe: Pipe) -> None:
     assert losses == train(plain, torch.optim.Adam(plain.parameters(), lr=0.1), data)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("devices", [["cuda:0", "cpu"], ["cpu", "cuda:0"], ["cuda:0", "cuda:0"]])
+@needs_accelerator
+@pytest.mark.parametrize("devices", [[DEVICE, "cpu"], ["cpu", DEVICE], [DEVICE, DEVICE]])
 def test_the_state_of_the_optimizer_follows_to_other_devices(devices: list[str]) -> None:
     data = batches(9)
     plain = layers()

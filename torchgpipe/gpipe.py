@@ -80,8 +80,8 @@ class GPipe(nn.Module):
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
-            ``'ZeroBubble'`` or ``'V-Half'``), a program of your own, or a function that takes the number of
-            micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
+            ``'ZeroBubble'``, ``'V-Half'`` or ``'LayerMajor'``), a program of your own, or a function that takes the
+            number of micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
         loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss, or a
             pair of the mean loss and other values
         weight: for :meth:`step`, takes the target of a micro-batch, on the device where the caller has it, and returns
@@ -436,6 +436,11 @@ class GPipe(nn.Module):
         views = divide(partitions, set(checkpoint))
         stops = [0 if set(checkpoint).isdisjoint(view._modules) else m for view in views]
         return views, [self._devices[view._index] for view in views], stops
+
+    @property
+    def _pipeline_devices(self) -> list[torch.device]:
+        """The devices, for a pipeline that has this one as a layer."""
+        return self._devices
 
     @property
     def _places(self) -> list[int]:

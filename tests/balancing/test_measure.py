@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.accelerator import DEVICE, KIND, backend, needs_accelerator
 from tests.layers import Apply
 from torchgpipe.pipe import PipeSequential
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -665,32 +666,30 @@ def test_default_device() -> None:
     assert torch.device(measured.device).type == (accelerator.type if accelerator else "cpu")
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_accelerator
 def test_on_a_gpu() -> None:
     module = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(), nn.ReLU(inplace=True), nn.Linear(2048, 16)).eval()
     sample = torch.rand(64, 512)
-    profile(module, sample, device="cuda", timeout=0)  # cuBLAS allocates a workspace per thread, and keeps it
-    torch.cuda.manual_seed(0)
-    state = torch.cuda.get_rng_state()
-    held = torch.cuda.memory_allocated()
-    measured = profile(module, sample, device="cuda", timeout=0.1)
+    profile(module, sample, device=KIND, timeout=0)  # cuBLAS allocates a workspace per thread, and keeps it
+    backend.manual_seed(0)
+    state = backend.get_rng_state()
+    held = backend.memory_allocated()
+    measured = profile(module, sample, device=KIND, timeout=0.1)
 
-    assert measured.device == "cuda:0"
+    assert measured.device == DEVICE
     assert all(layer.times.forward > 0 and layer.times.backward > 0 for layer in measured.layers)
-    assert sum(sizes(measured, "activations")) == kept(module.train().cuda(), sample.cuda())
-    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.equal(backend.get_rng_state(), state)
+    assert sum(sizes(measured, "activations")) == kept(module.train().to(DEVICE), sample.to(DEVICE))
     module.cpu()
-    assert torch.cuda.memory_allocated() == held
+    assert backend.memory_allocated() == held
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_accelerator
 def test_skips_wait_on_the_host_while_other_layers_run() -> None:
     held: list[int] = []
 
     def noted(input: Tensor) -> Tensor:
-        held.append(torch.cuda.memory_allocated() - before)
+        held.append(backend.memory_allocated() - before)
         return input + 1
 
     def joined(input: Tensor, skip: Tensor) -> Tensor:
@@ -698,8 +697,8 @@ def test_skips_wait_on_the_host_while_other_layers_run() -> None:
         return input + skip.sum()
 
     module = nn.Sequential(Stash(lambda input: input.repeat(2**20)), Apply(noted), Pop(joined))
-    before = torch.cuda.memory_allocated()
-    measure.profile_sizes(module, torch.rand(8, requires_grad=True), device="cuda")
+    before = backend.memory_allocated()
+    measure.profile_sizes(module, torch.rand(8, requires_grad=True), device=KIND)
     assert held[0] < 2**20
 
 

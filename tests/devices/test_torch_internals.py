@@ -535,6 +535,25 @@ def test_whether_memory_is_shared() -> None:
         assert not internals.shares_memory(tensor)
 
 
+def test_whether_data_can_move() -> None:
+    with relied_on("it is known where .data can go", "an optimizer trains parameters that the pipeline has left"):
+        assert internals.can_move_data(torch.ones(1), torch.device("cpu"))
+        assert not internals.can_move_data(torch.ones(1), torch.device("meta"))
+
+
+def test_whether_autograd_holds_a_tensor() -> None:
+    with relied_on("those who hold a tensor are counted", "a gradient is changed in place while it is copied"):
+        tensor, parameter = torch.ones(3), torch.ones(3, requires_grad=True)
+        assert not internals.is_shared(tensor)
+        graph = parameter * tensor
+        assert internals.is_shared(tensor)
+        del graph
+        view = tensor[None]
+        assert internals.is_shared(tensor)
+        del view
+        assert not internals.is_shared(tensor)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memories_have_numbers(device: str) -> None:
     with relied_on("tensors that share memory are known", "a plan counts no memory of a model on the meta device"):

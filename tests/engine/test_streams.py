@@ -1,7 +1,7 @@
 """The pipeline on several devices with streams: every wait and every record is in its place.
 
-Under `fake_accelerator`, a missing wait gives a wrong number in the comparison with the plain model. A superfluous
-wait gives right numbers but removes overlap: the last tests examine which launches may run at the same time.
+On `late`, a missing one is a race, which fails the test. A superfluous one gives right numbers but removes overlap; see
+`test_overlap`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, NoChunk, is_recomputing
+from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
-from torchgpipe.engine.copy import Copy, Route, Wait, wait
-from torchgpipe.engine.copy import copy as copy_along
 from torchgpipe.skip import Namespace, pop, skippable, stash
+
+pytestmark = pytest.mark.late
 
 MODES = ["always", "except_last", "never"]
 
@@ -37,16 +37,14 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 def pipeline(module: nn.Sequential, balance: list[int], *, devices: list[int] | None = None, **options: Any) -> GPipe:
-    """Return a pipeline on fake devices of these numbers, by default one device per partition."""
+    """Return a pipeline on devices of these numbers, by default one device per partition."""
     indices = range(len(balance)) if devices is None else devices
     options.setdefault("chunks", 4)
-    return GPipe(copy.deepcopy(module), balance, devices=[f"cpu:{index}" for index in indices], **options)
+    return GPipe(copy.deepcopy(module), balance, devices=[f"late:{index}" for index in indices], **options)
 
 
 def assert_like_plain(model: GPipe, module: nn.Sequential, *inputs: Any) -> None:
-    with on_fake_devices(model):
-        actual = outcome(model, *inputs)
-        assert_same(actual, plain_outcome(copy.deepcopy(module), *inputs, chunks=model.chunks))
+    assert_same(outcome(model, *inputs), plain_outcome(copy.deepcopy(module), *inputs, chunks=model.chunks))
 
 
 def linears(n: int, width: int = 3) -> nn.Sequential:
@@ -124,8 +122,8 @@ def test_one_device(mode: str) -> None:
 def test_without_gradients(context: Callable[[], Any]) -> None:
     module, x = linears(3), torch.randn(8, 3)
     model = pipeline(module, [1, 1, 1])
-    with on_fake_devices(model), context():
-        torch.testing.assert_close(model(x), run_plain(module, x, chunks=4), rtol=0, atol=0)
+    with context():
+        torch.testing.assert_close(model(x).cpu(), run_plain(module, x, chunks=4), rtol=0, atol=0)
 
 
 def test_eval() -> None:
@@ -189,8 +187,7 @@ def test_deferred_batch_norm(mode: str) -> None:
         pipeline(module, [1, 1, 1], devices=devices, checkpoint=mode, deferred_batch_norm=True)
         for devices in ([0, 0, 0], [0, 1, 2])
     ]
-    with on_fake_devices(*models):
-        one_device, several = [outcome(model, x) for model in models]
+    one_device, several = [outcome(model, x) for model in models]
     assert_same(several, one_device)
 
 
@@ -202,8 +199,7 @@ def test_random_layers(mode: str) -> None:
     for each in (mode, "never"):
         model = pipeline(module, [2, 2, 1], checkpoint=each)
         torch.manual_seed(1)
-        with on_fake_devices(model):
-            outcomes.append(outcome(model, x))
+        outcomes.append(outcome(model, x))
         outcomes[-1].buffers["state"] = torch.get_rng_state()
     assert_same(*outcomes)
 
@@ -212,7 +208,8 @@ def test_autocast(mode: str) -> None:
     module, x = linears(3), torch.randn(8, 3, requires_grad=True)
     model = pipeline(module, [1, 1, 1], checkpoint=mode)
     # With the cache, the plain model would sum the gradients of all micro-batches in the lower precision.
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+    off: dict[str, Any] = {"dtype": torch.bfloat16, "cache_enabled": False}
+    with torch.autocast("cpu", **off), torch.autocast("late", **off):
         assert_like_plain(model, module, x)
 
 
@@ -224,19 +221,18 @@ def test_training(mode: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         x, y = torch.ones(8, width), torch.zeros(8, width)
         for step in range(4):
-            loss = nn.functional.mse_loss(run(x * step), y)
+            loss = nn.functional.mse_loss(run(x * step).cpu(), y)
             loss.backward()
             if step % 2:  # accumulate the gradients of two steps
                 optimizer.step()
                 optimizer.zero_grad()
-        return [parameter.detach().clone() for parameter in model.parameters()]
+        return [parameter.detach().cpu() for parameter in model.parameters()]
 
     module = linears(3, width)
     model, plain = pipeline(module, [1, 1, 1], checkpoint=mode), copy.deepcopy(module)
-    with on_fake_devices(model):
-        actual = train(model, model)
-        expected = train(plain, lambda x: run_plain(plain, x, chunks=4))
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    actual = train(model, model)
+    expected = train(plain, lambda x: run_plain(plain, x, chunks=4))
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_second_backward() -> None:
@@ -246,8 +242,7 @@ def test_second_backward() -> None:
         return [torch.autograd.grad(output.sin().sum(), x, retain_graph=True)[0] for _ in range(2)]
 
     model = pipeline(module, [1, 1, 1], checkpoint="never", chunks=2)
-    with on_fake_devices(model):
-        torch.testing.assert_close(run(model(x)), run(run_plain(module, x, chunks=2)), rtol=0, atol=0)
+    torch.testing.assert_close(run(model(x)), run(run_plain(module, x, chunks=2)), rtol=0, atol=0)
 
 
 def test_without_dependency(mode: str) -> None:
@@ -255,26 +250,27 @@ def test_without_dependency(mode: str) -> None:
     module, x = linears(3), torch.randn(8, 3, requires_grad=True)
     model = pipeline(module, [1, 1, 1], checkpoint=mode)
     model._mechanisms = Mechanisms(dependency=False)
-    with on_fake_devices(model):
-        actual, plain = outcome(model, x), plain_outcome(module, x, chunks=4)
-        # Parameters then get the same gradients in another order of summation.
-        torch.testing.assert_close(actual.param_grads, plain.param_grads)
-        assert_same(replace(actual, param_grads={}), replace(plain, param_grads={}))
+    actual, plain = outcome(model, x), plain_outcome(module, x, chunks=4)
+    # Parameters then get the same gradients in another order of summation.
+    torch.testing.assert_close(actual.param_grads, plain.param_grads)
+    assert_same(replace(actual, param_grads={}), replace(plain, param_grads={}))
 
 
 def test_on_the_stream_of_the_caller(mode: str) -> None:
     module, x = linears(2), torch.randn(8, 3, requires_grad=True)
     model = pipeline(module, [1, 1], checkpoint=mode)
-    with on_fake_devices(model) as fake:
-        own = fake.stream("cpu:0", "own")
-        with own.use():
-            output = model(x)
-            actual = torch.autograd.grad(output.sum(), x)
-        fake.stream("cpu:0", "computing").wait(own.mark())
-        plain = run_plain(module, x, chunks=4)
-        torch.testing.assert_close(output, plain, rtol=0, atol=0)
-        torch.testing.assert_close(actual, torch.autograd.grad(plain.sum(), x), rtol=0, atol=0)
-    assert not launches(fake, "addmm", "cpu:0") and launches(fake, "addmm", "cpu:0", beside=True)
+    own = torch.Stream("late:0")
+    streams: set[int] = set()
+    model[0].register_forward_hook(lambda *_: streams.add(torch.accelerator.current_stream("late:0").stream_id))
+    own.wait_stream(torch.accelerator.current_stream("late:0"))
+    with device_module(own.device).stream(own):
+        output = model(x)
+        actual = torch.autograd.grad(output.sum(), x)
+    torch.accelerator.current_stream("late:0").wait_stream(own)
+    plain = run_plain(module, x, chunks=4)
+    torch.testing.assert_close(output.cpu(), plain, rtol=0, atol=0)
+    torch.testing.assert_close(actual, torch.autograd.grad(plain.sum(), x), rtol=0, atol=0)
+    assert streams == {own.stream_id}
 
 
 @pytest.mark.parametrize("devices", [[0, 1, 2, 3], [0, 1, 1, 0], [0, 0, 1, 1]], ids=str)
@@ -333,20 +329,23 @@ def test_any_pipeline(data: st.DataObject) -> None:
 def test_streams_and_devices_are_current_in_the_layers(
     mode: str, devices: list[int], last: Callable[[], nn.Module]
 ) -> None:
+    def current() -> tuple[int, list[int]]:
+        accelerator = torch.accelerator
+        return accelerator.current_device_index(), [accelerator.current_stream(j).stream_id for j in range(2)]
+
     def forward(x: Tensor) -> Tensor:
-        seen.append((fake.current.device, [fake.current_stream(torch.device(f"cpu:{j}")).name for j in range(2)]))
+        seen.append(current())
         return x.sin()
 
     seen: list[Any] = []
     module = nn.Sequential(*[nn.Sequential(Apply(forward), last()) for _ in range(2)])
     model = pipeline(module, [1, 1], devices=devices, chunks=1, checkpoint=mode)
-    with on_fake_devices(model) as fake:
-        output = model(torch.randn(2, 3, requires_grad=True))
-        first = [(device, ["computing", "computing"]) for device in model.devices]
-        assert seen == first
-        seen.clear()
-        output.sum().backward()
-        assert sorted(seen, key=str) == (first if mode == "always" else [])
+    output = model(torch.randn(2, 3, requires_grad=True))
+    first = [(device.index, current()[1]) for device in model.devices]
+    assert seen == first
+    seen.clear()
+    output.sum().backward()
+    assert sorted(seen) == (sorted(first) if mode == "always" else [])
 
 
 # Order of backward
@@ -384,10 +383,9 @@ def traced(mode: str) -> GPipe:
 @pytest.mark.parametrize("input_requires_grad", [False, True])
 def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str, input_requires_grad: bool) -> None:
     model = traced(mode)
-    with on_fake_devices(model):
-        output = model(torch.arange(4.0).reshape(4, 1).requires_grad_(input_requires_grad))
-        Trace.order.clear()
-        output.sum().backward()
+    output = model(torch.arange(4.0).reshape(4, 1).requires_grad_(input_requires_grad))
+    Trace.order.clear()
+    output.sum().backward()
     for j in range(3):
         assert [cell for cell in Trace.order if cell[1] == j] == [(i, j) for i in reversed(range(4))]
 
@@ -395,8 +393,7 @@ def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str, in
 def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> None:
     """`test_dependency` holds the ties of all other cells."""
     model = traced("never")
-    with on_fake_devices(model):
-        leads_to = graph(model(torch.arange(4.0).reshape(4, 1)))
+    leads_to = graph(model(torch.arange(4.0).reshape(4, 1)))
     joins = [followers for node, followers in leads_to.items() if type(node).__name__ == "JoinBackward"]
     for i in range(3):
         (cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i, 0)]
@@ -417,6 +414,15 @@ def graph(output: Tensor) -> dict[Any, list[Any]]:
             leads_to[node] = [follower for follower, _ in node.next_functions]
             pending += leads_to[node]
     return leads_to
+
+
+def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
+    model = pipeline(linears(3), [1, 1, 1], checkpoint="always")
+    leads_to = graph(model(torch.randn(4, 3)))
+    recomputed = [leads_to[node] for node in leads_to if type(node).__name__ == "RecomputeBackward"]
+    waits = [node for node in leads_to if type(node).__name__ == "WaitBackward"]
+    assert len(waits) == 2 * 4
+    assert all(sum(wait in followers for followers in recomputed) == 1 for wait in waits)
 
 
 # Faults
@@ -442,14 +448,13 @@ def test_failure_in_forward(mode: str, j: int) -> None:
     module[j] = fail_at(2, lambda: bool(failing))
     x = torch.arange(4.0).reshape(4, 1).requires_grad_()
     model = pipeline(module, [1, 1, 2], checkpoint=mode)
-    with on_fake_devices(model):
-        with pytest.raises(Failure) as info:
-            model(x)
-        (note,) = info.value.__notes__
-        assert note.startswith(f"micro-batch 2 of 4, partition {j} ") and note.endswith("during forward")
-        assert f"on cpu:{j}," in note
-        del info
-        failing.clear()
+    with pytest.raises(Failure) as info:
+        model(x)
+    (note,) = info.value.__notes__
+    assert note.startswith(f"micro-batch 2 of 4, partition {j} ") and note.endswith("during forward")
+    assert f"on late:{j}," in note
+    del info
+    failing.clear()
     assert_like_plain(model, module, x)
 
 
@@ -460,30 +465,36 @@ def test_failure_in_recomputation(j: int) -> None:
     module[j] = fail_at(2, lambda: bool(failing) and is_recomputing())
     x = torch.arange(4.0).reshape(4, 1).requires_grad_()
     model = pipeline(module, [1, 1, 2], checkpoint="always")
-    with on_fake_devices(model):
-        with pytest.raises(Failure) as info:
-            model(x).sum().backward()
-        assert any(f"partition {j} " in note and "recomputation" in note for note in info.value.__notes__)
-        del info
-        failing.clear()
+    with pytest.raises(Failure) as info:
+        model(x).sum().backward()
+    assert any(f"partition {j} " in note and "recomputation" in note for note in info.value.__notes__)
+    del info
+    failing.clear()
     assert_like_plain(model, module, x)
 
 
 # Lifetimes (`test_leaks` examines single layers)
 
 
+def allocated() -> int:
+    """Return the bytes that are in use on all devices."""
+    torch.accelerator.synchronize()
+    return sum(torch.accelerator.memory_allocated(index) for index in range(torch.accelerator.device_count()))
+
+
 def test_after_backward_only_gradients_are_left_on_the_devices(mode: str) -> None:
     model, x = pipeline(linears(3), [1, 1, 1], checkpoint=mode), torch.randn(4, 3, requires_grad=True)
-    with on_fake_devices(model) as fake:
-        model(x).sum().backward()
-        assert fake.alive() == storages([x.grad, *[parameter.grad for parameter in model.parameters()]])
+    before = allocated()
+    model(x).sum().backward()
+    assert allocated() - before == nbytes([parameter.grad for parameter in model.parameters()])
 
 
 def test_without_gradients_only_the_output_is_left_on_the_devices() -> None:
     model, x = pipeline(linears(3), [1, 1, 1]), torch.randn(4, 3)
-    with on_fake_devices(model) as fake, torch.no_grad():
+    before = allocated()
+    with torch.no_grad():
         output = model(x)
-        assert fake.alive() == storages([output])
+    assert allocated() - before == nbytes([output])
 
 
 def test_skip_leaves_its_source_when_it_has_arrived() -> None:
@@ -505,119 +516,19 @@ def test_skip_leaves_its_source_when_it_has_arrived() -> None:
     sources: list[StorageWeakRef] = []
     gone: list[bool] = []
     model = pipeline(nn.Sequential(Source(), nn.Identity(), Target()), [1, 1, 1], chunks=3)
-    with on_fake_devices(model), torch.no_grad():
+    with torch.no_grad():
         model(torch.randn(3, 3))
     assert gone == [True] * 3
 
 
 def test_checkpointing_keeps_what_crosses_the_boundaries() -> None:
     m, n = 4, 3
-    model, x = pipeline(linears(n), [1] * n, chunks=m, checkpoint="always"), torch.randn(m, 3)
-    with on_fake_devices(model) as fake:
-        output = model(x)
-        # The inputs of the first partition are views of the caller's mini-batch.
-        assert fake.alive() == (n - 1) * m + storages([output])
+    model, x = pipeline(linears(n), [1] * n, chunks=m, checkpoint="always"), torch.randn(m, 3, device="late:0")
+    before = allocated()
+    output = model(x)
+    # The inputs of the first partition are views of the caller's mini-batch.
+    assert allocated() - before == (n - 1) * x.nbytes + output.nbytes
 
 
-def storages(tensors: Iterable[Tensor | None]) -> int:
-    return len({tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None})
-
-
-# Overlap
-
-
-def launches(fake: FakeAccelerator, name: str, device: str, *, beside: bool = False) -> list[Launch]:
-    """Return the operations on a device, on the computing stream or beside it."""
-    return [
-        launch
-        for launch in fake.launches
-        if launch.name == name and str(launch.stream.device) == device and (launch.stream.name != "computing") == beside
-    ]
-
-
-def launches_of_forward(m: int) -> tuple[list[Launch], list[Launch], list[Launch]]:
-    """Return, per micro-batch, the cell on the first device, the copy, and the cell on the second device."""
-    model = pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], chunks=m)
-    with on_fake_devices(model) as fake, torch.no_grad():
-        model(torch.randn(m, 3))
-    source = launches(fake, "addmm", "cpu:0")
-    copies = launches(fake, "_to_copy", "cpu:0", beside=True)
-    target = launches(fake, "addmm", "cpu:1")
-    assert len(source) == len(copies) == len(target) == m
-    return source, copies, target
-
-
-def test_copy_overlaps_with_computation() -> None:
-    source, copies, target = launches_of_forward(m=4)
-    for i in range(4):
-        assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
-        assert all(copies[i].overlaps(other) for other in [*source[i + 2 :], *target[:i]])
-        assert all(source[i].overlaps(other) for other in target[: max(0, i - 1)])
-
-
-def test_neighbouring_cells_of_a_clock_overlap() -> None:
-    source, copies, target = launches_of_forward(m=4)
-    for i in range(3):
-        assert source[i + 1].overlaps(copies[i]) and source[i + 1].overlaps(target[i])
-
-
-def test_neighbouring_cells_overlap_at_backward() -> None:
-    """On the host, one device may be two micro-batches ahead before the other one begins to wait for the first."""
-    first, second = torch.device("cpu:0"), torch.device("cpu:1")
-    with FakeAccelerator() as fake:
-        source, target = fake.current_stream(first), fake.current_stream(second)
-        route = Route.between(source, target, fake.streams, (0, 1), None)
-        assert route is not None
-        copies, waits = [], []
-        for i in range(2):
-            (ready,) = wait([route], i, (torch.ones(3, device=first, requires_grad=True) * 2,))
-            assert ready is not None
-            waits.append(ready.grad_fn)
-            (moved,) = copy_along(route, i, (ready,))
-            assert moved is not None
-            copies.append(moved.grad_fn)
-        grads = []
-        for i in (1, 0):  # backward of the second device, in the order of the engine
-            grads.append(Copy.backward(copies[i], torch.ones(3, device=second) * 3)[2])
-        grad = Wait.backward(waits[1], grads[0])[2]
-        grad * 4
-    ahead = launches(fake, "mul", "cpu:1")[-1]
-    behind = launches(fake, "mul", "cpu:0")[-1]
-    assert not fake.hazards
-    assert ahead.overlaps(behind)
-
-
-def test_copy_of_gradients_overlaps_with_computation(mode: str) -> None:
-    m = 4
-    model = pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], chunks=m, checkpoint=mode)
-    with on_fake_devices(model) as fake:
-        model(torch.randn(m, 3, requires_grad=True)).sum().backward()
-    source = launches(fake, "tanh_backward", "cpu:1")[::-1]
-    copies = launches(fake, "_to_copy", "cpu:1", beside=True)[::-1]
-    target = launches(fake, "tanh_backward", "cpu:0")[::-1]
-    assert len(source) == len(copies) == len(target) == m
-    for i in range(m):
-        assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
-        assert all(copies[i].overlaps(other) for other in [*source[:i], *target[i + 1 :]])
-
-
-def test_recomputation_does_not_wait_for_the_gradient() -> None:
-    m = 4
-    model = pipeline(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], chunks=m, checkpoint="always")
-    with on_fake_devices(model) as fake:
-        model(torch.randn(m, 3, requires_grad=True)).sum().backward()
-    copies = launches(fake, "_to_copy", "cpu:1", beside=True)[::-1]
-    again = launches(fake, "tanh", "cpu:0")[m:][::-1]
-    assert len(copies) == len(again) == m
-    for i in range(m):
-        assert again[i].overlaps(copies[i]), f"recomputation of micro-batch {i} beside the copy of its gradient"
-
-
-def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
-    model = pipeline(linears(3), [1, 1, 1], checkpoint="always")
-    with on_fake_devices(model):
-        leads_to = graph(model(torch.randn(4, 3)))
-    recomputed = [leads_to[node] for node in leads_to if type(node).__name__ == "RecomputeBackward"]
-    waits = [node for node in leads_to if type(node).__name__ == "WaitBackward"]
-    assert len(waits) == 2 * 4
-    assert all(sum(wait in followers for followers in recomputed) == 1 for wait in waits)
+def nbytes(tensors: Iterable[Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -1,7 +1,7 @@
 """Pipelined models on a GPU, with the CPU as another device: waits, copies, and the engine's queues.
 
 The autograd engine has one thread for each device. A backward that waited in it for another cell would hang, which
-neither the CPU nor the fake accelerator shows; so each test has a time limit.
+the CPU does not show; so each test has a time limit.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import DEVICE, LATE, NEEDS_ACCELERATOR
 from tests.frames.models import Decoder, batch, gradients, plain_loss, same
 from torchgpipe import pipelined
 
 pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    *NEEDS_ACCELERATOR,
     pytest.mark.timeout(60),
 ]
 
-GPU = "cuda:0"
+GPU = DEVICE
 DEVICES = [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU], [GPU, "cpu", GPU], ["cpu", GPU, "cpu"]]
+if LATE:
+    DEVICES = [[GPU, "cpu"], ["cpu", GPU], [GPU, "late:1"], [GPU, "late:1", GPU], [GPU, "late:1", "late:2", "late:3"]]
 every_devices = pytest.mark.parametrize("devices", DEVICES, ids=lambda devices: "-".join(devices))
 
 
@@ -54,12 +56,20 @@ def test_gradients(devices: list[str], schedule: str, recomputes: bool) -> None:
 def test_dropout_is_the_same_for_any_number_of_partitions(devices: list[str]) -> None:
     if "cpu" in devices:
         pytest.skip("the CPU draws other numbers")
+    schedule: Any = "1F1B" if len({*devices}) in (1, len(devices)) else "GPipe"
     losses = []
     data = batch()
     for places in ([GPU], devices):
         torch.manual_seed(3)
         model: Any = Decoder(dropout=0.5).double()
-        pipelined(model, {name: tensor[:2] for name, tensor in data.items()}, chunks=3, devices=places, balance="size")
+        pipelined(
+            model,
+            {name: tensor[:2] for name, tensor in data.items()},
+            chunks=3,
+            devices=places,
+            schedule=schedule,
+            balance="size",
+        )
         torch.manual_seed(4)
         losses.append([model.step(**data).item() for _ in range(3)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)

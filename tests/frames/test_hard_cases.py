@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import Devices
-from tests.fake_accelerator import FakeAccelerator
 from tests.frames.models import Decoder, batch, gradients, same
 from torchgpipe import GPipe, pipelined
 
@@ -303,6 +302,7 @@ def test_checkpointing_around_the_model() -> None:
         checkpoint(model, X, use_reentrant=False)
 
 
+@pytest.mark.late
 def test_a_view_of_what_is_changed_in_place_on_another_device() -> None:
     def changes(self: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
         if k == 0:
@@ -320,12 +320,8 @@ def test_a_view_of_what_is_changed_in_place_on_another_device() -> None:
             run.between = lambda _, k, x, first: changes(run, k, x, first)
             return Chain.forward(run, x)
 
-    model, _ = make(Local(), verify=False)
-    accelerator = FakeAccelerator()
-    model._runs().streams = accelerator.streams
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        accelerator.place(tensor, model._torchgpipe.devices[model._torchgpipe.column_of(name)])
-    with accelerator, pytest.raises(RuntimeError, match="does not reach the view of the same memory of shape"):
+    model, _ = make(Local(), ["late:0", "late:1"], verify=False)
+    with pytest.raises(RuntimeError, match="does not reach the view of the same memory of shape"):
         model(X)
 
 
@@ -497,7 +493,7 @@ def test_an_output_without_rows_is_that_of_all_micro_batches_or_refused() -> Non
 
 
 def test_an_input_that_a_model_differentiates_under_no_grad() -> None:
-    """The parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere."""
+    """Parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere."""
 
     class Forces(Chain):
         def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Devices
-from tests.fake_accelerator import FakeAccelerator
 from tests.frames.models import Block, Decoder, batch, gradients, plain_loss, same
 from torchgpipe import GPipe, pipelined
 from torchgpipe.frames.pipelined import pipelined_apart
@@ -62,38 +60,31 @@ def test_loss_and_gradients_are_those_of_the_plain_model(
     same(gradients(model), expected)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.late
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_is_read_before_it_is_there(data: dict[str, Tensor], n: int, schedule: Any) -> None:
-    """On a fake accelerator, whose devices do not mix, and whose streams do not wait by themselves."""
     model = decoder()
     plain = copy.deepcopy(model)
     plain_loss(plain, data, 3)
     expected = gradients(plain)
-    pipelined(model, of(data), chunks=3, devices=[f"cpu:{j}" for j in range(n)], schedule=schedule)
+    pipelined(model, of(data), chunks=3, devices=[f"late:{j}" for j in range(n)], schedule=schedule)
     for run in (lambda: model(**data)["loss"].backward(), lambda: model.step(**data)):
-        with on_fake_devices(model) as accelerator:
-            run()
-        assert not accelerator.hazards
-        same(gradients(model), expected)
+        run()
+        same(on_host(gradients(model)), expected)
 
 
-def on_fake_devices(model: Any) -> FakeAccelerator:
-    settings = model._torchgpipe
-    accelerator = FakeAccelerator()
-    model._runs().streams = accelerator.streams
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        accelerator.place(tensor, settings.devices[settings.column_of(name)])
-    return accelerator
+def on_host(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
 
 
+@pytest.mark.late
 def test_in_one_piece_a_leaf_on_another_device_has_its_gradient() -> None:
     """The proof once found no gradients of the plain model but those on its last device."""
-    model: Any = pipelined(Coder(), X[:2], chunks=2, devices=["cpu:0", "cpu:1", "cpu:2"], balance=[1, 1, 1])
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.grad = torch.ones(2)
-    with on_fake_devices(model) as accelerator, model._runs().in_one_piece(model, backward=False):
-        accelerator.place(leaf, "cpu:0")
+    model: Any = pipelined(Coder(), X[:2], chunks=2, devices=["late:0", "late:1", "late:2"], balance=[1, 1, 1])
+    leaf = torch.ones(2, requires_grad=True, device="late:0")
+    leaf.grad = torch.ones_like(leaf)
+    with model._runs().in_one_piece(model, backward=False):
         model.layers[2](X)
         assert leaf.grad is not None
 
@@ -159,22 +150,24 @@ class Coder(nn.Module):
         return self.decode(self.encode(x))
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("verify", [False, True])
 def test_methods_beside_forward_run_from_device_to_device(verify: bool) -> None:
     """They once mixed tensors of two devices."""
-    plain, x = Coder(), X.clone()
-    options: dict[str, Any] = {"chunks": 2, "devices": [f"cpu:{j}" for j in range(3)], "balance": [1, 1, 1]}
+    plain = Coder()
+    options: dict[str, Any] = {"chunks": 2, "devices": [f"late:{j}" for j in range(3)], "balance": [1, 1, 1]}
     model: Any = pipelined(copy.deepcopy(plain), X[:2], verify=verify, **options)
-    with on_fake_devices(model) as accelerator:
-        accelerator.place(x, "cpu:9")  # the host
-        code = model.encode(x)
-        output = model.decode(code)
-        assert {*map(accelerator.device_of, [code, output])} == {torch.device("cpu:0")}
-    assert not accelerator.hazards
-    assert torch.equal(output, plain(X))
+    code = model.encode(X)
+    output = model.decode(code)
+    assert code.device == output.device == torch.device("late:0")
+    assert torch.equal(output.cpu(), plain(X))
 
 
-@pytest.mark.parametrize("names", [["cpu"] * 8, ["cpu:0"] * 4 + ["cpu:1"] * 4])
+@pytest.mark.parametrize(
+    "names",
+    [["cpu"] * 8, pytest.param(["late:0"] * 4 + ["late:1"] * 4, marks=pytest.mark.late)],
+    ids=["inline", "late"],
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_neighbours_on_one_device_may_be_kept_apart(data: dict[str, Tensor], names: list[str], schedule: Any) -> None:
     model: Any = decoder(layers=5)
@@ -183,10 +176,8 @@ def test_neighbours_on_one_device_may_be_kept_apart(data: dict[str, Tensor], nam
     expected = gradients(plain)
     pipelined_apart(model, of(data), chunks=3, devices=names, balance=[1] * 8, schedule=schedule)
     for run in (lambda: model(**data)["loss"].backward(), lambda: model.step(**data)):
-        with on_fake_devices(model) if len(set(names)) > 1 else nullcontext() as accelerator:
-            run()
-        assert accelerator is None or not accelerator.hazards
-        same(gradients(model), expected)
+        run()
+        same(on_host(gradients(model)), expected)
     assert model.step(**data).item() == pytest.approx(loss.item(), rel=1e-14)
 
 
@@ -207,13 +198,17 @@ def test_the_second_half_of_backward_may_come_last(devices: Devices, data: dict[
         same(gradients(model), expected)
 
 
-def test_partitions_may_go_round_the_devices(data: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "count"), [("Interleaved1F1B", 2), ("LayerMajor", 1), ("LayerMajor", 2), ("LayerMajor", 4)]
+)
+def test_partitions_may_go_round_the_devices(data: dict[str, Tensor], schedule: str, count: int) -> None:
     model = decoder()
     plain = copy.deepcopy(model)
     plain_loss(plain, data, 3)
     expected = gradients(plain)
-    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "partitions": 4, "schedule": "Interleaved1F1B"}
+    options: dict[str, Any] = {"devices": [f"cpu:{k}" for k in range(count)], "partitions": 4, "schedule": schedule}
     pipelined(model, of(data), chunks=3, **options)
+    assert len(model._runs().settings.labels) == 4, "each partition is a column of its own"
     model.step(**data)
     same(gradients(model), expected)
 
@@ -770,18 +765,16 @@ def test_loss_fn_with_targets_and_values(devices: Devices, data: dict[str, Tenso
     assert values["count"].tolist() == [2, 2, 2]
 
 
+@pytest.mark.late
 def test_the_target_may_be_on_another_device(data: dict[str, Tensor]) -> None:
     """A target on the host, as a data loader gives it, once met the output on the device of the last partition."""
     model: Any = decoder()
     options: dict[str, Any] = {"loss_fn": lambda output, target: (output["logits"].sum((1, 2)) * target).mean()}
-    pipelined(model, {"ids": data["ids"][:2]}, chunks=3, devices=["cpu:0", "cpu:1"], **options)
+    pipelined(model, {"ids": data["ids"][:2]}, chunks=3, devices=["late:0", "late:1"], **options)
     target = torch.randn(len(data["ids"]), dtype=torch.float64)
     model.step(data["ids"], target=target)
     expected = gradients(model)
-    with on_fake_devices(model) as accelerator:
-        accelerator.place(target, "cpu:2")
-        model.step(data["ids"], target=target)
-    assert not accelerator.hazards
+    model.step(data["ids"], target=target.to("late:2"))
     same(gradients(model), expected)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import DEVICE, needs_accelerator
 from tests.conftest import with_accelerators
 from tests.gpipe.helpers import make_input, make_model
 from tests.plain import assert_same, outcome, plain_outcome
@@ -81,10 +82,9 @@ def test_a_device_may_repeat(order: list[str], checkpoint: str) -> None:
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=3))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_accelerator
 def test_input_on_another_device_is_copied_to_the_first() -> None:
-    model = GPipe(make_model(2), [1, 1], devices=["cuda:0", "cpu"], chunks=2)
+    model = GPipe(make_model(2), [1, 1], devices=[DEVICE, "cpu"], chunks=2)
     x = make_input()
     output = model(x)
     assert output.device == torch.device("cpu")

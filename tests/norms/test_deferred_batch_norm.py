@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from tests.fake_accelerator import on_fake_devices
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
@@ -329,16 +328,15 @@ def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
     assert_same_statistics(model, whole)
 
 
-def test_on_a_fake_accelerator(checkpoint: str) -> None:
+@pytest.mark.late
+def test_on_an_accelerator(checkpoint: str) -> None:
     """The update waits for the streams that compute the moments."""
     module = nn.Sequential(nn.BatchNorm1d(3), Affine(), nn.BatchNorm1d(3)).double()
     whole, x = copy.deepcopy(module), data(8, 3)
-    model = GPipe(module, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=3, checkpoint=checkpoint,
+    model = GPipe(module, [1, 1, 1], devices=["late:0", "late:1", "late:2"], chunks=3, checkpoint=checkpoint,
                   deferred_batch_norm=True)  # fmt: skip
-    with on_fake_devices(model):
-        for _ in range(2):
-            outcome(model, x)
     for _ in range(2):
+        outcome(model, x)
         track_whole(whole, x, 3)
     assert_same_statistics(model, whole)
 

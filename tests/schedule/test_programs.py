@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.schedule import NAMES, Action, ScheduleName, draw_svg, draw_text, program, program_of, simulate, verify
+from torchgpipe.schedule import (
+    NAMES,
+    Action,
+    ScheduleName,
+    draw_svg,
+    draw_text,
+    places_of,
+    program,
+    program_of,
+    simulate,
+    verify,
+)
 from torchgpipe.schedule.programs import SPLITTING, usual_places
 
 #: The time of forward, with backward of twice that time, or of that time for each half.
@@ -57,6 +68,35 @@ def test_bubbles_and_peaks_are_those_of_the_papers(n: int, rounds: int) -> None:
     assert bubble("V-Half") <= bubble("1F1B") or n == 1
 
 
+def test_all_micro_batches_of_a_partition_come_before_the_next_partition() -> None:
+    """The last partition runs backward after each forward."""
+    f0, f1, f2 = ([F_(i, j) for i in range(3)] for j in range(3))
+    turns = [action for i in range(3) for action in (F_(i, 3), B_(i, 3))]
+    b0, b1, b2 = ([B_(i, j) for i in range(3)] for j in range(3))
+    assert program("LayerMajor", 3, [0, 0, 0, 0]) == [[*f0, *f1, *f2, *turns, *b2, *b1, *b0]]
+    assert program("LayerMajor", 3, [0, 1, 0, 1]) == [[*f0, *f2, *b2, *b0], [*f1, *turns, *b1]]
+
+
+@given(places=st.lists(st.integers(0, 3), min_size=1, max_size=8), m=st.integers(1, 8))
+def test_layer_major_fits_any_places(places: list[int], m: int) -> None:
+    places = places_of(places)
+    made = program("LayerMajor", m, places)
+    verify(made, m, places)
+    for own in made:
+        for kind in "FB":
+            # In the order of the partitions, backward from the last; micro-batches are always in the same order.
+            cells = [(j, i) for k, i, j in own if k == kind]
+            assert cells == sorted(cells, key=lambda cell: (cell[0] if kind == "F" else -cell[0], cell[1]))
+
+
+@pytest.mark.parametrize(("n", "laps", "rounds"), [(1, 4, 2), (2, 1, 3), (2, 8, 1), (4, 2, 1), (4, 3, 2)])
+def test_layer_major_idles_in_the_beginning_and_at_the_end(n: int, laps: int, rounds: int) -> None:
+    m = rounds * n
+    simulation = simulate(program("LayerMajor", m, [*range(n)] * laps))
+    assert simulation.seconds / simulation.busy[0] - 1 == pytest.approx((n - 1) / (m * laps))
+    assert simulation.peaks == [m * laps] * (n - 1) + [m * (laps - 1) + 1]
+
+
 def test_neighbouring_partitions_on_one_device_run_as_one() -> None:
     assert program("1F1B", 1, [0, 0, 1]) == [
         [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0)],
@@ -67,7 +107,7 @@ def test_neighbouring_partitions_on_one_device_run_as_one() -> None:
 @pytest.mark.parametrize(
     ("name", "places", "message"),
     [
-        ("2F2B", [0, 1], "schedule must be one of GPipe, 1F1B, Interleaved1F1B, ZeroBubble, V-Half, or a program"),
+        ("2F2B", [0, 1], "schedule must be one of GPipe, .*, V-Half, LayerMajor, or a program, but got '2F2B'"),
         ("1F1B", [0, 1, 0], r"1F1B wants the partitions of a device next to each other, .* \[0, 1, 0\]"),
         ("ZeroBubble", [0, 1, 0], "use schedule='Interleaved1F1B'"),
         ("Interleaved1F1B", [0, 1, 1, 0], r"go round the devices, .* \[0, 1, 0\]; give devices=\[a, b, a, b\]"),

@@ -1,11 +1,13 @@
 """A skip travels straight to its device once and its gradient straight back once, beside all computation.
 
-Under `fake_accelerator` a copy is a launch between two devices, and it is known which launches may overlap.
+The streams have clocks (`tests.clocks`), which tell which work may run at the same time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.fake_accelerator import FakeAccelerator, Launch, on_fake_devices
+from tests.clocks import listening
 from tests.skip.layers import Pop, Stash, pair
 from torchgpipe import GPipe
+from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.typing import Leaves
+from torchgpipe.engine import copy as engine_copy
 from torchgpipe.engine.portal import Portal
 from torchgpipe.skip.namespace import SkipKey
 
@@ -26,23 +31,35 @@ M = 3
 
 
 def pipeline(layers: list[Any], devices: list[int], balance: list[int] | None = None, **options: Any) -> GPipe:
-    """Return a pipeline with a partition per layer, on fake devices of these numbers."""
+    """Return a pipeline with a partition per layer, on devices of these numbers."""
     balance = balance or [1] * len(layers)
     names = [f"cpu:{k}" for k in devices]
     return GPipe(nn.Sequential(*layers), balance, devices=names, chunks=options.pop("chunks", M), **options)
 
 
-def train(model: GPipe, width: int = 2) -> FakeAccelerator:
-    x = torch.rand(model.chunks, width, requires_grad=True)
-    with on_fake_devices(model) as fake:
-        model(x).sum().backward()
-    return fake
+def train(model: GPipe) -> Counter[tuple[int, int]]:
+    """Return how many tensors were copied between each pair of devices."""
+    with copies() as ways, listening(model):
+        model(torch.rand(model.chunks, 2, requires_grad=True)).sum().backward()
+    return Counter(ways)
 
 
-def copies(fake: FakeAccelerator) -> list[tuple[int, int]]:
-    """Return the pairs of devices between which tensors were copied, in order."""
-    ends = [(launch.stream.device.index, launch.target.index) for launch in fake.launches]
-    return [(source, target) for source, target in ends if source != target]
+@contextmanager
+def copies() -> Iterator[list[tuple[int, int]]]:
+    """Note the devices between which tensors are copied."""
+    ways: list[tuple[int, int]] = []
+    move = engine_copy._move
+
+    def noting(leaving: Stream, arriving: Stream, target: Stream, leaves: Leaves) -> Leaves:
+        moved = move(leaving, arriving, target, leaves)
+        ways.extend(
+            (leaving.device.index, arriving.device.index) for leaf in moved if leaf is not None and leaf.numel()
+        )
+        return moved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_copy, "_move", noting)
+        yield ways
 
 
 def there_and_back(ways: list[tuple[int, int]]) -> Counter[tuple[int, int]]:
@@ -71,20 +88,18 @@ def test_a_skip_is_copied_once_there_and_its_gradient_once_back(checkpoint: str,
     """The copy goes from the stash's device to the pop's, through no other; there is none if both are the same."""
     stashing, popping = pair()
     model = pipeline([stashing, Linear(), Linear(), popping], devices, checkpoint=checkpoint)
-    assert Counter(copies(train(model))) == there_and_back([*pairwise(devices), (devices[0], devices[3])])
+    assert train(model) == there_and_back([*pairwise(devices), (devices[0], devices[3])])
 
 
 def test_a_skip_between_neighbours_goes_the_same_way_as_the_batch(checkpoint: str) -> None:
     model = pipeline([*pair()], [0, 1], checkpoint=checkpoint)
-    assert Counter(copies(train(model))) == there_and_back([(0, 1), (0, 1)])
+    assert train(model) == there_and_back([(0, 1), (0, 1)])
 
 
 def test_a_skip_within_a_partition_is_not_copied(checkpoint: str) -> None:
     a, b = pair(), pair()
     model = pipeline([a[0], a[1], b[0], nn.Tanh(), b[1]], [0, 1], balance=[2, 3], checkpoint=checkpoint)
-    fake = train(model)
-    assert Counter(copies(fake)) == there_and_back([(0, 1)])
-    assert not any("skip" in launch.stream.name for launch in fake.launches)
+    assert train(model) == there_and_back([(0, 1)])
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -102,33 +117,33 @@ def test_any_skips_are_copied_once_there_and_once_back(data: st.DataObject) -> N
         ways.append((devices[a], devices[c]))
     mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
     model = pipeline([nn.Sequential(*block) for block in blocks], devices, checkpoint=mode)
-    assert Counter(copies(train(model))) == there_and_back(ways)
+    assert train(model) == there_and_back(ways)
 
 
 def test_without_gradients_it_is_copied_once_there() -> None:
     model = pipeline([Stash(), Linear(), Pop()], [0, 1, 2])
-    with on_fake_devices(model) as fake, torch.no_grad():
+    with copies() as ways, listening(model), torch.no_grad():
         model(torch.rand(M, 2))
-    assert Counter(copies(fake)) == Counter(M * [(0, 1), (1, 2), (0, 2)])
+    assert Counter(ways) == Counter(M * [(0, 1), (1, 2), (0, 2)])
 
 
 @pytest.mark.parametrize("function", [lambda x: None, lambda x: x[:0]], ids=["None", "empty"])
 def test_what_has_no_elements_is_not_copied(function: Any, checkpoint: str) -> None:
     model = pipeline([Stash(function), Linear(), Pop(lambda x, skip: x)], [0, 1, 2], checkpoint=checkpoint)
-    assert Counter(copies(train(model))) == there_and_back([(0, 1), (1, 2)])
+    assert train(model) == there_and_back([(0, 1), (1, 2)])
 
 
 @pytest.mark.parametrize("popping", [lambda x, skip: x, lambda x, skip: x + skip.detach()], ids=["unused", "detached"])
 def test_a_gradient_that_never_comes_is_not_copied(popping: Any, checkpoint: str) -> None:
     model = pipeline([Stash(), Linear(), Pop(popping)], [0, 1, 2], checkpoint=checkpoint)
-    assert Counter(copies(train(model))) == there_and_back([(0, 1), (1, 2)]) + Counter(M * [(0, 2)])
+    assert train(model) == there_and_back([(0, 1), (1, 2)]) + Counter(M * [(0, 2)])
 
 
 def test_what_needs_no_gradient_has_none_to_copy(checkpoint: str) -> None:
     model = pipeline(
         [Stash(lambda x: x > 0), Linear(), Pop(lambda x, skip: x * skip)], [0, 1, 2], checkpoint=checkpoint
     )
-    assert Counter(copies(train(model))) == there_and_back([(0, 1), (1, 2)]) + Counter(M * [(0, 2)])
+    assert train(model) == there_and_back([(0, 1), (1, 2)]) + Counter(M * [(0, 2)])
 
 
 def test_a_pipeline_of_one_device_has_portals_without_a_route() -> None:
@@ -140,26 +155,16 @@ def test_a_pipeline_of_one_device_has_portals_without_a_route() -> None:
 # --------------------------------------------------------------------------------------------------------- overlap
 
 
-def launches(fake: FakeAccelerator, name: str, device: int, target: int | None = None) -> list[Launch]:
-    """Return the operations of a device in launch order; with ``target``, only the copies to that device."""
-    wanted = device if target is None else target
-    return [
-        launch
-        for launch in fake.launches
-        if launch.name == name and launch.stream.device.index == device and launch.target.index == wanted
-    ]
-
-
 def test_the_copy_of_a_skip_overlaps_with_the_computation_between() -> None:
     """The copy begins when the stash is computed, and only the pop waits for its end."""
     m = 4
     model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.add)], [0, 1, 2, 3], chunks=m)
-    with on_fake_devices(model) as fake, torch.no_grad():
+    with listening(model) as done, torch.no_grad():
         model(torch.rand(m, 2))
-    stashes, skips, pops = launches(fake, "exp", 0), launches(fake, "_to_copy", 0, 3), launches(fake, "add", 3)
+    stashes, skips, pops = done.of("forward", 0), done.of("copy", 0, 3), done.of("forward", 3)
     assert len(stashes) == len(skips) == len(pops) == m
-    between = [launches(fake, "tanh", 1), launches(fake, "tanh", 2)]
-    batches = [launches(fake, "_to_copy", k, k + 1) for k in range(3)]
+    between = [done.of("forward", 1), done.of("forward", 2)]
+    batches = [done.of("copy", k, k + 1) for k in range(3)]
     for i in range(m):
         assert stashes[i].precedes(skips[i]) and skips[i].precedes(pops[i])
         assert all(skips[i].overlaps(cells[i]) for cells in between)
@@ -172,11 +177,11 @@ def test_the_copy_of_its_gradient_overlaps_with_the_computation_between(checkpoi
     m = 4
     model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.mul)], [0, 1, 2, 3], chunks=m)
     model.checkpoint = checkpoint
-    with on_fake_devices(model) as fake:
+    with listening(model) as done:
         model(torch.rand(m, 2, requires_grad=True)).sum().backward()
-    grads = launches(fake, "_to_copy", 3, 0)[::-1]
-    between = [launches(fake, "tanh_backward", k)[::-1] for k in (1, 2)]
-    batch = launches(fake, "_to_copy", 3, 2)[::-1]
+    grads = done.of("copy", 3, 0)
+    between = [done.of("backward", k) for k in (1, 2)]
+    batch = done.of("copy", 3, 2)
     assert len(grads) == len(batch) == m and all(len(cells) == m for cells in between)
     for i in range(m):
         assert all(grads[i].overlaps(cells[i]) for cells in between)
@@ -204,16 +209,22 @@ def test_a_skip_is_on_one_device_at_a_time() -> None:
     targets: list[StorageWeakRef] = []
     alive: list[list[bool]] = []
     model = pipeline([Stash(make), nn.Identity(), Pop(popped)], [0, 1, 2])
-    with on_fake_devices(model), torch.no_grad():
+    with listening(model), torch.no_grad():
         model(torch.rand(M, 2))
     assert alive == [[False] * (i + 1) + [False] * i + [True] for i in range(M)]
     assert targets[-1].expired()
 
 
+@pytest.mark.late
 def test_after_backward_only_gradients_are_left_on_the_devices(checkpoint: str) -> None:
-    model = pipeline([Stash(), Linear(), Pop()], [0, 1, 2], checkpoint=checkpoint)
-    x = torch.rand(M, 2, requires_grad=True)
-    with on_fake_devices(model) as fake:
-        model(x).sum().backward()
-        kept = [x.grad, *[parameter.grad for parameter in model.parameters()]]
-        assert fake.alive() == len(kept) and None not in kept
+    names = ["late:0", "late:1", "late:2"]
+    model = GPipe(nn.Sequential(Stash(), Linear(), Pop()), [1, 1, 1], devices=names, chunks=M, checkpoint=checkpoint)
+    before = allocated()
+    model(torch.rand(M, 2, requires_grad=True)).sum().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    assert allocated() - before == sum(grad.nbytes for grad in grads if grad is not None)
+
+
+def allocated() -> int:
+    torch.accelerator.synchronize()
+    return sum(torch.accelerator.memory_allocated(index) for index in range(3))

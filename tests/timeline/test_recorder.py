@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import torchgpipe
+from tests.clocks import clocked
 from tests.conftest import Devices, Pipe
-from tests.fake_accelerator import on_fake_devices
 from tests.plain import assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.stream import Stream, Streams, Tick
@@ -106,7 +106,7 @@ def test_a_span_says_where_it_was(pipe: Pipe) -> None:
 
 def test_copies_and_waits_are_there_once(checkpoint: str) -> None:
     model = GPipe(linears(), [1] * N, devices=[f"cpu:{j}" for j in range(N)], chunks=M, checkpoint=checkpoint)
-    with on_fake_devices(model), torchgpipe.record(model) as timeline:
+    with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(checkpoint)
     assert_in_order(timeline, checkpoint)
@@ -142,7 +142,7 @@ class Finish(nn.Module):
 def test_a_skip_has_copies_of_its_own() -> None:
     layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), Start()), nn.Linear(3, 3), Finish())
     model = GPipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=M)
-    with on_fake_devices(model), torchgpipe.record(model) as timeline:
+    with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     skips = [span for span in timeline.spans if span.kind == "copy" and span.stream.startswith("skip")]
     ways = [(i, *ends) for i in range(M) for ends in [(0, 2, "skip leaving"), (2, 0, "skip gradient leaving")]]

@@ -7,14 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
+from tests.accelerator import DEVICE, needs_accelerator
 from torchgpipe import GPipe
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
-GPU = "cuda:0"
+GPU = DEVICE
 
 #: Allowed difference of the host's and the GPU's clocks in seconds: many times the real one, a fraction of `slept`.
 APART = 1e-3
@@ -46,6 +42,8 @@ def slept() -> float:
     return start.elapsed_time(end) / 1000
 
 
+@pytest.mark.cuda  # `late` keeps no clock of its own, and this is about times.
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 @pytest.mark.parametrize("devices", [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
 def test_spans_are_those_of_the_work(devices: list[str], mode: str) -> None:
@@ -66,6 +64,7 @@ def test_spans_are_those_of_the_work(devices: list[str], mode: str) -> None:
     assert len(copies) == (0 if devices == [GPU, GPU] else 6)
 
 
+@needs_accelerator
 def test_peak_memory_is_reported() -> None:
     model = GPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=[GPU])
     with torchgpipe.record(model) as timeline:

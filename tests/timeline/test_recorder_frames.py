@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
+from tests.clocks import clocked
 from tests.conftest import Devices
-from tests.fake_accelerator import FakeAccelerator
 from tests.frames.models import Decoder, batch, gradients
 from tests.timeline.test_recorder import cells
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
@@ -84,15 +84,8 @@ def test_the_rows_are_columns_and_the_programs_are_those_that_ran(data: dict[str
 
 def test_copies_and_waits_have_spans_and_cells_begin_behind_them(data: dict[str, Tensor]) -> None:
     model = model_on([f"cpu:{j}" for j in range(N)], data)
-    accelerator = FakeAccelerator()
-    runs = runs_of(model)
-    assert runs is not None
-    runs.streams = accelerator.streams
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        accelerator.place(tensor, model._torchgpipe.devices[model._torchgpipe.column_of(name)])
-    with accelerator, torchgpipe.record(model) as timeline:
+    with clocked(model), torchgpipe.record(model) as timeline:
         model.step(**data)
-    assert not accelerator.hazards
     assert cells(timeline.spans) == Counter([("forward", i, j) for i, j in GRID] + backward_of("1F1B"))
 
     def ends(span: Span) -> tuple[int, set[int | None]]:

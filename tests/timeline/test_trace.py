@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.fake_accelerator import on_fake_devices
+from tests.clocks import clocked
 from tests.timeline.synthetic import span
 from torchgpipe import GPipe
 from torchgpipe.timeline.timeline import Timeline
@@ -23,7 +23,7 @@ M, N = 3, 3
 def recorded() -> Timeline:
     layers = nn.Sequential(*[nn.Linear(3, 3) for _ in range(N)])
     model = GPipe(layers, [1] * N, devices=[f"cpu:{j}" for j in range(N)], chunks=M)
-    with on_fake_devices(model), torchgpipe.record(model) as timeline:
+    with clocked(model), torchgpipe.record(model) as timeline:
         for _ in range(2):
             model(torch.randn(2 * M, 3)).sum().backward()
     return timeline

@@ -37,8 +37,7 @@ def canonical_device(device: Device) -> torch.device:
     device = torch.device(device)
     if device.type in ("cpu", "meta"):
         return device
-    module = device_module(device)
-    count = module.device_count()
+    count = device_module(device).device_count()
     if (device.index or 0) >= count:
         kind = "GPU" if device.type == "cuda" else f"device of type '{device.type}'"
         raise ValueError(
@@ -46,7 +45,7 @@ def canonical_device(device: Device) -> torch.device:
             + (f"the last is '{device.type}:{count - 1}'" if count else f"see torch.{device.type}.is_available()")
             + ", or to try it on the CPU, give devices=['cpu', 'cpu']"
         )
-    return torch.device(device.type, module.current_device()) if device.index is None else device
+    return torch.device(device.type, torch.accelerator.current_device_index()) if device.index is None else device
 
 
 def default_device() -> torch.device:

@@ -8,7 +8,9 @@ other streams. Three rules keep results right, and a stream has methods for each
 * the allocator must know every foreign stream that works on a tensor, or it reuses the memory too early (``record``);
 * a kernel goes to the stream that is current in the thread that launches it (``use``).
 
-On the CPU, work is finished when the call returns, so its stream keeps all three rules as a no-op.
+On the CPU, work is finished when the call returns, so its stream keeps all three rules as a no-op. The same is believed
+of an accelerator whose module in torch has no ``Stream``: there is one stream for each device, the caller's, which is
+made current wherever a cell runs. All else goes through ``torch.accelerator``, whatever the module is called.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.device import device_module, same_memory
+from torchgpipe.devices.device import same_memory
 
 __all__ = ["AcceleratorStream", "Mark", "Stream", "Streams", "Tick"]
 
@@ -71,12 +73,19 @@ class Stream:
         """Let the host wait for all work of this stream."""
 
 
-class AcceleratorStream(Stream):
-    """A stream of CUDA, or of a backend with the same interface."""
+class _OnlyStream(Stream):
+    """The stream of an accelerator that computes at once."""
 
     def __init__(self, device: torch.device, native: Any, name: str = "computing") -> None:
         super().__init__(device, name)
         self.native = native
+
+    def use(self) -> AbstractContextManager[Any]:
+        return _Use(self.device, self.native)
+
+
+class AcceleratorStream(_OnlyStream):
+    """A stream of an accelerator, beside others of the same device."""
 
     def mark(self) -> Mark:
         return self.native.record_event()
@@ -86,7 +95,7 @@ class AcceleratorStream(Stream):
             self.native.wait_event(mark)
 
     def tick(self) -> Tick:
-        event = device_module(self.device).Event(enable_timing=True)
+        event = torch.Event(self.device.type, enable_timing=True)
         event.record(self.native)
         return event
 
@@ -103,9 +112,28 @@ class AcceleratorStream(Stream):
         if tensor.device.type == self.device.type:
             tensor.record_stream(self.native)
 
-    def use(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = device_module(self.device).stream(self.native)
-        return context
+
+class _Use:
+    """A ``with`` block in which a device and a stream of it are current; a new object for each block.
+
+    Threads share a stream, and what was current before is a matter of each thread.
+    """
+
+    __slots__ = ("_before", "_device", "_index", "_native")
+
+    def __init__(self, device: torch.device, native: Any) -> None:
+        self._device = device
+        self._native = native
+
+    def __enter__(self) -> None:
+        self._index = torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(self._device.index)
+        self._before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._native)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        torch.accelerator.set_device_index(self._index)
 
 
 class Streams:
@@ -113,13 +141,16 @@ class Streams:
 
     def current(self, device: torch.device) -> Stream:
         """Return the stream on which this thread computes on ``device``."""
-        if not _has_streams(device.type):
+        if device.type == "cpu":
             return Stream(device)
-        return AcceleratorStream(device, device_module(device).current_stream(device))
+        kind = AcceleratorStream if _has_side_streams(device.type) else _OnlyStream
+        return kind(device, torch.accelerator.current_stream(device))
 
     def side(self, device: torch.device, purpose: str) -> Stream:
         """Return the stream of ``device`` for ``purpose``, which works beside the computation."""
-        return _side_stream(device, purpose)
+        if device.type == "cpu" or _has_side_streams(device.type):
+            return _side_stream(device, purpose)
+        return _OnlyStream(device, torch.accelerator.current_stream(device), purpose)
 
     def device_of(self, tensor: Tensor) -> torch.device | None:
         """Return the device of ``tensor``; None if the tensor can be used on every device."""
@@ -136,11 +167,11 @@ def _side_stream(device: torch.device, purpose: str) -> Stream:
     # Cached for the life of the process: the allocator keeps memory for each stream, so new streams at each call would
     # fragment it. What leaves and what arrives has a stream each, because a copy occupies a stream at both of its ends:
     # with one stream for both, the copies of a chain of neighbours would wait for each other.
-    if not _has_streams(device.type):
+    if device.type == "cpu":
         return Stream(device, purpose)
-    return AcceleratorStream(device, device_module(device).Stream(device), purpose)
+    return AcceleratorStream(device, torch.Stream(device), purpose)
 
 
 @cache
-def _has_streams(device_type: str) -> bool:
-    return device_type != "cpu" and hasattr(torch.get_device_module(device_type), "Stream")
+def _has_side_streams(device_type: str) -> bool:
+    return hasattr(torch.get_device_module(device_type), "Stream")

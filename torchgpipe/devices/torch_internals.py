@@ -32,6 +32,7 @@ __all__ = [
     "apply_directly",
     "at_end_of_pass",
     "caches_parametrizations",
+    "can_move_data",
     "current_pass",
     "dispatch_modes",
     "exchange_memory",
@@ -47,6 +48,7 @@ __all__ = [
     "is_compiled",
     "is_optimized",
     "is_saved",
+    "is_shared",
     "joins_unevenly",
     "keeps_graph",
     "next_sequence_number",
@@ -245,6 +247,16 @@ def shares_memory(tensor: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether something beside the caller's Python code holds ``tensor`` or its memory, such as autograd.
+
+    A gradient on its way to another device may be the sum of a parameter's gradients as well, to which autograd adds in
+    place as soon as nobody else holds it. Since 2.3 or a little earlier. Without it, every gradient would be copied on
+    its device before it is sent.
+    """
+    return bool(tensor._use_count() > 1) or shares_memory(tensor)  # type: ignore[attr-defined]
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share as long as they have the same memory.
 
@@ -252,6 +264,15 @@ def storage_key(tensor: Tensor) -> int:
     other devices ``untyped_storage().data_ptr()`` does the same.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def can_move_data(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether ``tensor.data`` can be given memory on another device.
+
+    Not every backend lets it; `torch.nn.Module.to` then makes new parameters. Since 2.0. Trying it and catching the
+    error could take its place.
+    """
+    return bool(torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, dtype=tensor.dtype, device=device)))
 
 
 def exchange_memory(tensor: Tensor, other: Tensor) -> None:

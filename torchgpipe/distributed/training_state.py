@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices.generators import device_generator
+
 __all__ = [
     "collect_optimizer",
     "collect_random",
@@ -88,7 +90,7 @@ def verify_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def collect_random(model: nn.Module) -> dict[str, Tensor]:
     """Return the random states of the CPU and of the accelerators that ``model`` is on."""
-    others = {str(device): torch.get_device_module(device).get_rng_state(device) for device in _accelerators(model)}
+    others = {str(device): device_generator(device).get_state() for device in _accelerators(model)}
     return {"cpu": torch.get_rng_state(), **others}
 
 
@@ -98,7 +100,7 @@ def restore_random(model: nn.Module, saved: dict[str, Tensor]) -> None:
         torch.set_rng_state(saved["cpu"])
     for device in _accelerators(model):
         if str(device) in saved:
-            torch.get_device_module(device).set_rng_state(saved[str(device)], device)
+            device_generator(device).set_state(saved[str(device)])
 
 
 def _verify_saved(missing: list[str]) -> None:

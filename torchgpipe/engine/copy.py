@@ -31,11 +31,12 @@ from typing import Any
 import torch
 
 from torchgpipe.devices.stream import Mark, Stream, Streams
+from torchgpipe.devices.torch_internals import is_shared
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
 from torchgpipe.engine.record import Step, recorded
 
-__all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_ready", "wait", "wait_back"]
+__all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_ready", "release", "wait", "wait_back"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +144,13 @@ def copy_back(route: Route, i: int, grads: Leaves) -> Leaves:
     route.grads_leaving.wait(route.target.mark())
     with recorded(route.step, "copy", i, c, a, route.grads_leaving):
         moved = _move(route.grads_leaving, route.grads_arriving, route.source, grads)
+    if any([grad is not None and is_shared(grad) for grad in grads]):
+        # The gradient of a parameter as well, as of p in x + p. Autograd adds that of the next micro-batch in place.
+        route.target.wait(route.grads_leaving.mark())
     route.back[i] = route.grads_arriving.mark()
+    if torch.is_anomaly_enabled():
+        # The engine looks for NaN in what this node returns, on a stream that waits for nothing.
+        route.grads_arriving.synchronize()
     return moved
 
 
@@ -154,6 +161,16 @@ def wait_back(routes: Sequence[Route], i: int) -> None:
             a, c = route.ends
             with recorded(route.step, "wait", i, a, c, route.source):
                 route.source.wait(route.back[i])
+
+
+def release(routes: Sequence[Route]) -> None:
+    """Let the sources of ``routes`` wait for what leaves them, at the end of a call.
+
+    An output of a partition may be memory of the caller's, such as the input, a parameter or a buffer. The caller may
+    overwrite it as soon as the call returns, and knows nothing of the streams that copy.
+    """
+    for source, leaving in dict.fromkeys([(route.source, route.leaving) for route in routes]):
+        source.wait(leaving.mark())
 
 
 def _move(leaving: Stream, arriving: Stream, target: Stream, leaves: Leaves) -> Leaves:

@@ -21,6 +21,7 @@ import torch
 from torchgpipe.devices.torch_internals import transforms_are_active
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.copy import release
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.out_of_memory import facts_of, rows_of_largest
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
@@ -119,7 +120,10 @@ class Pipeline:
         accelerators = {device for device in self._devices if device.type != "cpu"}
         # Autograd has a thread for each of them, but one thread for all devices of the CPU.
         generator = CallersGenerator() if len(accelerators) > 1 and self._ambient.builds_graph else None
-        run_in_workers(self._tasks(cells), run, self._ambient)
+        try:
+            run_in_workers(self._tasks(cells), run, self._ambient)
+        finally:
+            release([route for call in self._calls for route in call.leaving])
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in lanes if lane is not None]
         if open_lanes:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
-from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, wait_back
+from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, release, wait_back
 from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
 from torchgpipe.engine.direct_gradients import DirectGradients, deliver, reduce
 from torchgpipe.engine.function import refuse_transforms
@@ -182,6 +182,7 @@ class _Step:
             try:
                 run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, self._ambient)
             finally:
+                release([route for call in calls for route in call.leaving])
                 self._seeds.end()
 
     @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
-from torchgpipe.engine.copy import copy_back, wait_back
+from torchgpipe.engine.copy import copy_back, release, wait_back
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
@@ -245,7 +245,10 @@ class MiniBatch:
                         run(number)
             else:
                 streams = [computing[action.j] for action in agenda.actions]
-                run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, ambient)
+                try:
+                    run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, ambient)
+                finally:
+                    release(self._columns.routes)
         except BaseException:
             uninterrupted(self._cancel)
             raise

@@ -9,7 +9,7 @@ from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import dotted
-from torchgpipe.model.placement import give_memory
+from torchgpipe.model.placement import give_memory, move_parameter
 
 __all__ = ["move"]
 
@@ -37,7 +37,8 @@ def move(module: nn.Module, settings: Settings) -> None:
     for prefix, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                _move(parameter, settings.devices[settings.column_of(dotted(prefix, name))])
+                full = dotted(prefix, name)
+                _move(full, parameter, settings.devices[settings.column_of(full)])
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 device = settings.devices[settings.column_of(dotted(prefix, name))]
@@ -47,14 +48,12 @@ def move(module: nn.Module, settings: Settings) -> None:
                     child._buffers[name] = buffer.to(device)
 
 
-def _move(parameter: nn.Parameter, device: torch.device) -> None:
+def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
     if parameter.is_meta:
         give_memory(parameter, device)
         _unset(parameter)
-    elif not same_memory(parameter.device, device):
-        parameter.data = parameter.data.to(device)
-        if parameter.grad is not None:
-            parameter.grad.data = parameter.grad.data.to(device)
+    else:
+        move_parameter(name, parameter, device)
 
 
 @torch.no_grad()

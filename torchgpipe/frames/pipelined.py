@@ -27,6 +27,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule.programs import APART
 
 __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
 
@@ -174,8 +175,7 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        # The V turns round in a device: its two partitions there are neighbours, and run at different times.
-        apart=apart or schedule == "V-Half",
+        apart=apart or schedule in APART,
         chunks=count,
         schedule=schedule,
         reduce=reduce,
@@ -303,6 +303,12 @@ class _Pipelined(nn.Module):
 
             return uncompiled(self.forward, *args, **kwargs)
         return self._runs().forward(self, plain, args, kwargs)
+
+    @property
+    def _pipeline_devices(self) -> list[torch.device]:
+        """The devices, for a `GPipe` that has this module as a layer."""
+        settings: Settings = vars(self)[_SETTINGS]
+        return settings.devices
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.

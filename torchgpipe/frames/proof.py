@@ -36,7 +36,7 @@ from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.values import each, mapped
-from torchgpipe.model.comparison import Comparison, cotangent, difference_of, largest_of
+from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_of
@@ -175,9 +175,9 @@ class Proof:
             output = self._call(self._arguments)
             loss = self._loss([sum(self._sizes)])
             if loss is None:
-                return mapped(output, _kept), None
+                return mapped(output, Tensor.detach), None
             loss.of(0, output)
-            return mapped(output, _kept), _total(loss)
+            return mapped(output, Tensor.detach), _total(loss)
 
     def _call(self, arguments: Arguments) -> Any:
         # Clones, which the model may change.
@@ -237,7 +237,8 @@ class Proof:
             if self._settings.loss_fn is None and not self._with_loss:
                 self.comparison.note("outputs", f"{error} ({self._decisions()})")
             return
-        parts = [dict(each(output)) for output in outputs]
+        parts = [{path: one for path, one in each(output) if one.dim() == 0} for output in outputs]
+        del run, outputs
         for path, tensor in each(whole):
             ours = joined.get(path)
             if draws and ours is not None and ours.shape == tensor.shape:
@@ -260,7 +261,7 @@ class Proof:
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             for tensor, grad in self._roots(i, output, loss):
                 export(tensor).add(grad)
-            outputs[i] = mapped(output, _kept)
+            outputs[i] = mapped(output, Tensor.detach)
 
         with untouched(self._module), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
@@ -270,20 +271,22 @@ class Proof:
             splits = self._settings.schedule in SPLITTING
             late: dict[Tensor, tuple[int, Tensor | None]] = {}
 
-            def compare_gradient(j: int, parameter: Tensor, grad: Tensor | None) -> None:
+            def compare_gradient(j: int, parameter: Tensor, grad: Tensor | None) -> Compared:
                 name = names.get(parameter, "a parameter")
                 fault = f"the gradient of '{name}' in {labels[j]} is not that of the plain model; {_look(self._module)}"
-                wanted = expected.pop(parameter, None)
-                comparison.add(f"gradient of '{name}'", wanted, grad, fault, tolerance=comparison.tight, floor=largest)
+                wanted = expected.get(parameter)
+                row, tight = f"gradient of '{name}'", comparison.tight
+                return comparison.compare(row, wanted, grad, fault, tolerance=tight, floor=largest)
 
             def compare_gradients(j: int) -> None:
                 for parameter, grad in aliases.take_of(j):
-                    wanted = expected.get(parameter)
+                    row = compare_gradient(j, parameter, grad)
                     # The backward of an earlier column adds the rest if a function runs layers again, as Reformer does.
-                    if j and not comparison.are_equal(wanted, grad, tolerance=comparison.tight, floor=largest):
+                    if j and row.fault:
                         late[parameter] = j, grad
                     else:
-                        compare_gradient(j, parameter, grad)
+                        comparison.rows.append(row)
+                        expected.pop(parameter, None)
 
             try:
                 mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._parts, finish, aliases)
@@ -305,7 +308,7 @@ class Proof:
                 mini_batch.run_columns_backward(compare_gradients, split=splits)
                 rest = dict(zip(aliases.trained, aliases.take()))
                 for parameter, (j, grad) in late.items():
-                    compare_gradient(j, parameter, sum_of(grad, rest[parameter]))
+                    comparison.rows.append(compare_gradient(j, parameter, sum_of(grad, rest[parameter])))
             # After backward, because a layer that runs again there may change its buffers again.
             changed = buffers.changed()
             for name in dict.fromkeys([*apart.buffers, *changed]):
@@ -323,9 +326,10 @@ class Proof:
                 )
 
     def _compare_outputs(self, apart: _Run, outputs: dict[int, Any]) -> None:
+        """Compare the outputs of micro-batches, and forget them."""
         last = self._settings.labels[-1]
-        for i, output in enumerate(apart.outputs):
-            ours = dict(each(outputs[i]))
+        for i in range(len(self._parts)):
+            output, ours = apart.outputs.pop(0), dict(each(outputs.pop(i)))
             for path, tensor in each(output):
                 fault = (
                     f"the output '{path}' of micro-batch {i} is not that of the plain model, when it leaves {last}; "

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.device import device_module
+from torchgpipe.devices.generators import Generator, device_generator
 from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.seeds import Draws, Watch, cpu_lock, drawing_from_cpu, generators_of, mixed, sharing
 
@@ -54,16 +54,16 @@ class RandomNumbers:
         if not any(self._swaps):
             yield
             return
-        generators: dict[str, torch.Generator] = {}
+        generators: dict[str, Generator] = {}
         if self._swaps.cpu:
             generators["cpu"] = torch.default_generator
         if device.type != "cpu" and self._swaps.device:
-            generators["device"] = device_module(device).default_generators[device.index]
+            generators["device"] = device_generator(device)
         with sharing(generators.values()), self._swapped(i, generators):
             yield
 
     @contextmanager
-    def _swapped(self, i: int, generators: dict[str, torch.Generator]) -> Iterator[None]:
+    def _swapped(self, i: int, generators: dict[str, Generator]) -> Iterator[None]:
         states = self._states.setdefault(i, {})
         before = {kind: generator.get_state() for kind, generator in generators.items()}
         for kind, generator in generators.items():

@@ -9,13 +9,16 @@ gradient of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["Compared", "Comparison", "cotangent", "difference_of", "largest_of"]
+
+#: The elements that are compared at a time on a CPU: too few for PyTorch to wake other threads for them.
+_BLOCK = 1 << 14
 
 
 class Compared(NamedTuple):
@@ -63,10 +66,10 @@ class Comparison:
         """Whether nothing is wrong."""
         return not self.faults
 
-    def add(
+    def compare(
         self, name: str, plain: Tensor | None, ours: Tensor | None, fault: str, *, tolerance: float, floor: float = 0.0
-    ) -> bool:
-        """Compare two tensors, and return whether they are equal but for rounding.
+    ) -> Compared:
+        """Compare two tensors, and return the row, whose ``fault`` is '' if they are equal but for rounding.
 
         Args:
             name: what they are
@@ -76,15 +79,16 @@ class Comparison:
             tolerance: how much they may differ, relative to the largest number of the two
             floor: a number that is held against differences, too, with the rounding error alone
         """
-        difference, _ = difference_of(plain, ours)
-        is_equal = self.are_equal(plain, ours, tolerance=tolerance, floor=floor)
-        self.rows.append(Compared(name, _norm(plain), _norm(ours), difference, "" if is_equal else fault))
-        return is_equal
+        difference, *sizes = _measured(plain, ours)
+        largest = max(size.largest for size in sizes)
+        is_equal = difference <= tolerance * largest + 64 * self._epsilon * floor
+        return Compared(name, sizes[0].norm, sizes[1].norm, difference, "" if is_equal else fault)
 
-    def are_equal(self, plain: Tensor | None, ours: Tensor | None, *, tolerance: float, floor: float = 0.0) -> bool:
-        """Return whether two tensors are equal but for rounding, as `add` does, without a row."""
-        difference, largest = difference_of(plain, ours)
-        return difference <= tolerance * largest + 64 * self._epsilon * floor
+    def add(
+        self, name: str, plain: Tensor | None, ours: Tensor | None, fault: str, *, tolerance: float, floor: float = 0.0
+    ) -> None:
+        """Compare two tensors, as `compare` does, and add the row."""
+        self.rows.append(self.compare(name, plain, ours, fault, tolerance=tolerance, floor=floor))
 
     def note(self, name: str, fault: str) -> None:
         """Add a row for what could not be compared.
@@ -112,28 +116,13 @@ def difference_of(plain: Tensor | None, ours: Tensor | None) -> tuple[float, flo
 
     None stands for zeros. Tensors of different shapes differ infinitely, and so does nan from a number.
     """
-    if plain is None or ours is None:
-        one = plain if ours is None else ours
-        largest = 0.0 if one is None else _largest(_dense(one))
-        return largest, largest
-    plain, ours = _dense(plain), _dense(ours)
-    if plain.shape != ours.shape or plain.dtype != ours.dtype:
-        return math.inf, max(_largest(plain), _largest(ours))
-    ours = ours.to(plain.device)
-    largest = max(_largest(plain), _largest(ours))
-    unequal = ~((plain == ours) | (torch.isnan(plain) & torch.isnan(ours)))
-    if not unequal.any():
-        return 0.0, largest
-    if plain.dtype == torch.bool:
-        return 1.0, largest
-    wide = torch.complex128 if plain.is_complex() else torch.float64
-    difference = float((plain[unequal].to(wide) - ours[unequal].to(wide)).abs().max())
-    return (math.inf if math.isnan(difference) else difference), largest
+    difference, *sizes = _measured(plain, ours)
+    return difference, max(size.largest for size in sizes)
 
 
 def largest_of(gradients: Iterable[Tensor | None]) -> float:
-    """Return the largest absolute number in some gradients."""
-    return max([_largest(_dense(grad)) for grad in gradients if grad is not None], default=0.0)
+    """Return the largest absolute finite number in some gradients."""
+    return max([_size_of(grad).largest for grad in gradients], default=0.0)
 
 
 def cotangent(path: str, tensor: Tensor) -> Tensor:
@@ -150,15 +139,62 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
-def _largest(tensor: Tensor) -> float:
-    if not tensor.numel() or tensor.dtype == torch.bool:
-        return float(tensor.any()) if tensor.numel() else 0.0
-    magnitude = tensor.abs() if tensor.is_floating_point() or tensor.is_complex() else tensor.double().abs()
-    return float(torch.where(torch.isfinite(magnitude), magnitude, 0.0).max())
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    """Split a tensor into blocks: what is computed with one stays in the cache, and takes no memory that counts."""
+    flat = tensor.reshape(-1)
+    size = _BLOCK if flat.device.type == "cpu" else 1024 * _BLOCK
+    return torch.split(flat, size) if flat.numel() else ()
 
 
-def _norm(tensor: Tensor | None) -> float:
+class _Size(NamedTuple):
+    """The largest absolute finite number of a tensor, and its norm."""
+
+    largest: float
+    norm: float
+
+
+def _size_of(tensor: Tensor | None) -> _Size:
+    """Return the size of a tensor; the norm of None is nan."""
     if tensor is None:
-        return math.nan
-    dense = _dense(tensor)
-    return float(torch.linalg.vector_norm(dense if dense.is_complex() else dense.double()))
+        return _Size(0.0, math.nan)
+    largest, squares = 0.0, 0.0
+    for block in map(_wide, _blocks(_dense(tensor))):
+        own, norm = (float(torch.linalg.vector_norm(block, p)) for p in (math.inf, 2))
+        if not math.isfinite(own):
+            own = float(torch.where(torch.isfinite(block), block, 0.0).abs().max())
+        largest, squares = max(largest, own), squares + norm * norm
+    return _Size(largest, math.sqrt(squares))
+
+
+def _measured(plain: Tensor | None, ours: Tensor | None) -> tuple[float, _Size, _Size]:
+    """Return the largest difference of two tensors, and their sizes."""
+    if plain is not None and ours is not None:
+        plain, ours = _dense(plain), _dense(ours).to(plain.device)
+        if plain.shape == ours.shape and plain.dtype == ours.dtype:
+            size = _size_of(plain)
+            if torch.equal(plain, ours):
+                return 0.0, size, size
+            gaps = [_gap(a, b) for a, b in zip(_blocks(plain), _blocks(ours))]
+            return max(gaps, default=0.0), size, _size_of(ours)
+        return math.inf, _size_of(plain), _size_of(ours)
+    sizes = _size_of(plain), _size_of(ours)
+    finite = [size.norm for size, tensor in zip(sizes, (plain, ours)) if tensor is not None]
+    return max(0.0, *[size.largest for size in sizes]) if all(map(math.isfinite, finite)) else math.inf, *sizes
+
+
+def _wide(block: Tensor) -> Tensor:
+    """Return a block as numbers that hold its differences and its norm."""
+    precise = block.is_complex() or block.dtype in (torch.float32, torch.float64)
+    return block if precise else block.to(torch.float64)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two blocks."""
+    x, y = _wide(a), _wide(b)
+    gap = float(torch.linalg.vector_norm(x - y, math.inf))
+    if math.isfinite(gap):
+        # float64 rounds large integers.
+        return gap if gap or a.is_floating_point() or a.is_complex() else float(not torch.equal(a, b))
+    unequal = ~((x == y) | (torch.isnan(x) & torch.isnan(y)))
+    gap = float((x - y)[unequal].abs().max()) if unequal.any() else 0.0
+    return math.inf if math.isnan(gap) else gap

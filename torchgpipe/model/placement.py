@@ -7,21 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import same_memory
-from torchgpipe.devices.torch_internals import exchange_memory
+from torchgpipe.devices.torch_internals import can_move_data, exchange_memory
 from torchgpipe.model.partition import Partition
 
-__all__ = ["give_memory", "place", "verify_sharing"]
+__all__ = ["give_memory", "move_parameter", "place", "verify_sharing"]
 
 
 def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
     """Move every partition to its device, and materialise there what is on the meta device.
 
     Raises:
-        ValueError: a parameter would have to be on two devices, or a layer on the meta device cannot be materialised.
+        ValueError: a parameter would have to be on two devices, a layer on the meta device cannot be materialised, or a
+            layer is a pipeline on other devices.
     """
     verify_sharing(partitions, devices)
+    _verify_pipelines(partitions, devices)
     on_meta = _verify_meta(partitions)
     for partition, device in zip(partitions, devices):
         _materialise(partition, device)
@@ -29,7 +32,9 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> N
             if module in on_meta:
                 on_meta[module]()
         if not all(same_memory(tensor.device, device) for tensor in _tensors(partition)):
-            partition.to(device)
+            for name, parameter in partition.named_parameters():
+                move_parameter(name, parameter, device)
+            partition.to(device)  # Buffers, and what layers do when they are moved.
 
 
 def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) -> None:
@@ -55,6 +60,24 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
             f"module with duplicate parameters in distinct children is not supported: {'; '.join(shared)}; a "
             "parameter lives on one device, so choose a balance or devices that keep its layers together"
         )
+
+
+def _verify_pipelines(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+    """Raise an error if a layer is a pipeline on accelerators other than its partition's.
+
+    It could not be moved to the partition's device. And it draws from generators that this pipeline does not look at
+    in front of a cell, so a recomputation would draw other numbers.
+    """
+    for partition, device in zip(partitions, devices):
+        for name, module in partition.named_modules():
+            own: Sequence[torch.device] = getattr(module, "_pipeline_devices", ())
+            if not all([same_memory(other, device) for other in own]):
+                there = ", ".join(map(str, dict.fromkeys(own)))
+                raise ValueError(
+                    f"'{name}' ({type(module).__name__}) is a pipeline on {there} in partition {partition._index} on "
+                    f"{device}; a pipeline inside of another has to be on the device of its partition, or all of them "
+                    "on the CPU: unwrap it (unwrap() or unpipelined()), and give its layers to the outer pipeline"
+                )
 
 
 def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[], None]]:
@@ -103,13 +126,46 @@ def _materialise(partition: Partition, device: torch.device) -> None:
                 module._buffers[attribute] = torch.empty_like(buffer, device=device)
 
 
+@torch.no_grad()
+def move_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter and its gradient to ``device``. The parameter stays the same object, with its class and hooks.
+
+    Raises:
+        ValueError: something refers to the parameter, on a backend where parameters cannot change their device.
+    """
+    if is_lazy(parameter) or same_memory(parameter.device, device):
+        return
+    moved, grad = parameter.detach().to(device), parameter.grad
+    if can_move_data(parameter, device):
+        parameter.data = moved
+        if grad is not None:
+            grad.data = grad.detach().to(device)
+        return
+    parameter.grad = None  # It refers to the parameter's memory.
+    try:
+        _exchange(parameter, moved)
+    except RuntimeError as error:
+        parameter.grad = grad
+        raise ValueError(
+            f"parameter '{name}' cannot be moved from {parameter.device} to {device} as the same object, which an "
+            f"optimizer may have: {error}; wrap the module before what refers to its parameters is made, or move its "
+            "parts to their devices yourself before wrapping it"
+        ) from error
+    if grad is not None:
+        parameter.grad = grad.to(device)
+
+
 def give_memory(parameter: nn.Parameter, device: torch.device) -> None:
     """Give a parameter memory on ``device``, and keep its class, attributes and hooks.
 
     Raises:
         RuntimeError: the parameter is referred to weakly or by another tensor, so that PyTorch cannot swap it.
     """
-    real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    _exchange(parameter, torch.empty_like(parameter, device=device))
+
+
+def _exchange(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    real = nn.Parameter(memory, parameter.requires_grad)
     # Class and attributes are exchanged as well. Without these copies they would go with the old memory.
     real.__class__ = type(parameter)
     vars(real).update(vars(parameter))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.device import device_module
+from torchgpipe.devices.generators import Generator, device_generator
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
 __all__ = ["Drawn", "RandomStates", "generator_states", "generators_of", "restored_generators", "sharing_generator"]
@@ -255,14 +255,11 @@ def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
 
 @cache
 def _generators(device: torch.device) -> tuple[_Generator, ...]:
-    cpu = _Generator(torch.default_generator.get_state, torch.default_generator.set_state, torch.device("cpu"))
-    if device.type == "cpu":
-        return (cpu,)
-    module = device_module(device)
-    own = getattr(module, "default_generators", None)
-    if own:  # These methods skip the checks of the functions below.
-        return cpu, _Generator(own[device.index].get_state, own[device.index].set_state, device)
-    return cpu, _Generator(module.get_rng_state, module.set_rng_state, device)
+    return tuple([_methods_of(one) for one in dict.fromkeys([torch.default_generator, device_generator(device)])])
+
+
+def _methods_of(generator: Generator) -> _Generator:
+    return _Generator(generator.get_state, generator.set_state, generator.device)
 
 
 def generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
@@ -271,4 +268,4 @@ def generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
     # Look at types first: a deep model has tens of thousands of attributes, and hardly a generator among them.
     kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Generator)}
     found = [value for value in values if type(value) in kinds] if kinds else []
-    return tuple([_Generator(one.get_state, one.set_state, one.device) for one in dict.fromkeys(found)])
+    return tuple([_methods_of(one) for one in dict.fromkeys(found)])

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.device import device_module
+from torchgpipe.devices.generators import Generator, device_generator
 from torchgpipe.devices.torch_internals import is_compiled
 
 __all__ = [
@@ -78,7 +78,7 @@ def cpu_lock() -> Any:
 
 
 @contextmanager
-def sharing(generators: Iterable[torch.Generator]) -> Iterator[None]:
+def sharing(generators: Iterable[Generator]) -> Iterator[None]:
     """Hold one or two generators for a ``with`` block; pipelines inside of the block share them among themselves."""
     locks = _locks.get()
     first, *others = [locks[generator.device] for generator in generators]
@@ -111,7 +111,7 @@ class Watch:
         generators: the generators
     """
 
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+    def __init__(self, generators: Iterable[Generator]) -> None:
         with cpu_lock():
             self._states = {generator: _state(generator) for generator in generators}
             if _locks.get() is _process_locks:
@@ -295,18 +295,16 @@ def current_seeds() -> Callable[..., Any] | None:
     return _current.get()
 
 
-def generators_of(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[Generator]:
     """Return the generators that layers on ``device`` draw from."""
-    if device.type == "cpu":
-        return [torch.default_generator]
-    return [torch.default_generator, device_module(device).default_generators[device.index]]
+    return list(dict.fromkeys([torch.default_generator, device_generator(device)]))
 
 
 def _seeded(seed: int) -> Tensor:
     return _state(torch.Generator().manual_seed(seed))
 
 
-def _state(generator: torch.Generator) -> Tensor:
+def _state(generator: Generator) -> Tensor:
     return generator.get_state()
 
 

@@ -4,6 +4,8 @@
               ..F0F1F2b2  b1  b0  ..
     1F1B      F0F1..b0  F2b1    ..b2    a device holds one micro-batch for itself, and one for each device behind it
               ..F0b0  F1b1  F2b2  ..
+    LayerMajor, for two partitions on one device, which can do with the weights of one at a time:
+              F0F1F2F0b0  F1b1  F2b2  b0  b1  b2
 
 Sources:
 
@@ -13,6 +15,8 @@ Sources:
   <https://arxiv.org/abs/2104.04473>`_, 2021.
 - ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023.
 - V-Half: P. Qi et al., `Pipeline Parallelism with Controllable Memory <https://arxiv.org/abs/2405.15362>`_, 2024.
+- LayerMajor: J. Lamy-Poirier, `Breadth-First Pipeline Parallelism <https://arxiv.org/abs/2211.05953>`_, 2022, but for
+  the last partition, which runs backward after each forward, and so holds one micro-batch.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
-from torchgpipe.schedule.action import Action, Program, verify
+from torchgpipe.schedule.action import Action, Kind, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.v_half import v_half
 
 __all__ = [
+    "APART",
     "NAMES",
+    "RESIDENT",
     "SPLITTING",
     "Schedule",
     "ScheduleName",
@@ -38,11 +44,17 @@ __all__ = [
     "verify_name",
 ]
 
-ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half"]
+ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half", "LayerMajor"]
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+#: The schedules for weights that stay on their devices. LayerMajor idles as GPipe does, and holds as many activations.
+RESIDENT: tuple[ScheduleName, ...] = NAMES[:-1]
 
 #: The schedules that run backward in two halves.
 SPLITTING: tuple[ScheduleName, ...] = ("ZeroBubble", "V-Half")
+
+#: The schedules in which neighbouring partitions on one device run at different times, and not as one partition.
+APART: tuple[ScheduleName, ...] = ("V-Half", "LayerMajor")
 
 #: A name, a program, or a function that returns a program for a number of micro-batches and the places of partitions.
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
@@ -67,7 +79,7 @@ def places_of(devices: Sequence[object]) -> list[int]:
 def usual_places(name: str, n: int) -> list[int]:
     """Return the index of the device of each partition, with as few partitions as a schedule can use on ``n`` devices.
 
-    Interleaved1F1B could go round the devices more often.
+    Interleaved1F1B and LayerMajor could go round the devices more often.
     """
     second: dict[str, Sequence[int]] = {"Interleaved1F1B": range(n), "V-Half": range(n - 1, -1, -1)}
     return [*range(n), *second.get(name, ())]
@@ -114,7 +126,7 @@ def _verify(actions: tuple[tuple[Action, ...], ...], m: int, places: tuple[int, 
 def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Action]]:
     """Return the program of a schedule.
 
-    Neighbouring partitions on one device run one after the other, as one partition would.
+    Neighbouring partitions on one device run one after the other, as one partition would, but in the schedules APART.
 
     Args:
         name: the name of the schedule
@@ -135,6 +147,8 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
 def _program(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
     if name == "V-Half":
         return tuple(map(tuple, v_half(m, places)))
+    if name == "LayerMajor":
+        return tuple(map(tuple, _layer_major(m, places)))
     blocks = _blocks(places)
     devices = [places[block[0]] for block in blocks]
     actions = _MAKERS[name](m, devices)
@@ -239,6 +253,22 @@ def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
                 actions.append(Action("W", action.i - k, k))
         done = sum(action.kind == "W" for action in actions)
         program.append(actions + [Action("W", i, k) for i in range(done, m)])
+    return program
+
+
+def _layer_major(m: int, places: Sequence[int]) -> list[list[Action]]:
+    """Return all micro-batches of a partition before the next partition, on any places; backward from the last one.
+
+    Where partitions go round ``d`` devices and there are ``d`` micro-batches or more, a device idles only in the
+    beginning and at the end. Micro-batches stay in their order, in which plain training would run them.
+    """
+    last = len(places) - 1
+    program: list[list[Action]] = [[] for _ in set(places)]
+    for j, place in enumerate(places):
+        kinds: tuple[Kind, ...] = ("F", "B") if j == last else ("F",)
+        program[place] += [Action(kind, i, j) for i in range(m) for kind in kinds]
+    for j in reversed(range(last)):
+        program[places[j]] += [Action("B", i, j) for i in range(m)]
     return program
 
 

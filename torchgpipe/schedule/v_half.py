@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchgpipe.schedule.action import Action, needs
+from torchgpipe.schedule.action import Action, Kind, needs
 
 __all__ = ["v_half"]
+
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 def v_half(m: int, devices: Sequence[int]) -> list[list[Action]]:
@@ -54,7 +56,8 @@ class _Arrangement:
     """
 
     def __init__(self, m: int, devices: Sequence[int], d: int) -> None:
-        self._m, self._n = m, len(devices)
+        self._n = len(devices)
+        self._finished = 0  # micro-batches whose last I has run
         #: At most so many micro-batches are between the first partition's F and I.
         self._in_flight = (d + 1) // 2 + 1
         #: A device that holds so many activations starts no micro-batch on the way down the V.
@@ -64,24 +67,27 @@ class _Arrangement:
         self._done: set[Action] = set()
         self._live = [0] * d
         self.program: list[list[Action]] = [[] for _ in range(d)]
-        waiting: list[set[Action]] = [set() for _ in range(d)]
-        for i, j in self._splits:
-            waiting[devices[j]].update([Action("F", i, j), Action("I", i, j), Action("W", i, j)])
-        while any(waiting):
-            chosen = [min(self._candidates(k, own), default=None) for k, own in enumerate(waiting)]
+        # In each partition a kind of action runs in the order of micro-batches, so only the next of each may start.
+        following: list[set[Action]] = [set() for _ in range(d)]
+        for j, device in enumerate(devices):
+            following[device].update([Action(kind, 0, j) for kind in _KINDS])
+        while any(following):
+            chosen = [min(self._candidates(k, own), default=None) for k, own in enumerate(following)]
             for k, choice in enumerate(chosen):
                 if choice is not None:
                     action = choice[-1]
-                    waiting[k].remove(action)
+                    following[k].remove(action)
+                    if action.i + 1 < m:
+                        following[k].add(action._replace(i=action.i + 1))
                     self.program[k].append(action)
                     self._done.add(action)
                     self._live[k] += (action.kind == "F") - (action.kind == "W")
+                    self._finished += action.kind == "I" and action.j == 0
 
-    def _candidates(self, k: int, waiting: set[Action]) -> Iterator[tuple[int, int, int, Action]]:
+    def _candidates(self, k: int, following: set[Action]) -> Iterator[tuple[int, int, int, Action]]:
         """Yield the actions that device ``k`` can start now, with their ranks; the lowest is to be started."""
         is_full = self._live[k] >= self._most_live
-        finished = sum(Action("I", i, 0) in self._done for i in range(self._m))
-        for action in waiting:
+        for action in following:
             kind, i, j = action
             if not self._done.issuperset(needs(action, self._splits, self._n)):
                 continue
@@ -91,5 +97,5 @@ class _Arrangement:
                 yield 1 if is_full else 4, i, j, action
             elif j > self._turn:
                 yield 2, i, j, action
-            elif not is_full and (j > 0 or i < finished + self._in_flight):
+            elif not is_full and (j > 0 or i < self._finished + self._in_flight):
                 yield 3, i, j, action

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchgpipe.schedule import NAMES, Program, ScheduleName, places_of, program, simulate
-from torchgpipe.schedule.programs import SPLITTING
+from torchgpipe.schedule.programs import RESIDENT, SPLITTING
 from torchgpipe.timeline.span import Row, Span, milliseconds, percent
 
 __all__ = ["Costs", "Prediction", "mean_costs", "predict", "schedule_of", "table"]
@@ -68,8 +68,11 @@ def predict(
     programs: dict[str | None, Program] = {}
     for name in NAMES:
         made = _made(name, m, places)
-        if name == "Interleaved1F1B" and len(rows) == len(set(places)) and made != recorded:
-            continue  # A device with one partition has nothing to interleave.
+        if made != recorded:
+            if name == "Interleaved1F1B" and len(rows) == len(set(places)):
+                continue  # A device with one partition has nothing to interleave.
+            if name not in RESIDENT:
+                continue  # It is for weights that come and go.
         if made is not None and made not in programs.values():
             programs[name] = made
     if recorded is not None and recorded not in programs.values():
@@ -150,7 +153,7 @@ def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: flo
     names = [one.schedule for one in predictions]
     if not _has_halves(cells) and not set(names).isdisjoint(SPLITTING):
         yield "backward was recorded whole: either half of it is taken to need half of its time"
-    missing = [name for name in NAMES if name not in names]
+    missing = [name for name in RESIDENT if name not in names]
     if missing:
         yield f"with other devices: {', '.join(missing)}"
 

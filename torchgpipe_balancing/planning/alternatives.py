@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchgpipe.schedule import NAMES, ScheduleName, program
-from torchgpipe.schedule.programs import usual_places
+from torchgpipe.schedule import ScheduleName, program
+from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing.planning.costs import CellCosts, Costs
-from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
-from torchgpipe_balancing.planning.search import Misfit, lower_bound, solve
+from torchgpipe_balancing.planning.problem import Choice, Device, Problem
+from torchgpipe_balancing.planning.search import Search
 
 __all__ = [
     "Alternative",
@@ -25,6 +25,13 @@ __all__ = [
 ]
 
 
+#: What takes so much longer than the best before any cut has moved is not improved.
+_FAR = 1.5
+
+#: So many alternatives that do not fit are told.
+_NEAREST = 3
+
+
 @dataclass(frozen=True)
 class Alternative:
     """A schedule and a number of micro-batches, with the best choice for them.
@@ -35,12 +42,12 @@ class Alternative:
         places: the index of the device of each partition
         choice: the balance, and the layers that are recomputed
         seconds: the predicted time of a step; 0 if no times are known
-        least: no choice for this schedule and these chunks that fits takes less, by the same prediction
         memory: for each device, the most bytes that it needs
         activations: for each device, those of them that are held for backward
         bubble: the share of the devices' time in which they are idle
         working: seconds in which devices compute, all together, without recomputation
         recomputing: seconds in which devices recompute
+        tried: the number of balances that were simulated, of which this is the quickest
         measured: the measured time of a step; 0 if it was not run
     """
 
@@ -49,12 +56,12 @@ class Alternative:
     places: tuple[int, ...]
     choice: Choice
     seconds: float
-    least: float
     memory: tuple[float, ...]
     activations: tuple[float, ...]
     bubble: float
     working: float
     recomputing: float
+    tried: int = 1
     measured: float = 0.0
 
 
@@ -76,7 +83,7 @@ class Question:
     devices: tuple[Device, ...]
     batch: int
     states: float
-    schedules: tuple[ScheduleName, ...] = NAMES
+    schedules: tuple[ScheduleName, ...] = RESIDENT
     chunks: tuple[int, ...] = ()
     recomputes: bool = True
 
@@ -104,64 +111,65 @@ class Tried(NamedTuple):
 
 
 def alternatives(question: Question, *, keep: int = 10) -> Tried:
-    """Return the best choices for all schedules and numbers of micro-batches.
+    """Return good choices for all schedules and numbers of micro-batches.
 
     Args:
         question: what to plan for
-        keep: how many alternatives are wanted; what cannot be among them is not searched
+        keep: how many alternatives are wanted; of as many that begin as the quickest, those are improved that are near
     """
-    attempts = sorted(_attempts(question), key=lambda attempt: attempt.bound)
-    fitting: list[Alternative] = []
-    misfits = []
-    for attempt in attempts:
-        if len(fitting) >= keep and attempt.bound >= fitting[keep - 1].seconds:
-            continue
-        found = solve(attempt.problem)
-        made = attempt.alternative(found.choice, found.outcome)
-        if isinstance(found, Misfit):
-            misfits.append((made, found.excess))
-        else:
-            fitting.append(replace(made, least=made.seconds / (1 + found.gap)))
-            fitting.sort(key=lambda one: (one.seconds, max(one.memory)))
-    misfits.sort(key=lambda pair: max(pair[1]))
-    return Tried(fitting[:keep], misfits)
-
-
-class _Attempt(NamedTuple):
-    """A schedule with a number of micro-batches, before the search; no choice takes less than its bound."""
-
-    schedule: ScheduleName
-    chunks: int
-    problem: Problem
-    cells: CellCosts
-    bound: float
-
-    def alternative(self, choice: Choice, outcome: Outcome) -> Alternative:
-        m = 1 + max(action.i for own in self.problem.program for action in own)
-        again = m * sum(self.problem.layers[k].forward for k in choice.recomputed)
-        seconds = self.cells.predicted(outcome.seconds)
-        return Alternative(
-            self.schedule,
-            self.chunks,
-            self.problem.places,
-            choice,
-            seconds,
-            seconds,
-            tuple(outcome.memory),
-            tuple(outcome.simulation.peaks),
-            outcome.simulation.bubble,
-            sum(outcome.simulation.busy) - again,
-            again,
-        )
-
-
-def _attempts(question: Question) -> Iterator[_Attempt]:
+    attempts = []
     for chunks in question.chunks or default_chunks(question.batch, len(question.devices)):
         for schedule in question.schedules:
             problem = problem_of(question, schedule, chunks)
             if problem is not None:
                 cells = question.costs.cells_at(rows_of(question.batch, chunks))
-                yield _Attempt(schedule, chunks, problem, cells, cells.predicted(lower_bound(problem)))
+                attempts.append(_Attempt(schedule, chunks, problem, cells, Search(problem)))
+    fitting = sorted([one for one in attempts if one.search.fits], key=lambda one: one.seconds)[:keep]
+    for attempt in fitting:
+        if attempt.seconds <= _FAR * fitting[0].seconds:
+            attempt.search.improve()
+    made = sorted([one.alternative() for one in fitting], key=lambda one: (one.seconds, max(one.memory)))
+    nearest = sorted([one for one in attempts if not one.search.fits], key=lambda one: one.search.excess)[:_NEAREST]
+    misfits = [(one, _lacking(question, one)) for one in [attempt.alternative() for attempt in nearest]]
+    return Tried(made, misfits)
+
+
+class _Attempt(NamedTuple):
+    """A schedule with a number of micro-batches, and the search for its choice."""
+
+    schedule: ScheduleName
+    chunks: int
+    problem: Problem
+    cells: CellCosts
+    search: Search
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of the best choice so far."""
+        return self.cells.predicted(self.search.seconds)
+
+    def alternative(self) -> Alternative:
+        choice = self.search.choice()
+        outcome = self.problem.outcome(choice)
+        m = 1 + max(action.i for own in self.problem.program for action in own)
+        again = m * sum(self.problem.layers[k].forward for k in choice.recomputed)
+        return Alternative(
+            self.schedule,
+            self.chunks,
+            self.problem.places,
+            choice,
+            self.cells.predicted(outcome.seconds),
+            tuple(outcome.memory),
+            tuple(outcome.simulation.peaks),
+            outcome.simulation.bubble,
+            sum(outcome.simulation.busy) - again,
+            again,
+            self.search.tried,
+        )
+
+
+def _lacking(question: Question, one: Alternative) -> list[float]:
+    return [max(0.0, need - device.memory) for need, device in zip(one.memory, question.devices)]
 
 
 def rows_of(batch: int, chunks: int) -> int:

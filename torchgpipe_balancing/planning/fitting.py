@@ -1,132 +1,128 @@
-"""The memory of whole balances: which of them fit, what they lack, and which is nearest to fitting."""
+"""The memory of a device: by how much its partitions exceed it, and which layers to recompute so that they fit.
+
+What the partitions of a device hold is the largest of a few sums, one for each moment that counts. A recomputed layer
+saves bytes at each of them, and costs its forward and two cells. While one layer comes back, the device needs room for
+it, so the largest of the recomputed layers counts once more.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from torchgpipe_balancing.planning.makespan import Array
-from torchgpipe_balancing.planning.recompute import least_excess
-from torchgpipe_balancing.planning.tables import Tables
+from torchgpipe_balancing.planning.problem import Problem
+from torchgpipe_balancing.planning.rehearsal import Array, Rehearsal
 
-__all__ = ["Cuts", "Fitting", "moved"]
+__all__ = ["Fitting", "Span"]
 
-#: A balance by its cuts: cut j lies before the first layer of partition j, and the last cut behind the last layer.
-Cuts: TypeAlias = tuple[int, ...]
+Positions: TypeAlias = npt.NDArray[np.int64]
+
+#: The first layer of a partition, and its end.
+Span: TypeAlias = tuple[int, int]
+
+_BYTES = ("kept", "waiting", "state")
+
+#: So many sizes of the largest recomputed layer are tried at most.
+_ROOMS = 3
 
 
 class Fitting:
-    """The memory of balances.
+    """The memory of the devices of a problem.
 
     Args:
-        tables: the memory of every partition that could be
-
-    Attributes:
-        is_lone: whether every device has one partition only
+        problem: the problem
+        rehearsal: its program
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._problem = tables.problem
-        self.is_lone = all(holding.is_lone for holding in tables.holdings)
+    def __init__(self, problem: Problem, rehearsal: Rehearsal) -> None:
+        layers, cell = problem.layers, problem.cell
+        self._limits = [device.memory for device in problem.devices]
+        self._held = rehearsal.held
+        self._sums = [list(accumulate([getattr(one, name) for one in layers], initial=0.0)) for name in _BYTES]
+        self._again = [one.again for one in layers]
+        self._kept = np.array([one.kept for one in layers])
+        self._saved = np.array([one.kept - one.input for one in layers])
+        self._cost = np.array([one.forward + cell["F"] + cell["B"] for one in layers])
+        # The backward of the last layer follows its forward at once.
+        may = (self._saved > 0) & (np.arange(len(layers)) < len(layers) - 1)
+        by_kept = np.argsort(self._kept, kind="stable")
+        self._may = by_kept[may[by_kept] & (problem.recomputes and not problem.splits_backward)]
+        self._excesses: dict[tuple[int, tuple[Span, ...]], float] = {}
 
-    def may(self, cuts: Cuts) -> bool:
-        """Return whether each partition fits, if it has its device for itself."""
-        return all(self._tables.excess[j, start, end] <= 0 for j, (start, end) in enumerate(pairwise(cuts)))
+    def excess(self, device: int, spans: tuple[Span, ...]) -> float:
+        """Return the fewest bytes by which these partitions exceed the memory of a device; below 0 if some are left."""
+        key = device, spans
+        if key not in self._excesses:
+            over = self._over(*key)
+            least = float(over.max())
+            if least > 0:
+                layers, saves = self._savings(*key)
+                least = min(least, float(self._rest(over, layers, saves).min(initial=math.inf)))
+            self._excesses[key] = least
+        return self._excesses[key]
 
-    def fits(self, cuts: Cuts) -> bool:
-        """Return whether a balance fits, if the right layers are recomputed."""
-        return self.may(cuts) and self._excess(cuts) <= 0
+    def recomputed(self, device: int, spans: tuple[Span, ...]) -> frozenset[int]:
+        """Return layers to recompute so that the partitions fit, at little cost; or else with the least excess."""
+        over = self._over(device, spans)
+        if over.max() <= 0:
+            return frozenset()
+        layers, saves = self._savings(device, spans)
+        rest = self._rest(over, layers, saves)
+        enough = np.flatnonzero(rest <= 0)
+        if not len(enough):
+            helps = len(layers) and rest.min() < over.max()
+            return frozenset(layers[: int(rest.argmin()) + 1].tolist() if helps else ())
+        found = []
+        for at in enough[np.unique(np.linspace(0, len(enough) - 1, _ROOMS).astype(np.int64))]:
+            cost = self._cost[layers[: at + 1]]
+            chosen = _cheap(over + self._kept[layers[at]], saves[:, : at + 1], cost)
+            found.append((float(cost[chosen].sum()), layers[chosen]))
+        return frozenset(min(found, key=lambda one: one[0])[1].tolist())
 
-    def needs(self, cuts: Cuts, recomputed: frozenset[int]) -> list[float]:
-        """Return the most bytes of each device."""
-        spans = list(pairwise(cuts))
-        needs = []
-        for holding in self._tables.holdings:
-            costs = [self._problem.partition_cost(j, *spans[j], recomputed) for j in holding.partitions]
-            most = holding.most(np.array([one.kept for one in costs]), np.array([one.waiting for one in costs]))
-            needs.append(float(most) + sum([one.state for one in costs]) + max([one.room for one in costs]))
-        return needs
+    def _over(self, device: int, spans: tuple[Span, ...]) -> Array:
+        """Return the bytes over the limit at each moment if nothing is recomputed."""
+        kept, waiting, state = ([own[end] - own[start] for start, end in spans] for own in self._sums)
+        both = [[one + self._again[span[0]], late] for one, late, span in zip(kept, waiting, spans)]
+        held: Array = (self._held[device] * both).sum((1, 2))
+        return np.asarray(held + (sum(state) - self._limits[device]))
 
-    def nearest(self, cuts: Cuts) -> Cuts:
-        """Move cuts as long as that lowers the largest excess, or until all fits."""
-        if self.is_lone and self.may(cuts):
-            return cuts
+    def _savings(self, device: int, spans: tuple[Span, ...]) -> tuple[Positions, Array]:
+        """Return the layers that may be recomputed, that with the fewest bytes first, and what each saves by moment."""
+        own = self._may
+        column = np.full(len(own), -1)
+        for k, (start, end) in enumerate(spans):
+            column[(own >= start) & (own < end)] = k
+        layers = own[column >= 0]
+        return layers, self._held[device][:, column[column >= 0], 0] * self._saved[layers]
 
-        def distance(found: Sequence[Cuts]) -> Array:
-            # The small term lets a balance come nearer that has several devices with about the same excess.
-            over = self._over(found)
-            return np.asarray(over.max(1) + 0.05 * np.maximum(over, 0.0).sum(1))
-
-        least = float(distance([cuts])[0])
-        for _ in range(200):
-            others = list(moved(cuts))
-            if least <= 0 or not others:
-                break
-            distances = distance(others)
-            best = int(distances.argmin())
-            if distances[best] >= least:
-                break
-            least, cuts = float(distances[best]), others[best]
-        return cuts
-
-    def least_misfit(self, known: Sequence[Cuts]) -> tuple[Cuts, frozenset[int]]:
-        """Return the balance that is nearest to fitting, with the layers to recompute.
-
-        Args:
-            known: balances that have been tried
-        """
-        # The least largest excess, as if every partition had its device for itself.
-        n, size = len(self._problem.places), len(self._problem.layers)
-        excess = self._tables.excess
-        rest = np.full((n + 1, size + 1), math.inf)
-        rest[n, size] = 0.0
-        for j in reversed(range(n)):
-            rest[j] = np.maximum(excess[j], rest[j + 1]).min(1)
-        cuts: Cuts = (0,)
-        for j in range(n):
-            cuts = (*cuts, int(np.maximum(excess[j, cuts[-1]], rest[j + 1]).argmin()))
-        if not self.is_lone:
-            cuts = min([self.nearest(cuts), *known], key=self._excess)
-        recomputed = [own for _, own in self._least_excesses(cuts)]
-        return cuts, frozenset[int]().union(*recomputed)
-
-    def _excess(self, cuts: Cuts) -> float:
-        """Return the least largest excess of a balance, in bytes; negative if some are left."""
-        return float(self._over([cuts]).max())
-
-    def _over(self, found: Sequence[Cuts]) -> Array:
-        """Return the least excess of each device, for each balance, [balances, devices]."""
-        tables = self._tables
-        if tables.recomputes:
-            return np.array([[over for over, _ in self._least_excesses(cuts)] for cuts in found])
-        cuts = np.array(found)
-        kept, waiting, state = tables.held[:, cuts[:, :-1], cuts[:, 1:]]
-        over = [
-            holding.most(kept[:, holding.partitions], waiting[:, holding.partitions])
-            + state[:, holding.partitions].sum(1)
-            - device.memory
-            for holding, device in zip(tables.holdings, self._problem.devices)
-        ]
-        return np.stack(over, axis=1)
-
-    def _least_excesses(self, cuts: Cuts) -> Iterator[tuple[float, frozenset[int]]]:
-        """Yield the least excess of each device, with the layers to recompute for it."""
-        spans = list(pairwise(cuts))
-        for device, holding in enumerate(self._tables.holdings):
-            yield least_excess(self._tables, device, [spans[j] for j in holding.partitions])
+    def _rest(self, over: Array, layers: Positions, saves: Array) -> Array:
+        """Return the excess if the layers up to each one are recomputed, which needs the room of that layer."""
+        return np.asarray((over[:, None] - saves.cumsum(1)).max(0) + self._kept[layers])
 
 
-def moved(cuts: Cuts) -> Iterator[Cuts]:
-    """Yield balances with a run of neighbouring cuts moved by a layer, and single cuts by two; none is empty."""
-    n = len(cuts) - 1
-    longest = n if n <= 12 else 2
-    for first in range(1, n):
-        for last in range(first, min(n, first + longest)):
-            for step in (-1, 1, -2, 2)[: 4 if first == last else 2]:
-                if cuts[first] + step > cuts[first - 1] and cuts[last] + step < cuts[last + 1]:
-                    yield (*cuts[:first], *(cut + step for cut in cuts[first : last + 1]), *cuts[last + 1 :])
+def _cheap(over: Array, saves: Array, cost: Array) -> Positions:
+    """Return the positions of layers that save as much as is over, at little cost; all together save enough.
+
+    Take those with the most bytes for a second, and complete them by the cheapest single layer that is enough; then
+    leave out what is not needed after all.
+    """
+    worst = saves[int(over.argmax())]
+    order = np.argsort(-worst / np.maximum(cost, 1e-300), kind="stable")
+    saves, cost = saves[:, order], cost[order]
+    left = over[:, None] - np.concatenate([np.zeros((len(over), 1)), saves.cumsum(1)], axis=1)
+    last = int((left > 0).any(0).sum())  # So many layers in this order are enough.
+    # [layers before, layer behind them that completes them]
+    enough = (saves[:, None, :] >= left[:, :last, None]).all(0) & (np.arange(len(cost)) >= np.arange(last)[:, None])
+    total = np.concatenate([[0.0], cost.cumsum()])[:last, None] + np.where(enough, cost, math.inf)
+    before, one = np.unravel_index(int(total.argmin()), total.shape)
+    chosen = [*range(before), int(one)]
+    spare = saves[:, chosen].sum(1) - over
+    for k in sorted(chosen, key=lambda k: -cost[k]):
+        if (saves[:, k] <= spare).all():
+            spare = spare - saves[:, k]
+            chosen.remove(k)
+    return np.asarray(order[chosen])

@@ -17,7 +17,7 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.inputs import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
-from torchgpipe.schedule.programs import verify_name
+from torchgpipe.schedule.programs import RESIDENT, verify_name
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning.alternatives import (
     Alternative,
@@ -77,10 +77,10 @@ def plan(
         loss = model.step(torch.randn(32, 64))
 
     A copy of the model is measured: every layer, in a pipeline over the devices, with micro-batches of up to three
-    sizes. Then the search tries all schedules and numbers of micro-batches, each with the best balance and the best
-    choice of layers to recompute. It takes the alternative whose simulated step is the shortest among those that fit
-    the memory; or, of several that are nearly as short, the one that is the quickest when they run. A model on the meta
-    device is not run: its sizes follow from shapes, and the bytes of parameters stand for times.
+    sizes. Then all schedules and numbers of micro-batches are tried, each with a balance that is improved by moving
+    layers, and with layers recomputed where memory lacks. The plan is the alternative whose simulated step is the
+    shortest among those that fit; or, of several that are nearly as short, the one that is the quickest when they run.
+    A model on the meta device is not run: its sizes follow from shapes, and the bytes of parameters stand for times.
 
     Args:
         model: the model; a :class:`~torch.nn.Sequential` becomes a :class:`~torchgpipe.GPipe`, any other is
@@ -131,7 +131,7 @@ def plan(
     places = _devices(devices, sizes_of_devices)
     planned = _with_memory(places, sizes_of_devices, speeds, margin)
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
-    schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else NAMES)
+    schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
     states = 1.0 + states_of(optimizer)
     most = most_partitions(schedules, len(places))
@@ -276,7 +276,7 @@ def _misfit(question: Question, tried: Tried, margin: float) -> str:
         f"it would fit with {shown_size(max(excess) / (1 - margin))} more memory on each device",
     ]
     n = len(question.devices)
-    if "1F1B" in question.schedules:  # It holds least, or nearly so, and is searched in a short time.
+    if "1F1B" in question.schedules:  # It holds least, or nearly so.
         question = replace(question, schedules=("1F1B",))
     for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1):
         found = _first(question.with_devices(count))

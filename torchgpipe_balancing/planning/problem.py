@@ -210,8 +210,12 @@ class Problem:
             cost,
             [one.kept for one in partitions],
             waiting=[one.waiting for one in partitions],
-            transfer=lambda j: self.latency + self.per_byte * partitions[j].arriving,
+            transfer=lambda j: self.transfer(partitions[j]),
         )
+
+    def transfer(self, partition: PartitionCost) -> float:
+        """Return the seconds of a transfer to a partition from another device."""
+        return self.latency + self.per_byte * partition.arriving
 
     def fits(self, outcome: Outcome) -> bool:
         """Return whether every device has the memory that it needs."""

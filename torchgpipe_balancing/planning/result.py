@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions
-from torchgpipe_balancing.planning.answer import Answer
+from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
 from torchgpipe_balancing.planning.check import Check, checked
-from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
-from torchgpipe_balancing.planning.problem import Choice, Device
+from torchgpipe_balancing.planning.problem import Choice, Outcome
 from torchgpipe_balancing.planning.subject import apply, released, subject_of
 from torchgpipe_balancing.planning.trials import way_of
 
@@ -28,15 +26,18 @@ __all__ = ["Plan"]
 
 _VERSION = 1
 
+#: What is saved; the rest is given again.
+_SAVED = ("question", "fitting", "misfits", "without_limits", "with_more_memory", "with_one_more_device")
+
 
 @dataclass(frozen=True)
-class Plan(Answer):
+class Plan:
     """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
 
     Attributes:
         question: what was planned for: the costs, the devices, the mini-batch
         fitting: the ten best alternatives that fit, the chosen one first; those that were run come before others
-        misfits: alternatives that do not fit, each with the bytes that devices lack
+        misfits: the alternatives that are nearest to fitting, three at most, each with the bytes that devices lack
         without_limits: the seconds of the best step if memory had no limits
         with_more_memory: the seconds of the best step with one GiB more on each device
         with_one_more_device: the seconds of the best step with one more device like the last
@@ -45,9 +46,20 @@ class Plan(Answer):
         options: further arguments of the pipeline
     """
 
+    question: Question
+    fitting: tuple[Alternative, ...]
+    misfits: tuple[tuple[Alternative, tuple[float, ...]], ...]
+    without_limits: float
+    with_more_memory: float
+    with_one_more_device: float
     sample: Any = field(default=None, repr=False, compare=False)
     target: Any = field(default=None, repr=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def best(self) -> Alternative:
+        """The alternative that was chosen."""
+        return self.fitting[0]
 
     @property
     def balance(self) -> list[int]:
@@ -78,6 +90,17 @@ class Plan(Answer):
     def seconds(self) -> float:
         """The predicted time of a step."""
         return self.best.seconds
+
+    def outcome(self, alternative: Alternative | None = None) -> Outcome:
+        """Return what an alternative costs, partition by partition, with its simulated step.
+
+        Args:
+            alternative: one of ``fitting`` or ``misfits`` (default: the best)
+        """
+        one = alternative or self.best
+        problem = problem_of(self.question, one.schedule, one.chunks)
+        assert problem is not None
+        return problem.outcome(one.choice)
 
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
@@ -149,16 +172,8 @@ class Plan(Answer):
         Args:
             path: the file to write, such as ``'plan.json'``
         """
-        content = {
-            "version": _VERSION,
-            "question": asdict(self.question),
-            "fitting": [_plain(one) for one in self.fitting],
-            "misfits": [[_plain(one), excess] for one, excess in self.misfits],
-            "without_limits": self.without_limits,
-            "with_more_memory": self.with_more_memory,
-            "with_one_more_device": self.with_one_more_device,
-        }
-        Path(path).write_text(json.dumps(_finite(content), indent=1) + "\n")
+        content = {"version": _VERSION, **{name: _plain(getattr(self, name)) for name in _SAVED}}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -176,14 +191,8 @@ class Plan(Answer):
             content = None
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
-        return cls(
-            _question(content["question"]),
-            tuple(_alternative(one) for one in content["fitting"]),
-            tuple((_alternative(one), tuple(excess)) for one, excess in content["misfits"]),
-            content["without_limits"],
-            content["with_more_memory"],
-            content["with_one_more_device"],
-        )
+        types = get_type_hints(cls)
+        return cls(**{name: _made(types[name], content[name]) for name in _SAVED})
 
     def plot(self, path: str | PathLike[str] | None = None) -> str:
         """Draw the planned step: what each device does, and the memory that it holds, over time.
@@ -209,39 +218,24 @@ class Plan(Answer):
         return text.written(self)
 
 
-def _plain(one: Alternative) -> dict[str, Any]:
-    made = asdict(one)
-    made["choice"] = {"balance": one.choice.balance, "recomputed": sorted(one.choice.recomputed)}
-    return made
-
-
-def _alternative(content: Mapping[str, Any]) -> Alternative:
-    choice = Choice(tuple(content["choice"]["balance"]), frozenset(content["choice"]["recomputed"]))
-    lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-    return Alternative(**{**content, **lists, "choice": choice})
-
-
-def _question(content: Mapping[str, Any]) -> Question:
-    known = dict(content["costs"])
-    layers = tuple(
-        LayerCosts(
-            **{**one, "modules": tuple(one["modules"]), "samples": tuple(Sample(**own) for own in one["samples"])}
-        )
-        for one in known.pop("layers")
-    )
-    cells = tuple(CellCosts(**one) for one in known.pop("cells"))
-    costs = Costs(**{**known, "layers": layers, "cells": cells, "rows": tuple(known["rows"])})
-    devices = tuple(
-        Device(**{**one, "memory": math.inf if one["memory"] is None else one["memory"]}) for one in content["devices"]
-    )
-    lists = {name: tuple(content[name]) for name in ("schedules", "chunks")}
-    return Question(**{**content, **lists, "costs": costs, "devices": devices})
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with None in place of infinities, which JSON has not."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: with None in place of infinities, and lists in place of sets and tuples."""
+    if is_dataclass(value) or isinstance(value, Choice):
+        own = value._asdict() if isinstance(value, Choice) else vars(value)
+        return {name: _plain(one) for name, one in own.items()}
+    if isinstance(value, (tuple, frozenset)):
+        return [*map(_plain, sorted(value) if isinstance(value, frozenset) else value)]
     return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _made(kind: Any, content: Any) -> Any:
+    """Return a value of a type from what `_plain` has made of it. A file may lack, or have more than, it needs."""
+    if (inner := get_args(kind)) and get_origin(kind) is frozenset:
+        return frozenset(content)
+    if get_origin(kind) is tuple:
+        return tuple(_made(inner[0 if inner[-1] is Ellipsis else k], own) for k, own in enumerate(content))
+    if kind is Choice or is_dataclass(kind):
+        types = get_type_hints(kind)
+        made: Any = cast(Any, kind)(**{name: _made(types[name], own) for name, own in content.items() if name in types})
+        return made
+    return math.inf if kind is float and content is None else content

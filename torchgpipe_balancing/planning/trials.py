@@ -1,6 +1,7 @@
 """Run the best alternatives for a few steps, and put the quickest first.
 
-A prediction is a few per cent off. Where alternatives are as close as that, only a run tells which one is quicker.
+A prediction is some per cent off, ten in the median of small models on a shared machine. Where alternatives are as
+close as that, only a run tells which one is quicker.
 """
 
 from __future__ import annotations

@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 import torchgpipe
+from tests.accelerator import DEVICE, LATE, NEEDS_ACCELERATOR, backend
 from tests.balancing.planning.models import Residual, wide
 
 pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    *NEEDS_ACCELERATOR,
     pytest.mark.timeout(60),
 ]
 
-GPU = "cuda:0"
-WIDTH = 256
+GPU = DEVICE
+#: Small on `late`, where the CPU computes.
+WIDTH, BATCH, LARGE, SECONDS = (256, 64, 4096, 0.1) if not LATE else (32, 16, 16, 0.0)
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
@@ -27,30 +28,30 @@ WIDTH = 256
 def test_a_plan_for_a_gpu(make: Any, devices: list[str]) -> None:
     model: nn.Module = make(6, WIDTH)
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = backend.memory_allocated()
     sample = torch.randn(8, WIDTH)
-    plan = torchgpipe.plan(model, sample, batch=64, devices=devices, optimizer=torch.optim.AdamW, seconds=0.1)
+    plan = torchgpipe.plan(model, sample, batch=BATCH, devices=devices, optimizer=torch.optim.AdamW, seconds=SECONDS)
     check = plan.check(model)
 
-    assert torch.cuda.memory_allocated() == before
+    assert backend.memory_allocated() == before
     assert plan.seconds > 0 and check.seconds > 0
     (predicted,), (measured,) = check.predicted_bytes, check.measured_bytes
     assert 0 < measured - before < 2 * predicted + 2**25  # Workspaces of libraries are not planned for.
     model = plan.apply(model, loss_fn=lambda output, _: output.float().mean())
-    assert model.step(torch.randn(64, WIDTH)).isfinite()
+    assert model.step(torch.randn(BATCH, WIDTH)).isfinite()
 
 
 def test_a_transfer_takes_time() -> None:
-    plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=64, devices=[GPU, "cpu"], seconds=0.1)
+    plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=BATCH, devices=[GPU, "cpu"], seconds=SECONDS)
     assert plan.question.costs.latency > 0
     assert plan.question.devices[0].memory > 2**30
 
 
 def test_memory_runs_out_while_a_model_is_measured() -> None:
-    rest = torch.cuda.mem_get_info()[0] // 2**20 - 64
+    rest = backend.mem_get_info()[0] // 2**20 - 64
     filler = torch.empty(max(1, rest) * 2**20, dtype=torch.uint8, device=GPU)
     try:
         with pytest.raises((torch.OutOfMemoryError, MemoryError)):
-            torchgpipe.plan(wide(6, 2048), torch.randn(8, 2048), batch=4096, devices=[GPU], chunks=1, seconds=0.1)
+            torchgpipe.plan(wide(6, 2048), torch.randn(8, 2048), batch=LARGE, devices=[GPU], chunks=1, seconds=SECONDS)
     finally:
         del filler

@@ -1,20 +1,17 @@
-"""The search finds the best choice. Few choices are all compared; of many, a bound proves how good the answer is."""
+"""The search comes near to the best choice. Of small problems, all choices are compared."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, combinations, pairwise
-from typing import NamedTuple
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Outcome, Problem
-from torchgpipe_balancing.planning.search import Misfit, Solution, lower_bound, solve
+from torchgpipe_balancing.planning.search import solve
 
 #: Sums are rounded in another order.
 NEAR = 1e-11
@@ -27,57 +24,44 @@ PLACES: dict[ScheduleName, list[list[int]]] = {
     "V-Half": [[0, 0], [0, 1, 1, 0]],
 }
 
-
-class Table(NamedTuple):
-    """What layers are drawn from."""
-
-    seconds: st.SearchStrategy[float]
-    bytes: st.SearchStrategy[int]
-
-
-TABLES = st.sampled_from(
-    [
-        Table(st.just(1.0), st.just(4)),  # identical layers
-        Table(st.sampled_from([0.0, 0.0, 1.5]), st.integers(0, 3)),
-        Table(st.integers(0, 5).map(float), st.sampled_from([0, 1, 5, 7, 20])),
-        Table(st.floats(-8, 8).map(lambda x: 10.0**x), st.integers(0, 10**9)),  # huge spread
-    ]
-)
+#: What seconds and bytes are drawn from: layers that are alike, layers that take nothing, and very uneven ones.
+TABLES: list[tuple[Callable[[random.Random], float], Callable[[random.Random], int]]] = [
+    (lambda made: 1.0, lambda made: 4),
+    (lambda made: made.choice([0.0, 0.0, 1.5]), lambda made: made.randint(0, 3)),
+    (lambda made: float(made.randint(0, 5)), lambda made: made.choice([0, 1, 5, 7, 20])),
+    (lambda made: 10 ** made.uniform(-8, 8), lambda made: made.randint(0, 10**9)),
+    (lambda made: made.lognormvariate(0, 1), lambda made: made.randint(1, 100)),
+]
 
 
-@st.composite
-def layers(draw: st.DrawFn, count: int) -> tuple[Layer, ...]:
-    table = draw(TABLES)
-    small = st.integers(0, 2)
-
-    def one(k: int) -> Layer:
-        forward, backward, inputs, weights = (draw(table.seconds) for _ in range(4))
-        bytes = {name: draw(small) for name in ("again", "input", "waiting", "crossing", "state")}
-        return Layer(str(k), forward, backward, inputs, weights, kept=draw(table.bytes), **bytes)
-
-    return tuple(one(k) for k in range(count))
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    name = draw(st.sampled_from(list(PLACES)))
-    places = draw(st.sampled_from(PLACES[name]))
-    recomputes = draw(st.booleans())
-    many = 6 if recomputes else 9
-    row = draw(layers(draw(st.integers(len(places), many))))
-    whole = sum([layer.kept + layer.state for layer in row])
-    share = st.one_of(st.just(math.inf), st.floats(0.0, 2.0))
-    part = st.sampled_from([0.0, 0.1, 0.5])
+def small(seed: int) -> Problem:
+    """Return a random problem whose choices can all be compared."""
+    made = random.Random(seed)
+    name = made.choice(list(PLACES))
+    places = made.choice(PLACES[name])
+    recomputes = made.random() < 0.5
+    seconds, bytes = made.choice(TABLES)
+    row = tuple(
+        Layer(
+            str(k),
+            *[seconds(made) for _ in range(4)],
+            kept=bytes(made),
+            **{name: made.randint(0, 2) for name in ("again", "input", "waiting", "crossing", "state")},
+        )
+        for k in range(made.randint(len(places), 6 if recomputes else 9))
+    )
+    whole = sum([layer.kept + layer.state for layer in row]) or 1
     return Problem(
         row,
         tuple(
-            Device(str(k), draw(share) * (whole or 1), draw(st.sampled_from([1.0, 1.0, 0.7, 2.0]))) for k in set(places)
+            Device(str(k), made.choice([math.inf, made.uniform(0.0, 2.0) * whole]), made.choice([1.0, 1.0, 0.7, 2.0]))
+            for k in set(places)
         ),
         tuple(places),
-        program(name, draw(st.integers(1, 4)), places),
-        cell={kind: draw(part) for kind in "FBIW"},
-        latency=draw(part),
-        per_byte=draw(part),
+        program(name, made.randint(1, 4), places),
+        cell={kind: made.choice([0.0, 0.1, 0.5]) for kind in "FBIW"},
+        latency=made.choice([0.0, 0.1, 0.5]),
+        per_byte=made.choice([0.0, 0.1, 0.5]),
         recomputes=recomputes,
     )
 
@@ -96,111 +80,63 @@ def excess(problem: Problem, outcome: Outcome) -> float:
     return max(need - device.memory for need, device in zip(outcome.memory, problem.devices))
 
 
-def tight(name: ScheduleName, m: int, count: int, share: float, places: list[int] | None = None) -> Problem:
-    """Return layers that are alike but for some noise, on devices with this share of the memory that 1F1B needs."""
-    places = places or list(range(8))
+def test_most_answers_are_within_3_percent_of_the_best() -> None:
+    ratios = []
+    for seed in range(100):
+        problem = small(seed)
+        outcomes = [problem.outcome(choice) for choice in choices(problem)]
+        best = min([outcome.seconds for outcome in outcomes if problem.fits(outcome)], default=math.inf)
+        found = solve(problem)
+        assert found.fits == problem.fits(found.outcome)
+        assert found.outcome.memory == problem.outcome(found.choice).memory
+        if len(set(problem.places)) == len(problem.places):  # With a partition a device, what fits is found.
+            assert found.fits == (best < math.inf)
+            if not found.fits:
+                assert excess(problem, found.outcome) <= min(excess(problem, one) for one in outcomes) * (1 + NEAR)
+        if best < math.inf:
+            ratios.append(found.outcome.seconds / best if found.fits and best else 1.0 if found.fits else math.inf)
+    assert sum(ratio <= 1.03 for ratio in ratios) >= 0.95 * len(ratios)
+
+
+def test_many_layers_fit_with_the_layers_that_have_to_be_recomputed() -> None:
     made = random.Random(0)
-    seconds = [made.uniform(0.95, 1.05) for _ in range(count)]
     row = tuple(
-        Layer(str(k), one, 2 * one, one, one, kept=100, input=10, waiting=20, crossing=10, state=50)
-        for k, one in enumerate(seconds)
+        Layer(str(k), one, 2 * one, one, one, kept=100, input=10, state=50)
+        for k, one in enumerate([made.uniform(0.95, 1.05) for _ in range(100)])
     )
-    memory = share * 100 * count + 50 * count / 8
-    devices = tuple(Device(str(k), memory) for k in range(8))
-    cell = dict.fromkeys("FBIW", 0.05)
-    return Problem(row, devices, tuple(places), program(name, m, places), cell, latency=0.01, per_byte=0.001)
-
-
-@settings(max_examples=300)
-@given(problems())
-@example(tight("1F1B", 8, 8, 0.5))  # as many layers as partitions
-def test_best_of_all_choices(problem: Problem) -> None:
-    outcomes = {choice: problem.outcome(choice) for choice in choices(problem)}
-    best = min([outcome.seconds for outcome in outcomes.values() if problem.fits(outcome)], default=math.inf)
-    is_lone = len(set(problem.places)) == len(problem.places)
-
-    assert lower_bound(problem) <= best * (1 + NEAR)
+    devices = tuple(Device(str(k), 0.7 * 10_000 + 50 * 100 / 8) for k in range(8))
+    problem = Problem(row, devices, tuple(range(8)), program("1F1B", 16, range(8)))
     found = solve(problem)
-    assert found.outcome.memory == outcomes[found.choice].memory
-    if isinstance(found, Misfit):
-        assert best == math.inf and found.proven
-        assert max(found.excess) == max(0, excess(problem, found.outcome)) > 0
-        if is_lone:
-            assert max(found.excess) <= min(excess(problem, one) for one in outcomes.values()) * (1 + NEAR)
-    else:
-        assert problem.fits(found.outcome)
-        assert found.bound <= best * (1 + NEAR)
-        if is_lone:
-            assert found.gap == 0
-        if found.gap == 0:
-            assert found.outcome.seconds <= best * (1 + NEAR)
-
-
-@given(problems(), st.integers(0, 3))
-def test_a_search_that_is_cut_short_is_honest(problem: Problem, limit: int) -> None:
-    found, best = solve(problem, limit=limit), solve(problem)
-    if isinstance(found, Solution):
-        assert isinstance(best, Solution)
-        assert found.bound <= best.outcome.seconds * (1 + NEAR) and problem.fits(found.outcome)
-    elif found.proven:
-        assert isinstance(best, Misfit)
-
-
-# Beside a bound below 1%, for which the layers were drawn: 8 partitions of 100 layers have more than 10^10 balances.
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZeroBubble"])
-@pytest.mark.parametrize("m", [8, 64])
-def test_the_proof_for_100_layers_on_8_devices(name: ScheduleName, m: int) -> None:
-    share = {"GPipe": 0.7 * m / 8, "1F1B": 0.7, "ZeroBubble": 3.0}[name]
-    problem = tight(name, m, 100, share)
-    found = solve(problem)
-    assert isinstance(found, Solution) and problem.fits(found.outcome)
-    assert found.gap < 0.01
-    assert bool(found.choice.recomputed) == (name != "ZeroBubble")
+    assert found.fits and found.choice.recomputed
+    # The first devices hold most.
+    assert max(found.choice.recomputed) < sum(found.choice.balance[:4])
     assert solve(problem).choice == found.choice
-
-
-@pytest.mark.parametrize(
-    ("name", "places"),
-    [("Interleaved1F1B", [*range(8), *range(8)]), ("V-Half", [*range(8), *reversed(range(8))])],
-)
-def test_devices_with_two_partitions(name: ScheduleName, places: list[int]) -> None:
-    problem = tight(name, 16, 60, 1.0, places)
-    found = solve(problem)
-    assert isinstance(found, Solution) and problem.fits(found.outcome)
-    assert found.bound >= lower_bound(problem) > 0
-    assert found.gap < 0.3
-    even = problem.outcome(Choice(tuple(60 * (j + 1) // 16 - 60 * j // 16 for j in range(16))))
-    assert found.outcome.seconds < even.seconds or not problem.fits(even)
 
 
 def test_what_is_nearest_to_fitting() -> None:
     row = tuple(Layer(str(k), 1, 2, 1, 1, kept=10, input=4) for k in range(4))
     devices = (Device("a", 9), Device("b", 25))
-    found = solve(Problem(row, devices, (0, 1), program("1F1B", 2, [0, 1])))
-    assert isinstance(found, Misfit)
+    problem = Problem(row, devices, (0, 1), program("1F1B", 2, [0, 1]))
+    found = solve(problem)
     # Device a holds two micro-batches of one layer: 2 * 4 if it is recomputed, 10 when it comes back; 9 are missing.
     # On device b, only the last layer keeps all: 10 + 4 + 4, and 10.
+    assert not found.fits
     assert found.choice == Choice((1, 3), frozenset([0, 1, 2]))
-    assert found.excess == [9, 3] and found.proven
+    assert [need - device.memory for need, device in zip(found.outcome.memory, devices)] == [9, 3]
 
 
-def test_fewer_recomputed_layers_of_equally_quick_choices() -> None:
-    row = tuple(Layer(str(k), 0, 2, 1, 1, kept=kept, input=0) for k, kept in enumerate([2, 2, 4, 0]))
-    found = solve(Problem(row, (Device("a", 8),), (0,), program("1F1B", 1, [0])))
-    assert isinstance(found, Solution)
-    assert found.choice == Choice((4,))
+def test_layers_that_save_most_for_a_second_are_recomputed_and_no_more() -> None:
+    def recomputed(memory: float, name: ScheduleName, m: int) -> frozenset[int]:
+        row = tuple(Layer(str(k), 1, 2, 1, 1, kept=kept, input=0) for k, kept in enumerate([2, 2, 4, 0]))
+        return solve(Problem(row, (Device("a", memory),), (0,), program(name, m, [0]))).choice.recomputed
+
+    assert not recomputed(8, "1F1B", 1)
     # Two micro-batches of 8: 12 without layer 2, which needs 4 when it comes back; 10 without 0 and 1.
-    found = solve(Problem(row, (Device("a", 12),), (0,), program("GPipe", 2, [0])))
-    assert isinstance(found, Solution)
-    assert found.choice == Choice((4,), frozenset([2]))
-    found = solve(Problem(row, (Device("a", 11),), (0,), program("GPipe", 2, [0])))
-    assert isinstance(found, Solution)
-    assert found.choice == Choice((4,), frozenset([0, 1]))
+    assert recomputed(12, "GPipe", 2) == {2}
+    assert recomputed(11, "GPipe", 2) == {0, 1}
 
 
 def test_fewer_layers_than_partitions() -> None:
-    row = (Layer("0", 1, 2, 1, 1, kept=1),)
-    problem = Problem(row, (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1]))
-    for function in (solve, lower_bound):
-        with pytest.raises(ValueError, match="1 layers cannot be split into 2 partitions"):
-            function(problem)
+    problem = Problem((Layer("0", 1, 2, 1, 1, kept=1),), (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1]))
+    with pytest.raises(ValueError, match="1 layers cannot be split into 2 partitions"):
+        solve(problem)

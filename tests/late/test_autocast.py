@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchgpipe
+from tests import late
 from torchgpipe import GPipe
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 M = 4
 

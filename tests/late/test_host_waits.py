@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchgpipe
+from tests import late
 from torchgpipe import GPipe
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 DEVICES = ["late:0", "late:1"]
 M, ROWS = 4, 8
@@ -26,9 +27,9 @@ M, ROWS = 4, 8
 def waits(run: Callable[[], Any]) -> int:
     run()  # What a model draws from, for example, is not known in its first run.
     torch.accelerator.synchronize()
-    before = late.counts()[2]
+    before = late.counts().waits
     run()
-    result: int = late.counts()[2] - before
+    result: int = late.counts().waits - before
     torch.accelerator.synchronize()
     assert late.hazards() == []
     return result

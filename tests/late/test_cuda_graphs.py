@@ -11,7 +11,7 @@ from torch import nn
 import torchgpipe
 from torchgpipe import GPipe
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 DEVICES = ["late:0", "late:1"]
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import late
 from torchgpipe import GPipe
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 M = 4
 

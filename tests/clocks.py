@@ -1,0 +1,171 @@
+"""What waits for what: each stream of a pipeline gets a vector clock, and a listener notes the clock behind its work.
+
+Which work runs at the same time, a test cannot rely on. But the clocks tell which work is certain to be finished when
+other work begins, on any devices: ``'cpu:0'`` and ``'cpu:1'`` get streams that copy, as if each had its own memory.
+
+    with listening(model) as done:
+        model(x)
+    cell, copied = done.of("forward", 0), done.of("copy", 0, 1)
+    assert cell[0].precedes(copied[0]) and cell[1].overlaps(copied[0])
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+from torchgpipe.devices.stream import Mark, Stream, Streams, Tick
+from torchgpipe.engine.record import End
+from torchgpipe.frames.pipelined import runs_of
+
+__all__ = ["Clocked", "ClockedStreams", "Done", "Work", "clocked", "listening"]
+
+Clock = dict["Clocked", int]
+
+
+class Clocked(Stream):
+    """A stream with a vector clock: how far each stream is certain to be when this one reaches its present end."""
+
+    in_use = threading.local()
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream.device, stream.name)
+        self.stream = stream
+        self.seen: Clock = {self: 0}
+
+    def __repr__(self) -> str:
+        return f"{self.name} of {self.device}"
+
+    def merge(self, seen: Clock) -> None:
+        for stream, tick in seen.items():
+            self.seen[stream] = max(tick, self.seen.get(stream, 0))
+
+    def mark(self) -> Mark:
+        return self.stream.mark(), dict(self.seen)
+
+    def wait(self, mark: Mark) -> None:
+        self.stream.wait(mark[0])
+        self.merge(mark[1])
+
+    def record(self, tensor: Tensor) -> None:
+        self.stream.record(tensor)
+
+    def tick(self) -> Tick:
+        return self.stream.tick()
+
+    def seconds(self, start: Tick, end: Tick) -> float:
+        return self.stream.seconds(start, end)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """A copy between devices waits for the current streams of both, and both wait for the copy."""
+        outer, self.in_use.stream = getattr(self.in_use, "stream", None), self
+        with self.stream.use():
+            if outer is not None and outer.name != "computing":
+                outer.merge(self.seen)
+                outer.seen[outer] += 1
+                self.merge(outer.seen)
+            try:
+                yield
+            finally:
+                self.in_use.stream = outer
+
+
+class ClockedStreams(Streams):
+    """The streams of a pipeline, each with a clock. Each device has a memory of its own."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.device, str], Clocked] = {}
+
+    def _clocked(self, stream: Stream) -> Clocked:
+        return self._made.setdefault((stream.device, stream.name), Clocked(stream))
+
+    def current(self, device: torch.device) -> Stream:
+        return self._clocked(super().current(device))
+
+    def side(self, device: torch.device, purpose: str) -> Stream:
+        return self._clocked(super().side(device, purpose))
+
+    def device_of(self, tensor: Tensor) -> torch.device | None:
+        # Tensors on the CPU do not tell its number.
+        return None if tensor.device.type == "cpu" else tensor.device
+
+    def moves(self, source: torch.device, target: torch.device) -> bool:
+        return source != target
+
+
+class Work:
+    """A cell or a copy, and the clock of its stream behind it.
+
+    Attributes:
+        kind, i, j, other, stream: as `torchgpipe.engine.record.Step.begin` has them
+    """
+
+    def __init__(self, kind: str, i: int, j: int, other: int | None, stream: Clocked) -> None:
+        self.kind, self.i, self.j, self.other, self.stream = kind, i, j, other, stream
+
+    def end(self, failed: bool) -> None:
+        if self.kind != "copy":
+            self.stream.seen[self.stream] += 1
+        self.seen = dict(self.stream.seen)
+        self.tick = self.seen[self.stream]
+
+    def precedes(self, other: Work) -> bool:
+        """Return whether this work is certain to be finished when ``other`` begins."""
+        return other is not self and other.seen.get(self.stream, 0) >= self.tick
+
+    def overlaps(self, other: Work) -> bool:
+        """Return whether this work and ``other`` may run at the same time."""
+        return other is not self and not self.precedes(other) and not other.precedes(self)
+
+
+class Done(list[Work]):
+    """The work of mini-batches, in the order in which it began: the recorder of a model, and of each mini-batch."""
+
+    def begin_step(self, *_: Any) -> Done:
+        return self
+
+    def begin(self, kind: str, i: int, j: int, other: int | None, stream: Any) -> End:
+        self.append(Work(kind, i, j, other, stream))
+        return self[-1].end
+
+    def of(self, kind: str, j: int, other: int | None = None) -> list[Work]:
+        """Return the work of a kind in a partition, or from one partition to another, by micro-batch."""
+        return sorted([w for w in self if (w.kind, w.j, w.other) == (kind, j, other)], key=lambda work: work.i)
+
+
+@contextmanager
+def clocked(*models: nn.Module, recorder: Any = None) -> Iterator[None]:
+    """Give the streams of pipelines clocks for a ``with`` block, and those on ``'cpu:0'``, ... streams that copy."""
+    streams = ClockedStreams()
+    with ExitStack() as stack:
+        for model in models:
+            runs = runs_of(model)
+            if runs is not None:
+                stack.callback(setattr, runs, "streams", runs.streams)
+                stack.callback(setattr, runs, "recorder", runs.recorder)
+                runs.streams, runs.recorder = streams, runs.recorder if recorder is None else recorder
+            for pipeline in (module for module in model.modules() if isinstance(module, GPipe)):
+                mechanisms = pipeline._mechanisms
+                stack.callback(setattr, pipeline, "_mechanisms", mechanisms)
+                mine = mechanisms.recorder if recorder is None else recorder
+                pipeline._mechanisms = replace(mechanisms, streams=streams, recorder=mine)
+        yield
+
+
+@contextmanager
+def listening(*models: nn.Module) -> Iterator[Done]:
+    """Do the same, and note the work that is done."""
+    done = Done()
+    with clocked(*models, recorder=done):
+        yield done

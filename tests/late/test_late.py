@@ -1,0 +1,215 @@
+"""The accelerator itself: it finds a race where there is one and none where there is none, whatever the timing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import late
+
+pytestmark = pytest.mark.late
+
+DEVICE = "late:1"
+
+
+@pytest.fixture(autouse=True)
+def current() -> object:
+    with torch.device(DEVICE), torch.late.device(DEVICE):  # type: ignore[attr-defined]
+        yield
+
+
+@pytest.fixture
+def side() -> torch.Stream:
+    return torch.late.Stream(DEVICE)  # type: ignore[attr-defined, no-any-return]
+
+
+def on(stream: torch.Stream) -> object:
+    return torch.late.stream(stream)  # type: ignore[attr-defined]
+
+
+def on_two_streams(side: torch.Stream, *, ordered: bool) -> Tensor:
+    """Add on one stream, and multiply on another."""
+    current = torch.accelerator.current_stream()
+    with late.held(current):
+        y = torch.ones(1000) + 1
+        if ordered:
+            side.wait_event(current.record_event())
+        with on(side):
+            z = y * 2
+        y.record_stream(side)
+        if not ordered:
+            side.synchronize()
+    side.synchronize()
+    return z
+
+
+def test_a_use_that_no_event_orders_is_found(side: torch.Stream) -> None:
+    z = on_two_streams(side, ordered=False)
+    assert z.cpu().isnan().all()  # Fresh memory is NaN until it is written.
+    (hazard,) = late.hazards()
+    assert "reads what add.out on late:1 default stream writes, without waiting for it" in hazard
+
+
+def test_a_use_that_no_event_orders_is_found_where_the_timing_is_good(side: torch.Stream) -> None:
+    y = torch.ones(1000) + 1
+    with late.delays(0), on(side):
+        z = y * 2
+    y.record_stream(side)
+    side.synchronize()
+    assert any("without waiting for it" in hazard for hazard in late.hazards())
+    del z
+
+
+def test_a_use_that_an_event_orders_is_none(side: torch.Stream) -> None:
+    assert on_two_streams(side, ordered=True).cpu().unique().tolist() == [4]
+
+
+def test_what_the_host_has_waited_for_is_ordered(side: torch.Stream) -> None:
+    y = torch.ones(1000) + 1
+    torch.accelerator.synchronize()
+    with on(side):
+        z = y * 2
+    side.synchronize()
+    assert z.cpu().unique().tolist() == [4]
+
+
+def test_what_is_overwritten_while_another_stream_reads_is_found(side: torch.Stream) -> None:
+    x = torch.ones(1000)
+    side.wait_event(torch.accelerator.current_stream().record_event())
+    with on(side):
+        y = x * 2
+    x.zero_()
+    side.synchronize()
+    (hazard,) = late.hazards()
+    assert "overwrites what" in hazard
+    del y
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_that_is_freed_while_another_stream_reads(side: torch.Stream, recorded: bool) -> None:
+    x = torch.full((1000,), 3.0)
+    side.wait_event(torch.accelerator.current_stream().record_event())
+    with late.held(side):
+        with on(side):
+            y = x * 2
+        if recorded:
+            x.record_stream(side)
+        del x
+        torch.accelerator.current_stream().synchronize()
+    side.synchronize()
+    result = y.cpu()
+    if recorded:
+        assert result.unique().tolist() == [6]
+    else:
+        assert result.isnan().all()
+        assert ["is freed while" in hazard for hazard in late.hazards()] == [True]
+
+
+def test_events(side: torch.Stream) -> None:
+    start, end = (torch.Event("late", enable_timing=True) for _ in range(2))
+    with late.held(side), on(side):
+        start.record(side)
+        torch.late._sleep(1_000_000)  # type: ignore[attr-defined]
+        end.record(side)
+        assert not end.query()
+    end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) >= 1
+
+
+def test_results_are_those_of_the_cpu() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+    x, y = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
+
+    def gradients(device: str) -> list[Tensor]:
+        module = layers.to(device)
+        nn.functional.cross_entropy(module(x.to(device)), y.to(device)).backward()
+        result = [p.grad.cpu() for p in module.parameters() if p.grad is not None]
+        result += [buffer.cpu().clone() for buffer in module.buffers()]
+        module.zero_grad()
+        module[1].reset_running_stats()  # type: ignore[operator]
+        return result
+
+    torch.testing.assert_close(gradients(DEVICE), gradients("cpu"))
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="at least two devices, late:0 and late:1"):
+        torch.ones(3, device="late:0") + torch.ones(3, device="late:1")
+
+
+def test_the_autograd_engine_has_a_thread_for_each_device() -> None:
+    threads = {}
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+            threads[grad.device.index] = threading.get_ident()
+            return grad
+
+    x = torch.ones(3, device="late:0", requires_grad=True)
+    Seen.apply(Seen.apply(x).to("late:2")).sum().backward()
+    assert len({*threads.values(), threading.get_ident()}) == 3
+
+
+def test_a_failure_of_queued_work_is_raised_where_the_host_waits() -> None:
+    wrong = torch.ones(3)[torch.tensor([7])]
+    with pytest.raises(RuntimeError, match="from work launched before"):
+        wrong.cpu()
+
+
+def test_generators() -> None:
+    generator = torch.late.default_generators[1]  # type: ignore[attr-defined]
+    torch.late.manual_seed_all(1)  # type: ignore[attr-defined]
+    state = generator.get_state()
+    a = torch.rand(3)
+    assert not torch.equal(state, generator.get_state())
+    b = torch.rand(3)
+    generator.set_state(state)
+    assert torch.equal(torch.rand(3), a)
+    assert torch.equal(torch.rand(3), b)
+    assert not torch.equal(a, b)
+
+
+def test_memory_is_counted() -> None:
+    before = torch.late.memory_allocated(DEVICE)  # type: ignore[attr-defined]
+    x = torch.empty(1000)
+    assert torch.late.memory_allocated(DEVICE) == before + 4000  # type: ignore[attr-defined]
+    del x
+    assert torch.late.memory_allocated(DEVICE) == before  # type: ignore[attr-defined]
+
+
+#: So slow that nothing here depends on when the host launches. Nobody waits until it is through.
+SPEED = late.Speed(flops=1e9, bandwidth=1e8, link=1e7, kernel=0, latency=0)
+
+
+def test_on_the_clock_work_takes_the_time_of_its_flop_or_its_bytes() -> None:
+    x = torch.empty(1000, 1000)
+    with late.on_clock(SPEED):
+        late.intervals()
+        for work in (lambda: x @ x, lambda: x.to("late:2"), lambda: x + x):
+            work()
+        found = late.intervals()
+    assert [one.kind for one in found] == ["kernel", "copy", "kernel"]
+    torch.testing.assert_close([one.end - one.start for one in found], [2.0, 0.4, 0.12])
+
+
+def test_on_the_clock_streams_go_on_at_once_and_wait_for_events(side: torch.Stream) -> None:
+    x = torch.empty(1000, 1000)
+    with late.on_clock(SPEED):
+        late.intervals()
+        y = x @ x
+        computed = torch.accelerator.current_stream().record_event()
+        with on(side):
+            x + x
+            side.wait_event(computed)
+            y + y
+        first, beside, behind = late.intervals()
+    assert beside.end < first.end == behind.start

@@ -1,0 +1,63 @@
+"""Pipelines as layers of others: right, or refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import late
+from torchgpipe import GPipe, pipelined
+
+pytestmark = pytest.mark.late
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def a_row(devices: list[str]) -> nn.Module:
+    return GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1], devices=devices, chunks=2)
+
+
+def any_module(devices: list[str]) -> nn.Module:
+    return pipelined(Blocks(), torch.ones(2, 4), chunks=2, devices=devices)
+
+
+@pytest.mark.parametrize("inner", [a_row, any_module])
+@pytest.mark.parametrize("deep", [False, True], ids=["a layer", "in a layer"])
+def test_a_pipeline_on_other_devices_is_refused(inner: Callable[[list[str]], nn.Module], deep: bool) -> None:
+    layer = inner(["late:1", "late:2"])
+    before = [(parameter, parameter.device) for parameter in layer.parameters()]
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(layer) if deep else layer, nn.Linear(4, 4))
+    refusal = r"is a pipeline on late:1, late:2 in partition 0 on late:1; .* unwrap it"
+    with pytest.raises(ValueError, match=refusal):
+        GPipe(layers, [2, 1], devices=["late:1", "late:2"])
+    assert layers[0].weight.device.type == "cpu"
+    assert [(parameter, parameter.device) for parameter in layer.parameters()] == before
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Identity()), [1, 1], devices=["late:1", "late:2"])
+    with pytest.raises(ValueError, match=r"is a pipeline on late:1, late:2 in partition 1 on late:2"):
+        model[1] = layer
+
+
+@pytest.mark.parametrize("outer", ["always", "except_last", "never"])
+def test_a_pipeline_on_the_device_of_its_partition_draws_the_same_again(outer: str) -> None:
+    late.hazards()
+    inner = GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.2)), [1, 1], devices=["late:1"] * 2, chunks=2)
+    layers = nn.Sequential(nn.Identity(), inner)
+    model = GPipe(layers, [1, 1], devices=["late:0", "late:1"], chunks=3, checkpoint=outer)
+    x = torch.ones(6, 4, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach().cpu())
+    assert late.hazards() == []

@@ -1,0 +1,91 @@
+"""What is copied may belong to somebody else as well, who overwrites it while the copy is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe
+from torchgpipe.devices.stream import Streams
+
+pytestmark = pytest.mark.late
+
+DEVICES = ["late:0", "late:1"]
+
+
+def delay(purpose: str) -> None:
+    """Let copies of a kind be late, as on a busy bus."""
+    for device in DEVICES:
+        with Streams().side(torch.device(device), purpose).use():
+            torch.late._sleep(100_000_000)  # type: ignore[attr-defined]
+
+
+class Shift(nn.Module):
+    """Has a parameter of the shape of a micro-batch, such as positions where micro-batches have one row."""
+
+    def __init__(self, shape: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.parameter = nn.Parameter(torch.zeros(8))
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shape(self.parameter).reshape(2, 4)).tanh()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("shape", [lambda p: p.view(2, 4), lambda p: p.view(4, 2).t()], ids=["a view", "strides"])
+def test_a_gradient_on_its_way_back_is_also_that_of_a_parameter(
+    checkpoint: str, shape: Callable[[Tensor], Tensor]
+) -> None:
+    def gradients(devices: list[str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), Shift(shape), nn.Linear(4, 4)).double()
+        model = GPipe(layers, [1, 2], devices=devices, chunks=3, checkpoint=checkpoint)
+        loss = model(torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(6, 4)).square().sum()
+        if devices == DEVICES:
+            delay("gradient arriving")
+        loss.backward()
+        return [parameter.grad.cpu() for parameter in layers.parameters() if parameter.grad is not None]
+
+    expected = gradients(["cpu", "cpu"])
+    assert all(map(torch.equal, gradients(DEVICES), expected))
+
+
+class Given(nn.Module):
+    """Returns memory of the caller's: its input, or its parameter."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.parameter = nn.Parameter(torch.ones(4))
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parameter.expand(x.shape) if self.own else x
+
+
+@pytest.mark.parametrize("call", ["forward", "step"])
+@pytest.mark.parametrize("own", [False, True], ids=["input", "parameter"])
+def test_the_caller_may_overwrite_what_a_call_has_copied(call: str, own: bool) -> None:
+    model = GPipe(
+        nn.Sequential(Given(own), nn.Identity()),
+        [1, 1],
+        devices=DEVICES,
+        chunks=2,
+        loss_fn=lambda output, _: output.mean(),
+    )
+    x = torch.ones(4, 4, device="late:0")
+    delay("leaving")
+    with torch.no_grad():
+        y = model(x) if call == "forward" else model.step(x)
+        x.zero_()
+        model[0].parameter.zero_()
+    assert bool((y == 1).all())
+
+
+def test_anomaly_mode_finds_no_nan_in_a_gradient_that_has_not_arrived() -> None:
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=DEVICES, chunks=2)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        model(torch.ones(4, 4)).sum().backward()

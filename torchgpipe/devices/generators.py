@@ -1,0 +1,64 @@
+"""The random number generators of devices, whatever the module of a kind of device offers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.device import device_module
+
+__all__ = ["Generator", "device_generator"]
+
+
+class Generator(Protocol):
+    """What is used of a `torch.Generator`."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it draws for."""
+
+    def get_state(self) -> Tensor:
+        """Return a copy of the state."""
+
+    def set_state(self, new_state: Tensor) -> Any:
+        """Go on from a state."""
+
+    def manual_seed(self, seed: int) -> Any:
+        """Begin anew from a seed."""
+
+
+@cache
+def device_generator(device: torch.device) -> Generator:
+    """Return the generator that operations on ``device`` draw from, unless they are given another one.
+
+    Args:
+        device: a device of the CPU, or an accelerator with its index
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    own = getattr(device_module(device), "default_generators", None)
+    return _DeviceGenerator(device) if not own else own[device.index]
+
+
+class _DeviceGenerator:
+    """The generator of a device whose module has functions for the current device only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = device_module(device)
+
+    def get_state(self) -> Tensor:
+        with torch.accelerator.device_index(self.device.index):
+            state: Tensor = self._module.get_rng_state()
+        return state
+
+    def set_state(self, new_state: Tensor) -> None:
+        with torch.accelerator.device_index(self.device.index):
+            self._module.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> None:
+        with torch.accelerator.device_index(self.device.index):
+            self._module.manual_seed(seed)
