@@ -91,7 +91,7 @@ gpu:
 notebooks: $(CLIENTS)
 	$(RUN) -m tests.test_notebooks
 
-docs: $(CLIENTS)
+docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:

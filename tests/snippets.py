@@ -30,6 +30,9 @@ DIRECTIVE = re.compile(
     r"^( *)\.\. (?:code-block:: (?:python|pycon)|testsetup::)\n\n((?:\1 .*\n|\n)+)", flags=re.MULTILINE
 )
 OTHERS = re.compile(r"^( *)\.\. code-block:: py\n\n((?:\1 .*\n|\n)+)", flags=re.MULTILINE)
+DIFFERENCE = re.compile(
+    r"^(?:```diff\n|\.\. code-block:: diff\n\n)((?:[ +-] .*\n|   .*\n|\n)+)", flags=re.MULTILINE
+)
 LITERAL = re.compile(r"::\n\n((?: .*\n?|\n)+)")
 
 
@@ -46,6 +49,14 @@ def in_markdown(text: str) -> list[Snippet]:
 
 def in_rst(text: str) -> list[Snippet]:
     return list(_found(DIRECTIVE, text, 2))
+
+
+def in_diff(text: str, marks: str) -> str:
+    """Return the code of the first difference on a page: the lines that stay, and those with ``marks`` before them."""
+    found = DIFFERENCE.search(text)
+    assert found is not None
+    lines = textwrap.dedent(found[1].replace("\n\n", "\n  \n")).splitlines()
+    return "\n".join([line[2:] for line in lines if line[:2] in ("  ", marks, "")])
 
 
 def of_others(text: str) -> list[Snippet]:

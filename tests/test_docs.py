@@ -19,6 +19,7 @@ import torchgpipe_balancing
 from tests import snippets
 from tests.conftest import with_accelerators
 from tests.test_public import PUBLIC, named
+from torchgpipe.schedule import program, simulate
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -86,6 +87,44 @@ def test_code_of_a_page_in_markdown(page: Path, monkeypatch: pytest.MonkeyPatch)
     with_accelerators(monkeypatch, 1)
     for snippet in snippets.in_markdown(page.read_text()):
         snippets.run(snippet, page, {"__name__": "page"})
+
+
+class LanguageModel(torch.nn.Module):
+    """The model of the first screen, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 9)])
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = tokens
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(x.mT, labels)
+
+
+FIRST_SCREENS = [ROOT / "README.md", ROOT / "docs" / "index.rst"]
+
+
+@pytest.mark.parametrize("page", FIRST_SCREENS, ids=lambda page: page.name)
+def test_the_training_loop_of_the_first_screen(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown as a change of a loop, so it must run before and after the change."""
+    with_accelerators(monkeypatch, 1)
+    tokens = torch.randint(9, (16, 5))
+    at_hand = {"torch": torch, "torchgpipe": torchgpipe, "LanguageModel": LanguageModel, "sample": (tokens, tokens)}
+    for marks in ("- ", "+ "):
+        code = snippets.in_diff(page.read_text(), marks)
+        assert "loss.backward()" in code and ("pipelined" in code) == (marks == "+ ")
+        exec(code, {**at_hand, "loader": [(tokens, tokens)]})
+
+
+@pytest.mark.parametrize("page", FIRST_SCREENS, ids=lambda page: page.name)
+def test_the_figures_of_the_first_screen_are_simulated(page: Path) -> None:
+    def faster(name: str, m: int) -> str:
+        return f"{4 * (1 - simulate(program(name, m, [*range(4)])).bubble):.1f}"
+
+    shown = re.findall(r"\b\d\.\d(?= times)", " ".join(page.read_text().split()))[:3]
+    assert shown == [faster("1F1B", 16), faster("ZeroBubble", 16), faster("1F1B", 4)]
 
 
 def test_code_of_other_libraries_is_python() -> None:
