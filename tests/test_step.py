@@ -357,7 +357,7 @@ def test_backward_is_outside_of_autocast(devices: Devices) -> None:
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of each weight."""
+    """Counts the casts of each weight, by its memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
-            self.counts[id(args[0])] += 1
+            self.counts[args[0].data_ptr()] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -382,7 +382,7 @@ def test_a_step_casts_each_weight_once(devices: Devices, checkpoint: str, schedu
         for _ in range(2):  # In one block, and yet with the weights of the moment.
             with Casts() as casts:
                 model.step(x, y)
-            assert casts.counts == {id(weight): 1 for weight in module.parameters()}
+            assert casts.counts == {weight.data_ptr(): 1 for weight in module.parameters()}
             optimizer.step()
             optimizer.zero_grad()
     for _ in range(2):

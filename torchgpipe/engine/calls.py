@@ -60,12 +60,14 @@ def begin_step(
 def make_calls(
     partitions: Sequence[Partition],
     devices: Sequence[torch.device],
+    modules: Sequence[list[nn.Module]],
     mechanisms: Mechanisms,
     random: Callable[[torch.device, list[nn.Module]], RandomStates],
     *,
     ambient: Ambient,
     ordered: bool,
-    replicated: bool,
+    replicated: bool = False,
+    in_program: bool = False,
     step: Step | None,
 ) -> list[PartitionCall]:
     """Return what the cells of each partition share during a call.
@@ -73,11 +75,13 @@ def make_calls(
     Args:
         partitions: the layers, on their devices
         devices: the device of each partition
+        modules: all modules in each partition
         mechanisms: the mechanisms of the pipeline
         random: makes the notes of random numbers, for a device and all modules on it
         ambient: the caller's settings
         ordered: whether cells have to be tied to each other, because several threads run them
         replicated: whether DistributedDataParallel is around the call
+        in_program: whether a program runs backward, while the layers have aliases of their parameters
         step: the listener of the mini-batch, if there is one
     """
     streams = mechanisms.streams
@@ -88,7 +92,6 @@ def make_calls(
         return Route.between(computing[a], computing[c], streams, ends, step, load)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
-    modules = [list(partition.modules()) for partition in partitions]
     skips = inspect_skip_layout(modules)
     portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
     there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
@@ -108,6 +111,7 @@ def make_calls(
             random=states[devices[j]],
             ordered=ordered,
             replicated=replicated,
+            in_program=in_program,
             step=step,
         )
         for j, partition in enumerate(partitions)

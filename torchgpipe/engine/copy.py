@@ -103,9 +103,11 @@ def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
 
 
 def mark_ready(routes: Sequence[Route], i: int) -> None:
-    """Mark on the sources of ``routes`` where the leaves of micro-batch ``i`` are computed."""
-    for route in routes:
-        route.ready[i] = route.source.mark()
+    """Mark on the source of ``routes``, which is that of all of them, where micro-batch ``i`` is computed."""
+    if routes:
+        mark = routes[0].source.mark()
+        for route in routes:
+            route.ready[i] = mark
 
 
 def copy(route: Route, i: int, leaves: Leaves) -> Leaves:

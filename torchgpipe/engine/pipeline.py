@@ -63,6 +63,7 @@ class Pipeline:
         self._calls = make_calls(
             partitions,
             devices,
+            [list(partition.modules()) for partition in partitions],
             mechanisms,
             lambda device, modules: RandomStates(
                 device, modules, beside=device not in self._in_turn, between=not self._inline

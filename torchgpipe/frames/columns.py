@@ -49,11 +49,6 @@ class Columns:
         return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
 
     @property
-    def routes(self) -> list[Route]:
-        """The routes between all columns."""
-        return [*self._routes.values()]
-
-    @property
     def copies(self) -> bool:
         """Whether tensors are copied from column to column."""
         return bool(self._routes)
