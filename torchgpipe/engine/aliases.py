@@ -49,13 +49,15 @@ class _Pass(threading.local):
 _pass = _Pass()
 
 
-@contextmanager
-def filling_aliases() -> Iterator[None]:
+class filling_aliases:
     """Let gradients arrive at aliases in a ``with`` block, in this thread."""
-    _pass.is_a_cell = True
-    try:
-        yield
-    finally:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _pass.is_a_cell = True
+
+    def __exit__(self, *_: object) -> None:
         _pass.is_a_cell = False
 
 
@@ -108,7 +110,9 @@ class Aliases:
         self._devices, self._streams = devices, streams
         self._backward, self._watched = backward, watched
         self._lock = lock
-        self._by_partition: dict[tuple[Tensor, int], Tensor] = {}
+        #: By the id of a parameter, and the partition.
+        self._by_partition: dict[tuple[int, int], Tensor] = {}
+        #: The parameter of each alias.
         self._parameters: dict[Tensor, Tensor] = {}
         #: The aliases of each trained parameter, by partition.
         self._of_trained: dict[Tensor, dict[int, Tensor]] = {}
@@ -123,15 +127,16 @@ class Aliases:
         self.trained = list(self._of_trained)
 
     def _alias(self, parameter: Tensor, j: int) -> Tensor:
-        key = (parameter, j)
-        if key in self._by_partition:
-            return self._by_partition[key]
+        key = (id(parameter), j)
+        known = self._by_partition.get(key)
+        if known is not None:
+            return known
         trains = self._backward and parameter.requires_grad
         away = self._moves(parameter, self._devices[j])
         if not trains and not away:
             return parameter
-        values = parameter.detach()
-        alias = nn.Parameter(values.to(self._devices[j], copy=True) if away else values, requires_grad=trains)
+        values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
+        alias = nn.Parameter(values, requires_grad=trains)  # It has the memory of the values, and no history.
         if vars(parameter):
             vars(alias).update(vars(parameter))
         if trains and j in self._watched:
@@ -154,7 +159,7 @@ class Aliases:
         """Return the alias in partition ``j`` of a parameter, given it or an alias of it; None for others."""
         parameter = self._parameters.get(tensor)
         if parameter is None:
-            if (tensor, j) not in self._by_partition:
+            if (id(tensor), j) not in self._by_partition:
                 return None
             parameter = tensor
         return self._alias(parameter, j)

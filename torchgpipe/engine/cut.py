@@ -21,8 +21,8 @@ and an entrance that is reached while its own cell is not being differentiated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any, TypeAlias
 
@@ -124,8 +124,9 @@ class CutGraph:
         if split and not count:  # Nobody waits for a gradient, so all of it can be left.
             self._rest = functools.partial(sink, edges, grads, (), keep_graph)
             return []
-        with self._entrance.taking() as taken:
-            halves = SplitBackward(edges, self.leaf) if split else None
+        halves = SplitBackward(edges, self.leaf) if split else None
+        outer = self._entrance.open()
+        try:
             if halves is not None and halves.is_possible:
                 with heard("backward of the input"):
                     halves.differentiate_inputs(grads)
@@ -133,6 +134,8 @@ class CutGraph:
             else:
                 with heard("backward"):
                     sink(edges, grads, (self.leaf,) if count else (), keep_graph)
+        finally:
+            taken = self._entrance.close(outer)
         return [taken.get(k) for k in range(count)]
 
     def differentiate_weights(self, heard: Heard) -> None:
@@ -174,20 +177,18 @@ class _Entrance:
             if grad is not None:
                 taken[k] = taken[k] + grad if k in taken else grad
 
-    @contextmanager
-    def taking(self) -> Iterator[dict[int, Tensor]]:
-        """Give a dict that `take` fills during a backward pass in the ``with`` block."""
-        here = get_ident()
-        outer = self._taken.get(here)  # A hook may start another pass through the same graph.
-        taken: dict[int, Tensor] = {}
-        self._taken[here] = taken
-        try:
-            yield taken
-        finally:
-            if outer is None:
-                del self._taken[here]
-            else:
-                self._taken[here] = outer
+    def open(self) -> dict[int, Tensor] | None:
+        """Begin a backward pass in this thread, and return what an outer one has taken so far, for `close`."""
+        outer = self._taken.get(get_ident())  # A hook may start another pass through the same graph.
+        self._taken[get_ident()] = {}
+        return outer
+
+    def close(self, outer: dict[int, Tensor] | None) -> dict[int, Tensor]:
+        """Return the gradients that a pass has taken, by the number of the tensor."""
+        taken = self._taken.pop(get_ident())
+        if outer is not None:
+            self._taken[get_ident()] = outer
+        return taken
 
 
 class Enter(Function):
