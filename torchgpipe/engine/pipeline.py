@@ -23,7 +23,7 @@ from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import release
 from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.out_of_memory import facts_of, rows_of_largest
+from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
@@ -87,7 +87,6 @@ class Pipeline:
             self._partitions,
             self._devices,
             self._m,
-            rows_of_largest(batches),
             stops,
             schedule=None,
             program=None,

@@ -25,7 +25,7 @@ from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.execute import Executor, with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.kept import KeptGraph
-from torchgpipe.engine.out_of_memory import facts_of, rows_of_largest
+from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.recomputation import Recomputation
 from torchgpipe.engine.record import Kind, Step
@@ -89,8 +89,7 @@ def run_step(
             # A listener hears of each partition.
             joins = joinable(partitions, devices, stops) if step is None else (False,) * len(partitions)
             views = tuple(map(tuple, views_of_each(partitions)))
-            sizes = len(inputs), rows_of_largest(inputs)
-            facts = partial(facts_of, partitions, devices, *sizes, stops, schedule, program, backward=backward)
+            facts = partial(facts_of, partitions, devices, len(inputs), stops, schedule, program, backward=backward)
             agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
             columns = agenda.columns
             joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]

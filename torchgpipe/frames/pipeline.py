@@ -94,7 +94,7 @@ class Pipeline:
         exported = Exported(len(parts), backward=backward)
         actions = program("GPipe", len(parts), places_of(settings.devices))
         with self.aliased(module, backward=backward) as aliases:
-            facts = partial(self._facts, module, sizes, None, actions, backward=backward)
+            facts = partial(self._facts, module, None, actions, backward=backward)
             mini_batch = self._mini_batch(
                 module, plain, parts, exported.take, aliases, actions, facts, backward=backward
             )
@@ -130,7 +130,7 @@ class Pipeline:
                 export(value).add(torch.full_like(value, weight))
 
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
-        facts = partial(self._facts, module, sizes, settings.schedule, actions, backward=backward)
+        facts = partial(self._facts, module, settings.schedule, actions, backward=backward)
 
         def work() -> Any:
             with aliases.installed():
@@ -275,23 +275,11 @@ class Pipeline:
         return bring
 
     def _facts(
-        self, module: nn.Module, sizes: list[int], schedule: Schedule | None, actions: Program, *, backward: bool
+        self, module: nn.Module, schedule: Schedule | None, actions: Program, *, backward: bool
     ) -> MiniBatchFacts:
         """Return what a note about memory is made from."""
-        settings, recomputes = self.settings, self._recomputes(module)
-        return MiniBatchFacts(
-            len(sizes),
-            sizes[0],
-            settings.devices,
-            [label.partition(" (")[0] for label in settings.labels],
-            schedule,
-            actions,
-            backward,
-            stops=[0] * len(settings.devices),
-            partly=recomputes,
-            splits=not recomputes,
-            advises=None if recomputes or not backward else "pipelined",
-        )
+        checkpoint = None if self._recomputes(module) else "True"
+        return MiniBatchFacts(self.settings.devices, schedule, actions, backward, checkpoint)
 
     def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
         random_numbers = mini_batch.random_numbers
@@ -404,7 +392,7 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
         actions = program("GPipe", len(parts), places_of(self.settings.devices))
-        facts = partial(self._facts, module, [0] * len(parts), None, actions, backward=True)
+        facts = partial(self._facts, module, None, actions, backward=True)
         return self._mini_batch(
             module, plain, parts, finish, aliases, actions, facts, backward=True, random_numbers=RandomNumbers(None)
         )
