@@ -13,7 +13,7 @@ from torchgpipe.engine.copy import Route
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.portal import Portal
-from torchgpipe.engine.record import Place, Recorder, Step
+from torchgpipe.engine.record import Listener, Place, Recorder
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
@@ -45,7 +45,7 @@ def begin_step(
     devices: Sequence[torch.device],
     mechanisms: Mechanisms,
     program: Program | None = None,
-) -> Step | None:
+) -> Listener | None:
     """Return the listener of a mini-batch of ``m`` micro-batches, or None."""
     if mechanisms.recorder is None:
         return labelled(None)
@@ -68,7 +68,7 @@ def make_calls(
     ordered: bool,
     replicated: bool = False,
     in_program: bool = False,
-    step: Step | None,
+    listener: Listener | None,
 ) -> list[PartitionCall]:
     """Return what the cells of each partition share during a call.
 
@@ -82,14 +82,14 @@ def make_calls(
         ordered: whether cells have to be tied to each other, because several threads run them
         replicated: whether DistributedDataParallel is around the call
         in_program: whether a program runs backward, while the layers have aliases of their parameters
-        step: the listener of the mini-batch, if there is one
+        listener: the listener of the mini-batch, if there is one
     """
     streams = mechanisms.streams
     computing = [streams.current(device) for device in devices]
 
     def route(a: int, c: int, load: str = "") -> Route | None:
         ends = partitions[a]._index, partitions[c]._index
-        return Route.between(computing[a], computing[c], streams, ends, step, load)
+        return Route.between(computing[a], computing[c], streams, ends, listener, load)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
     skips = inspect_skip_layout(modules)
@@ -112,7 +112,7 @@ def make_calls(
             ordered=ordered,
             replicated=replicated,
             in_program=in_program,
-            step=step,
+            listener=listener,
         )
         for j, partition in enumerate(partitions)
     ]

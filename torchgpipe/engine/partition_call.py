@@ -22,7 +22,7 @@ from torchgpipe.engine.function import Edge
 from torchgpipe.engine.gradients import ParameterGradients, add_to_grad
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.portal import Portal
-from torchgpipe.engine.record import Step
+from torchgpipe.engine.record import Listener
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import starts_in_place
@@ -53,7 +53,7 @@ class PartitionCall:
         ordered: whether cells have to be tied to each other, because several threads run them
         replicated: whether DistributedDataParallel is around the call
         in_program: whether a program runs backward, while the layers have aliases of their parameters
-        step: the listener of this mini-batch, if there is one
+        listener: the listener of this mini-batch, if there is one
 
     Attributes:
         j: the index of the partition
@@ -81,7 +81,7 @@ class PartitionCall:
         ordered: bool,
         replicated: bool = False,
         in_program: bool = False,
-        step: Step | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.j = partition._index
         self.device = stream.device
@@ -94,7 +94,7 @@ class PartitionCall:
         self.ambient = ambient
         self.random = random
         self.lane_device = stream.device if ordered else None
-        self.step = step
+        self.listener = listener
         self.in_program = in_program
         self.facts: Callable[[], MiniBatchFacts] | None = None
         self._replicated = replicated

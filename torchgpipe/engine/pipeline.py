@@ -59,7 +59,7 @@ class Pipeline:
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
         self._in_turn = sharing_generator(devices)
-        self._step = begin_step(m, partitions, devices, mechanisms)
+        self._listener = begin_step(m, partitions, devices, mechanisms)
         self._calls = make_calls(
             partitions,
             devices,
@@ -71,7 +71,7 @@ class Pipeline:
             ambient=self._ambient,
             ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
             replicated=is_replicated(),
-            step=self._step,
+            listener=self._listener,
         )
 
     def run(self, batches: list[Batch], stops: Sequence[int]) -> None:
@@ -153,5 +153,5 @@ class Pipeline:
         if i < self._stops[j]:
             return "checkpoint"
         # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
-        is_recorded = self._step is not None and not transforms_are_active()
+        is_recorded = self._listener is not None and not transforms_are_active()
         return "keep" if any(self._stops) or is_recorded else "plain"

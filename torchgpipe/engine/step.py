@@ -28,7 +28,7 @@ from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.recomputation import Recomputation
-from torchgpipe.engine.record import Kind, Step
+from torchgpipe.engine.record import Kind, Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
@@ -85,9 +85,9 @@ def run_step(
     with lock:
         with replicas.together("the preparation of a step"):
             refuse_transforms()
-            step = begin_step(len(inputs), partitions, devices, mechanisms, program)
+            listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
             # A listener hears of each partition.
-            joins = joinable(partitions, devices, stops) if step is None else (False,) * len(partitions)
+            joins = joinable(partitions, devices, stops) if listener is None else (False,) * len(partitions)
             views = tuple(map(tuple, views_of_each(partitions)))
             facts = partial(facts_of, partitions, devices, len(inputs), stops, schedule, program, backward=backward)
             agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
@@ -105,10 +105,10 @@ def run_step(
 
         def work() -> Any:
             with aliases.installed():
-                own = _MicroBatches(joined, devices, modules, inputs, finish, mechanisms, stops, backward, step)
-                with own.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
-                    own.run(Executor(own, aliases, own.ambient, facts), agenda)
-                    return gather(), own.entered()
+                cells = _MicroBatches(joined, devices, modules, inputs, finish, mechanisms, stops, backward, listener)
+                with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
+                    cells.run(Executor(cells, aliases, cells.ambient, facts), agenda)
+                    return gather(), cells.entered()
 
         return with_gradients(aliases, work, replicas) if backward else work()[0]
 
@@ -131,7 +131,7 @@ class _MicroBatches:
         mechanisms: Mechanisms,
         stops: Sequence[int],
         backward: bool,
-        step: Step | None,
+        listener: Listener | None,
     ) -> None:
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._stops, self._backward = finish, stops, backward
@@ -147,7 +147,7 @@ class _MicroBatches:
             ambient=self.ambient,
             ordered=False,
             in_program=True,
-            step=step,
+            listener=listener,
         )
         self.streams = [call.stream for call in self._calls]
         #: The inputs that require grad, with where their gradients arrive.

@@ -38,7 +38,7 @@ from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.values import each, mapped
-from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
+from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
@@ -115,7 +115,7 @@ class MiniBatch:
         self._cells = [self._cells_of(i, splits) for i in range(self._m)] if backward else []
         self._given: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
-        begin = None if columns.step is None else self._begin_forward
+        begin = None if columns.listener is None else self._begin_forward
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
         self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
@@ -123,9 +123,9 @@ class MiniBatch:
     def _cells_of(self, i: int, splits: bool) -> list[FrameCell]:
         def cell(j: int) -> FrameCell:
             def heard(kind: Kind) -> AbstractContextManager[None]:
-                return recorded(step, kind, i, j, None, stream)
+                return recorded(listener, kind, i, j, None, stream)
 
-            step, stream = self._columns.step, self._columns.computing[j]
+            listener, stream = self._columns.listener, self._columns.computing[j]
             verifies = self._verified is not None
             return FrameCell(stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
 
@@ -231,9 +231,9 @@ class MiniBatch:
     # ----------------------------------------------------------------------------------------------------- forward
 
     def _begin_forward(self, i: int, j: int) -> End:
-        step = self._columns.step
-        assert step is not None
-        return step.begin("forward", i, j, None, self._columns.computing[j])
+        listener = self._columns.listener
+        assert listener is not None
+        return listener.begin("forward", i, j, None, self._columns.computing[j])
 
     def leaving(self, j: int) -> Sequence[Route]:
         """See `Front.leaving`."""
@@ -304,7 +304,11 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, i: int, j: int) -> Iterator[None]:
         """See `Front.differentiating`."""
-        visitor = visiting(Recomputation(self._columns, j, self._owner)) if self._threads is not None else nullcontext()
+        visitor = (
+            visiting(RecomputationVisitor(self._columns, j, self._owner))
+            if self._threads is not None
+            else nullcontext()
+        )
         try:
             with self.random_numbers.backward(), visitor:
                 yield
