@@ -104,7 +104,7 @@ class Work:
     """A cell or a copy, and the clock of its stream behind it.
 
     Attributes:
-        kind, i, j, other, stream: as `torchgpipe.engine.record.Step.begin` has them
+        kind, i, j, other, stream: as `torchgpipe.engine.record.Listener.begin` has them
     """
 
     def __init__(self, kind: str, i: int, j: int, other: int | None, stream: Clocked) -> None:

@@ -757,8 +757,8 @@ MUTATIONS = [
     Mutation(
         "... but in one that does not keep its inputs",
         "Enter.forward",
-        "ctx.entrance = entrance",
-        "ctx.entrance = entrance\nctx.leaves = leaves",
+        "ctx.entrance, ctx.first = (entrance, first)",
+        "ctx.entrance, ctx.first, ctx.tensors = (entrance, first, tensors)",
         "leaks",
     ),
     Mutation(
@@ -771,44 +771,37 @@ MUTATIONS = [
     # ------------------------------------------------------------------------------------------------------ steps
     Mutation(
         "in a step, too, a cell marks where its output is ready",
-        "_Step._forward",
-        "mark_ready(call.leaving, i)",
-        "for route in call.leaving:\n    route.ready[i] = route.leaving.mark()",
+        "Executor._run",
+        "mark_ready(self._front.leaving(j), i)",
+        "for route in self._front.leaving(j):\n    route.ready[i] = route.leaving.mark()",
         "step",
     ),
     Mutation(
         "... and waits for its gradient",
-        "_Step._backward",
-        "wait_back(call.leaving, i)",
+        "Executor._backward",
+        "wait_back(front.leaving(j), i)",
         "pass",
         "step",
     ),
     Mutation(
         "... and copies its input to its device",
-        "_Step._forward",
+        "_MicroBatches.forward",
         "batch.leaves if call.arriving is None else copy_forward(call.arriving, i, batch.leaves)",
         "batch.leaves",
         "engine/step_streams",
     ),
     Mutation(
         "... and its skips",
-        "_Step._forward",
+        "_MicroBatches.forward",
         "(skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))",
         "(skip,)",
         "engine/step_streams",
     ),
     Mutation(
         "... and the gradient of its input back",
-        "_Step._backward",
-        "call.arriving is not None",
+        "Executor._return",
+        "route is not None",
         "False",
-        "engine/step_streams",
-    ),
-    Mutation(
-        "... and the gradients of its skips",
-        "_Step._backward",
-        "(grad,) if portal.route is None else copy_back(portal.route, i, (grad,))",
-        "(grad,)",
         "engine/step_streams",
     ),
     Mutation(
@@ -862,23 +855,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a step on one device is on the stream of its device",
-        "_Step._run_actions",
-        "calls[0].stream.use()",
+        "Executor.run",
+        "streams[0].use()",
         "nullcontext()",
         "engine/step_streams",
     ),
     Mutation(
         "a failing hook takes back what other hooks have let pass",
-        "DirectGradients.restore",
+        "Delivery.undo",
         "before.detach().copy_(copied)",
         "pass",
-        "step_faults",
-    ),
-    Mutation(
-        "... also where there were no gradients",
-        "DirectGradients.restore",
-        "parameter.grad = before",
-        "if self._sums is None:\n    parameter.grad = before",
         "step_faults",
     ),
     Mutation(
@@ -954,9 +940,9 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas add up their gradients",
-        "reduce",
-        "not replicas.exist",
-        "True",
+        "with_gradients",
+        "replicas is not None and replicas.exist and sums",
+        "False",
         "distributed/step_replicas",
     ),
     Mutation(
@@ -975,8 +961,8 @@ MUTATIONS = [
     ),
     Mutation(
         "replicas agree that all hooks have run",
-        "_Step._end_gradients",
-        'self._replicas.together("the end of the step")',
+        "with_gradients",
+        'nullcontext() if replicas is None else replicas.together("the end of the step")',
         "nullcontext()",
         "distributed/step_replicas",
     ),
@@ -989,7 +975,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step that fails puts gradients back",
-        "DirectGradients.restore",
+        "Delivery.undo",
         "parameter.grad = before",
         "pass",
         "step",
@@ -1017,7 +1003,7 @@ MUTATIONS = [
     ),
     Mutation(
         "backward of a step is outside of autocast",
-        "_Step._differentiating",
+        "Executor._backward",
         "self._ambient.without_autocast()",
         "nullcontext()",
         "step",
@@ -1032,7 +1018,7 @@ MUTATIONS = [
     Mutation(
         "... and its cells share them",
         "PartitionCall.forget_casts",
-        "self.ambient.autocast_caches and self.direct is None",
+        "self.ambient.autocast_caches and (not self.in_program)",
         "self.ambient.autocast_caches",
         "step",
     ),
@@ -1147,7 +1133,7 @@ MUTATIONS = [
     ),
     Mutation(
         "... in frames",
-        "MiniBatch._run_backward",
+        "Executor._backward",
         "unshare(fresh)",
         "pass",
         "frames/hard_cases",
@@ -1157,20 +1143,6 @@ MUTATIONS = [
         "Frame.home",
         "return self._columns[max(0, bisect_right(self._starts, number) - 1)]",
         "return self.column",
-        "frames/pipelined",
-    ),
-    Mutation(
-        "what crosses waits for what computes it",
-        "MiniBatch._run_forward",
-        "route.ready[i] = mark",
-        "route.ready[i] = route.leaving.mark()",
-        "frames/pipelined",
-    ),
-    Mutation(
-        "a cell of frames waits for its gradients",
-        "MiniBatch._run_backward",
-        "wait_back(columns.leaving(j), i)",
-        "pass",
         "frames/pipelined",
     ),
     Mutation(
@@ -1218,7 +1190,7 @@ MUTATIONS = [
     Mutation(
         "a parameter that was replaced after forward stays replaced",
         "Aliases.installed",
-        "module._parameters.get(name) is parameter",
+        "registered(module._parameters, name) is parameter",
         "True",
         "frames/hard_cases",
     ),

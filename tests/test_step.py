@@ -357,7 +357,7 @@ def test_backward_is_outside_of_autocast(devices: Devices) -> None:
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of each weight."""
+    """Counts the casts of each weight, by its memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
-            self.counts[id(args[0])] += 1
+            self.counts[args[0].data_ptr()] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -382,7 +382,7 @@ def test_a_step_casts_each_weight_once(devices: Devices, checkpoint: str, schedu
         for _ in range(2):  # In one block, and yet with the weights of the moment.
             with Casts() as casts:
                 model.step(x, y)
-            assert casts.counts == {id(weight): 1 for weight in module.parameters()}
+            assert casts.counts == {weight.data_ptr(): 1 for weight in module.parameters()}
             optimizer.step()
             optimizer.zero_grad()
     for _ in range(2):
@@ -715,3 +715,36 @@ def test_a_failing_hook_leaves_gradients_as_they_were(devices: Devices) -> None:
     with pytest.raises(Fault):
         model.step(x, y)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_captured_parameter_with_a_hook_is_refused(devices: Devices) -> None:
+    """Its hook heard each micro-batch, if the loss function was what captured it."""
+    x, y = data()
+    module = mlp()
+    weight = module[0][0].weight
+    model = stepping(module, devices(4), loss_fn=lambda output, target: F.mse_loss(output, target) + weight.norm())
+    model.step(x, y)
+    single = weight.grad.clone()
+    model.step(x, y)
+    assert torch.equal(weight.grad, 2 * single)
+    present = weight.grad.clone()
+    weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match="a hook of it would hear parts"):
+        model.step(x, y)
+    assert torch.equal(weight.grad, present)
+    assert weight is module[0][0].weight
+
+
+def test_a_parameter_that_a_layer_replaces_stays(devices: Devices) -> None:
+    x, y = data()
+
+    class Replacing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            if not hasattr(self, "replaced"):
+                self.replaced = self.bias = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+            return output
+
+    layer = Replacing(6, 6).double()
+    stepping(nn.Sequential(layer, nn.Tanh()), devices(2), checkpoint="never").step(x, y)
+    assert layer.bias is layer.replaced

@@ -23,13 +23,13 @@ from torchgpipe.schedule import Action, program
 def columns(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Return a list of the layers in each cell of the last step."""
     found: list[list[int]] = []
-    original = engine._Step.__init__
+    original = engine._MicroBatches.__init__
 
     def look(self: Any, partitions: Any, *args: Any) -> None:
         found[:] = [[int(name) for name in partition._modules] for partition in partitions]
         original(self, partitions, *args)
 
-    monkeypatch.setattr(engine._Step, "__init__", look)
+    monkeypatch.setattr(engine._MicroBatches, "__init__", look)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
+from torchgpipe.engine.aliases import StepLock
 from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.replicas import Replicas
@@ -141,6 +142,7 @@ class GPipe(nn.Module):
         self.training = module.training
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
+        self._lock = StepLock()
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self.schedule = schedule
@@ -322,6 +324,7 @@ class GPipe(nn.Module):
                 backward=torch.is_grad_enabled(),
                 replicas=replicas,
                 schedule=self._schedule,
+                lock=self._lock,
             )
         loss = mean.sum()
         replicas.add(loss, "the loss")

@@ -20,7 +20,6 @@ from tests.distributed.models import cross_entropy, everything, tokens, weigh
 from tests.distributed.test_replicas import mean_over_all
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.engine.direct_gradients import DirectGradients, reduce
 from torchgpipe.engine.replicas import Replicas
 
 pytestmark = pytest.mark.slow
@@ -177,11 +176,11 @@ def of_memory() -> None:
     model = GPipe(layers, [4], loss_fn=F.mse_loss, replicas=dist.group.WORLD)
     own: list[Any] = []
     there: list[int] = []
-    all_reduce = dist.all_reduce
+    all_reduce, add_gradients = dist.all_reduce, Replicas.add_gradients
 
-    def begin(parts: Sequence[DirectGradients], replicas: Replicas) -> None:
-        own.extend([weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
-        reduce(parts, replicas)
+    def begin(self: Replicas, parameters: Sequence[Tensor], grads: list[Any]) -> Any:
+        own.extend([weakref.ref(grad) for grad in grads if grad is not None])
+        return add_gradients(self, parameters, grads)
 
     def count(*args: Any, **keywords: Any) -> None:
         there.append(sum(one() is not None for one in own))
@@ -189,7 +188,7 @@ def of_memory() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchgpipe.engine.replicas._BUCKET", 1)
-        patch.setattr("torchgpipe.engine.step.reduce", begin)
+        patch.setattr(Replicas, "add_gradients", begin)
         patch.setattr(dist, "all_reduce", count)
         model.step(*torch.rand(2, 4, 4))
     assert [count for count in there if count] == [4, 3, 2, 1]

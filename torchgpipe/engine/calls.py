@@ -13,7 +13,7 @@ from torchgpipe.engine.copy import Route
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.portal import Portal
-from torchgpipe.engine.record import Place, Recorder, Step
+from torchgpipe.engine.record import Listener, Place, Recorder
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
@@ -45,7 +45,7 @@ def begin_step(
     devices: Sequence[torch.device],
     mechanisms: Mechanisms,
     program: Program | None = None,
-) -> Step | None:
+) -> Listener | None:
     """Return the listener of a mini-batch of ``m`` micro-batches, or None."""
     if mechanisms.recorder is None:
         return labelled(None)
@@ -60,35 +60,38 @@ def begin_step(
 def make_calls(
     partitions: Sequence[Partition],
     devices: Sequence[torch.device],
+    modules: Sequence[list[nn.Module]],
     mechanisms: Mechanisms,
     random: Callable[[torch.device, list[nn.Module]], RandomStates],
     *,
     ambient: Ambient,
     ordered: bool,
-    replicated: bool,
-    step: Step | None,
+    replicated: bool = False,
+    in_program: bool = False,
+    listener: Listener | None,
 ) -> list[PartitionCall]:
     """Return what the cells of each partition share during a call.
 
     Args:
         partitions: the layers, on their devices
         devices: the device of each partition
+        modules: all modules in each partition
         mechanisms: the mechanisms of the pipeline
         random: makes the notes of random numbers, for a device and all modules on it
         ambient: the caller's settings
         ordered: whether cells have to be tied to each other, because several threads run them
         replicated: whether DistributedDataParallel is around the call
-        step: the listener of the mini-batch, if there is one
+        in_program: whether a program runs backward, while the layers have aliases of their parameters
+        listener: the listener of the mini-batch, if there is one
     """
     streams = mechanisms.streams
     computing = [streams.current(device) for device in devices]
 
     def route(a: int, c: int, load: str = "") -> Route | None:
         ends = partitions[a]._index, partitions[c]._index
-        return Route.between(computing[a], computing[c], streams, ends, step, load)
+        return Route.between(computing[a], computing[c], streams, ends, listener, load)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
-    modules = [list(partition.modules()) for partition in partitions]
     skips = inspect_skip_layout(modules)
     portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
     there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
@@ -108,7 +111,8 @@ def make_calls(
             random=states[devices[j]],
             ordered=ordered,
             replicated=replicated,
-            step=step,
+            in_program=in_program,
+            listener=listener,
         )
         for j, partition in enumerate(partitions)
     ]

@@ -47,7 +47,7 @@ class Cell:
     def recorded(self, kind: Kind) -> AbstractContextManager[None]:
         """Tell the listener of the mini-batch, if there is one, what runs in a ``with`` block."""
         call = self.call
-        return recorded(call.step, kind, self.i, call.j, None, call.stream)
+        return recorded(call.listener, kind, self.i, call.j, None, call.stream)
 
     @contextmanager
     def differentiating(self, kind: Kind = "backward") -> Iterator[None]:

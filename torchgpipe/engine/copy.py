@@ -34,7 +34,7 @@ from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import is_shared
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
-from torchgpipe.engine.record import Step, recorded
+from torchgpipe.engine.record import Listener, recorded
 
 __all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_ready", "release", "wait", "wait_back"]
 
@@ -47,7 +47,7 @@ class Route:
         grads_leaving: the stream of the target's device
         grads_arriving: the stream of the source's device
         ends: the partitions at both ends
-        step: the listener of the mini-batch, if there is one
+        listener: the listener of the mini-batch, if there is one
         ready: by micro-batch, the mark on ``source`` behind the computation of the leaves
         back: by micro-batch, the mark on ``grads_arriving`` behind the copy of the gradients
     """
@@ -59,13 +59,18 @@ class Route:
     grads_leaving: Stream
     grads_arriving: Stream
     ends: tuple[int, int] = (0, 1)
-    step: Step | None = None
+    listener: Listener | None = None
     ready: dict[int, Mark] = field(default_factory=dict)
     back: dict[int, Mark] = field(default_factory=dict)
 
     @staticmethod
     def between(
-        source: Stream, target: Stream, streams: Streams, ends: tuple[int, int], step: Step | None, load: str = ""
+        source: Stream,
+        target: Stream,
+        streams: Streams,
+        ends: tuple[int, int],
+        listener: Listener | None,
+        load: str = "",
     ) -> Route | None:
         """Return the route between the streams that compute, or None if their devices share a memory.
 
@@ -74,7 +79,7 @@ class Route:
             target: the stream that computes with it
             streams: the source of the streams that copy
             ends: the partitions at both ends
-            step: the listener of the mini-batch, if there is one
+            listener: the listener of the mini-batch, if there is one
             load: what is copied, if it has streams of its own
         """
         if not streams.moves(source.device, target.device):
@@ -82,7 +87,7 @@ class Route:
         here, there = partial(streams.side, source.device), partial(streams.side, target.device)
         leaving, arriving = here(f"{load}leaving"), there(f"{load}arriving")
         back = there(f"{load}gradient leaving"), here(f"{load}gradient arriving")
-        return Route(source, leaving, arriving, target, *back, ends, step)
+        return Route(source, leaving, arriving, target, *back, ends, listener)
 
 
 def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
@@ -103,9 +108,11 @@ def wait(routes: Sequence[Route], i: int, leaves: Leaves) -> Leaves:
 
 
 def mark_ready(routes: Sequence[Route], i: int) -> None:
-    """Mark on the sources of ``routes`` where the leaves of micro-batch ``i`` are computed."""
-    for route in routes:
-        route.ready[i] = route.source.mark()
+    """Mark on the source of ``routes``, which is that of all of them, where micro-batch ``i`` is computed."""
+    if routes:
+        mark = routes[0].source.mark()
+        for route in routes:
+            route.ready[i] = mark
 
 
 def copy(route: Route, i: int, leaves: Leaves) -> Leaves:
@@ -131,9 +138,9 @@ def _needs_graph(leaves: Leaves) -> bool:
 def _copy(route: Route, i: int, leaves: Leaves) -> Leaves:
     a, c = route.ends
     route.leaving.wait(route.ready[i])
-    with recorded(route.step, "copy", i, a, c, route.leaving):
+    with recorded(route.listener, "copy", i, a, c, route.leaving):
         moved = _move(route.leaving, route.arriving, route.target, leaves)
-    with recorded(route.step, "wait", i, c, a, route.target):
+    with recorded(route.listener, "wait", i, c, a, route.target):
         route.target.wait(route.arriving.mark())
     return moved
 
@@ -142,7 +149,7 @@ def copy_back(route: Route, i: int, grads: Leaves) -> Leaves:
     """Copy gradients of micro-batch ``i`` from the target of ``route`` to its source."""
     a, c = route.ends
     route.grads_leaving.wait(route.target.mark())
-    with recorded(route.step, "copy", i, c, a, route.grads_leaving):
+    with recorded(route.listener, "copy", i, c, a, route.grads_leaving):
         moved = _move(route.grads_leaving, route.grads_arriving, route.source, grads)
     if any([grad is not None and is_shared(grad) for grad in grads]):
         # The gradient of a parameter as well, as of p in x + p. Autograd adds that of the next micro-batch in place.
@@ -159,7 +166,7 @@ def wait_back(routes: Sequence[Route], i: int) -> None:
     for route in routes:
         if i in route.back:  # Leaves that the target has not used have no gradient.
             a, c = route.ends
-            with recorded(route.step, "wait", i, a, c, route.source):
+            with recorded(route.listener, "wait", i, a, c, route.source):
                 route.source.wait(route.back[i])
 
 

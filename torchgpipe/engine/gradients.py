@@ -29,7 +29,7 @@ from torchgpipe.engine.function import Edge, Function, accumulate, gradients, un
 from torchgpipe.engine.hooks import has_hooks, refuse_none, without_hooks
 from torchgpipe.engine.phony import get_phony
 
-__all__ = ["ParameterGradients", "differentiate_into", "sum_of"]
+__all__ = ["ParameterGradients", "add_to_grad", "refusal", "sum_of"]
 
 
 class ParameterGradients:
@@ -82,7 +82,12 @@ class ParameterGradients:
         if this is None:
             this = self._passes[current_pass()] = self._begin_pass(roots, leaves)
             at_end_of_pass(this.end)  # The pass alone keeps it, so a pass that fails drops its sums, too.
-        return differentiate_into(this.sums, self._owned, roots, grads, leaves, keep_graph=keep_graph)
+        if this.sums is not None:
+            return differentiate_into(this.sums, self._owned, roots, grads, leaves, keep_graph=keep_graph)
+        fresh = without_gradient(self._owned)
+        result = add_to_grad(self._owned, roots, grads, leaves, keep_graph=keep_graph)
+        unshare(fresh)
+        return result
 
     def _begin_pass(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> _Pass:
         """Decide for a backward pass, with its first cell, what becomes of gradients."""
@@ -91,7 +96,7 @@ class ParameterGradients:
         if takes_all and not self._anything_listens():
             for tensor, node in _captured(roots, [*leaves, *self._owned]):
                 if has_hooks(tensor, node):
-                    raise _refusal(tensor)
+                    raise refusal(tensor)
             return _Pass(None)
         is_asked = takes_all or will_run(self.phony.grad_fn)
         return _Pass([None] * len(self._parameters) if is_asked else [])
@@ -141,8 +146,7 @@ class Deliver(Function):
         return None, None, *sums
 
 
-def differentiate_into(
-    sums: list[Leaf] | None,
+def add_to_grad(
     owned: Sequence[Tensor],
     roots: Sequence[Edge],
     grads: Sequence[Tensor],
@@ -150,10 +154,32 @@ def differentiate_into(
     *,
     keep_graph: bool,
 ) -> list[Leaf]:
-    """Differentiate the graph of a cell, and add the gradients of parameters to ``sums`` or to ``.grad``.
+    """Differentiate the graph of a cell, and add the gradients of parameters, and of what was captured, to ``.grad``.
+
+    Args, returns and raises as `differentiate_into`.
+    """
+    try:
+        accumulate(roots, grads, keep_graph)
+    except RuntimeError:
+        # The first cell that uses a captured non-leaf frees what that was computed from.
+        _refuse_captured(roots, [*leaves, *owned])
+        raise
+    return [leaf.grad for leaf in leaves]
+
+
+def differentiate_into(
+    sums: list[Leaf],
+    owned: Sequence[Tensor],
+    roots: Sequence[Edge],
+    grads: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+) -> list[Leaf]:
+    """Differentiate the graph of a cell, and add the gradients of parameters to ``sums``.
 
     Args:
-        sums: the sums of the gradients, one for each of the first parameters in ``owned``; None to add to ``.grad``
+        sums: the sums of the gradients, one for each of the first parameters in ``owned``
         owned: the parameters of the partition, those that require grad first
         roots: where the graph is entered
         grads: a gradient for each root
@@ -167,16 +193,6 @@ def differentiate_into(
         RuntimeError: the cell uses a tensor that is neither among the leaves nor owned, and the gradient of that tensor
             would be lost, or another cell has used up what it was computed from.
     """
-    if sums is None:
-        fresh = without_gradient(owned)
-        try:
-            accumulate(roots, grads, keep_graph)
-        except RuntimeError:
-            # The first cell that uses a captured non-leaf frees what that was computed from.
-            _refuse_captured(roots, [*leaves, *owned])
-            raise
-        unshare(fresh)
-        return [leaf.grad for leaf in leaves]
     _refuse_captured(roots, [*leaves, *owned])
     wanted = [k for k in range(len(sums)) if owned[k].requires_grad]
     inputs = [*leaves, *[owned[k] for k in wanted]]
@@ -204,7 +220,7 @@ def _refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
         RuntimeError: the gradient of that leaf would be lost, or arrive in parts where a hook listens.
     """
     for tensor, _ in _captured(roots, known):
-        raise _refusal(tensor)
+        raise refusal(tensor)
 
 
 def _captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
@@ -226,7 +242,7 @@ def _nodes(roots: Iterable[Edge]) -> Iterator[Any]:
         pending += following
 
 
-def _refusal(tensor: Tensor) -> RuntimeError:
+def refusal(tensor: Tensor) -> RuntimeError:
     return RuntimeError(
         f"a layer uses a tensor of shape {tuple(tensor.shape)}, or one computed from it, that requires grad but is "
         "neither an input nor a parameter of the layers of its partition, so its gradient would be lost, or a hook of "

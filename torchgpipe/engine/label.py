@@ -7,23 +7,23 @@ from typing import Any
 from torch.autograd import profiler
 
 from torchgpipe.devices.torch_internals import profiler_runs
-from torchgpipe.engine.record import End, Kind, Step
+from torchgpipe.engine.record import End, Kind, Listener
 
 __all__ = ["labelled"]
 
 
-def labelled(step: Step | None) -> Step | None:
+def labelled(listener: Listener | None) -> Listener | None:
     """Return a listener that labels the work as well, if the profiler runs, and ``step`` itself otherwise."""
     # A label costs as much as a small layer, also where the profiler does not run.
-    return _Labelled(step) if profiler_runs() else step
+    return _Labelled(listener) if profiler_runs() else listener
 
 
 class _Labelled:
-    def __init__(self, step: Step | None) -> None:
-        self._step = step
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener = listener
 
     def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
-        end = None if self._step is None else self._step.begin(kind, i, j, other, stream)
+        end = None if self._listener is None else self._listener.begin(kind, i, j, other, stream)
         label: Any = profiler.record_function(_text(kind, i, j, other))
         label.__enter__()
 

@@ -16,13 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.torch_internals import current_pass, is_compiled, versions
-from torchgpipe.devices.typing import Leaves
+from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.copy import Route
-from torchgpipe.engine.direct_gradients import DirectGradients
-from torchgpipe.engine.gradients import ParameterGradients
+from torchgpipe.engine.function import Edge
+from torchgpipe.engine.gradients import ParameterGradients, add_to_grad
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.portal import Portal
-from torchgpipe.engine.record import Step
+from torchgpipe.engine.record import Listener
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import starts_in_place
@@ -52,12 +52,13 @@ class PartitionCall:
         random: notes the random numbers that are drawn on its device
         ordered: whether cells have to be tied to each other, because several threads run them
         replicated: whether DistributedDataParallel is around the call
-        step: the listener of this mini-batch, if there is one
+        in_program: whether a program runs backward, while the layers have aliases of their parameters
+        listener: the listener of this mini-batch, if there is one
 
     Attributes:
         j: the index of the partition
         facts: returns what a note about memory is made from; None in a step, which makes these notes itself
-        direct: the gradients of the parameters in a step, where no backward pass of the caller takes them
+        in_program: whether a program runs backward, and not a backward pass of the caller
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
         frozen: the parameters that do not
@@ -79,7 +80,8 @@ class PartitionCall:
         random: RandomStates,
         ordered: bool,
         replicated: bool = False,
-        step: Step | None = None,
+        in_program: bool = False,
+        listener: Listener | None = None,
     ) -> None:
         self.j = partition._index
         self.device = stream.device
@@ -92,8 +94,8 @@ class PartitionCall:
         self.ambient = ambient
         self.random = random
         self.lane_device = stream.device if ordered else None
-        self.step = step
-        self.direct: DirectGradients | None = None
+        self.listener = listener
+        self.in_program = in_program
         self.facts: Callable[[], MiniBatchFacts] | None = None
         self._replicated = replicated
 
@@ -144,6 +146,21 @@ class PartitionCall:
             return self._trains
         return any([leaf is not None and leaf.requires_grad for leaf in leaves])
 
+    def by_itself(self) -> RuntimeError:
+        """Return the error for a tensor of a cell that something else than the pipeline differentiates."""
+        return RuntimeError(
+            f"a tensor from the midst of {self.where} was differentiated by itself, so the layers before it would not "
+            "get its gradient; return it as an output of the layers, or use checkpoint='never'"
+        )
+
+    def sink(
+        self, edges: Sequence[Edge], grads: Sequence[Tensor], leaves: Sequence[Tensor], keep_graph: bool
+    ) -> list[Leaf]:
+        """Differentiate a graph, and take the gradients of parameters to where they are wanted; see `Sink`."""
+        if self.in_program:
+            return add_to_grad(self.parameters, edges, grads, leaves, keep_graph=keep_graph)
+        return self.gradients.differentiate(edges, grads, leaves, keep_graph=keep_graph)
+
     @cached_property
     def gradients(self) -> ParameterGradients:
         """The gradients of the parameters; made by the first cell that is a graph of its own."""
@@ -164,7 +181,7 @@ class PartitionCall:
 
     def forget_casts(self) -> None:
         """Clear the casts that autocast keeps, so that a later call casts weights anew; a step does so at its end."""
-        if self.ambient.autocast_caches and self.direct is None:
+        if self.ambient.autocast_caches and not self.in_program:
             torch.clear_autocast_cache()
 
     def recomputing(self) -> AbstractContextManager[None]:

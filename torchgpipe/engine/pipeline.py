@@ -23,7 +23,7 @@ from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import release
 from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.out_of_memory import facts_of, rows_of_largest
+from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.passage import Lane, Mode, pass_through, tie
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.data_parallel import is_replicated
@@ -59,10 +59,11 @@ class Pipeline:
         self._ambient = Ambient()
         self._inline = len(set(devices)) == 1
         self._in_turn = sharing_generator(devices)
-        self._step = begin_step(m, partitions, devices, mechanisms)
+        self._listener = begin_step(m, partitions, devices, mechanisms)
         self._calls = make_calls(
             partitions,
             devices,
+            [list(partition.modules()) for partition in partitions],
             mechanisms,
             lambda device, modules: RandomStates(
                 device, modules, beside=device not in self._in_turn, between=not self._inline
@@ -70,7 +71,7 @@ class Pipeline:
             ambient=self._ambient,
             ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
             replicated=is_replicated(),
-            step=self._step,
+            listener=self._listener,
         )
 
     def run(self, batches: list[Batch], stops: Sequence[int]) -> None:
@@ -86,7 +87,6 @@ class Pipeline:
             self._partitions,
             self._devices,
             self._m,
-            rows_of_largest(batches),
             stops,
             schedule=None,
             program=None,
@@ -153,5 +153,5 @@ class Pipeline:
         if i < self._stops[j]:
             return "checkpoint"
         # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
-        is_recorded = self._step is not None and not transforms_are_active()
+        is_recorded = self._listener is not None and not transforms_are_active()
         return "keep" if any(self._stops) or is_recorded else "plain"

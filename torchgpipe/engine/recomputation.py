@@ -6,6 +6,8 @@ the same layers and parameters. What cannot be made the same is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -13,11 +15,10 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, gradient
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
-from torchgpipe.engine.record import Kind
 from torchgpipe.replay.phase import checkpointing, recomputing
 from torchgpipe.replay.random import Drawn
 
-__all__ = ["Recomputation", "differentiate", "roots_of"]
+__all__ = ["Recomputation", "entered", "roots_of"]
 
 
 class Recomputation:
@@ -100,7 +101,7 @@ class Recomputation:
         call.forget_casts()
         forget_parametrizations()
         for leaf in leaves:
-            if leaf is not None and call.direct is None:
+            if leaf is not None and not call.in_program:
                 # Layers that hook their input have done so in the first run, too, whose input is in the caller's graph.
                 gradient_hooks(leaf).clear()
         return leaves, roots_of(outputs)
@@ -122,7 +123,14 @@ class Recomputation:
         assert self._graph is not None
         (leaves, roots), self._graph = self._graph, None
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        result = iter(differentiate(self.cell, roots, grads, wanted, keep_graph=False))
+        with self.cell.differentiating():
+            if len(roots) != len(grads):
+                raise RuntimeError(
+                    f"{self.cell.call.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "
+                    "must do the same both times, or run with checkpoint='never'"
+                )
+            edges, arrived = entered(roots, grads)
+            result = iter(self.cell.call.sink(edges, arrived, wanted, False) if edges else [None] * len(wanted))
         if self._drawn and not runs_again:
             self._drawn = None  # The state of a generator takes kilobytes, and the engine drops its part now as well.
         return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
@@ -140,44 +148,10 @@ class Recomputation:
             )
 
 
-def differentiate(
-    cell: Cell,
-    roots: list[Edge | None],
-    grads: Leaves,
-    leaves: list[Tensor],
-    *,
-    keep_graph: bool,
-    kind: Kind = "backward",
-) -> list[Leaf]:
-    """Differentiate a graph of a cell, and let the gradients of its parameters go where the pass needs them.
-
-    Args:
-        cell: the cell
-        roots: where the graph is entered; None for an output that needs no gradient
-        grads: the gradients of the outputs
-        leaves: the leaves of the graph whose gradients are wanted
-        keep_graph: whether the graph will be differentiated again
-        kind: what to call the work
-
-    Returns:
-        the gradients of the leaves
-
-    Raises:
-        RuntimeError: the cell had another number of outputs in its first run.
-        Exception: what the backward of a layer raises, with a note of the cell.
-    """
-    with cell.differentiating(kind):
-        if len(roots) != len(grads):
-            raise RuntimeError(
-                f"{cell.call.where} returned {len(roots)} values in recomputation but {len(grads)} before; it "
-                "must do the same both times, or run with checkpoint='never'"
-            )
-        entered = [(root, grad) for root, grad in zip(roots, grads) if root is not None and grad is not None]
-        if not entered:
-            return [None] * len(leaves)
-        edges, gradients = zip(*entered)
-        sink = cell.call.direct or cell.call.gradients
-        return sink.differentiate(edges, gradients, leaves, keep_graph=keep_graph)
+def entered(roots: Sequence[Edge | None], grads: Leaves) -> tuple[list[Edge], list[Tensor]]:
+    """Return where a graph is entered, and the gradients there, given those of all outputs."""
+    pairs = [(root, grad) for root, grad in zip(roots, grads) if root is not None and grad is not None]
+    return [root for root, _ in pairs], [grad for _, grad in pairs]
 
 
 def roots_of(outputs: Leaves) -> list[Edge | None]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torchgpipe.schedule import Program
 
-__all__ = ["End", "Kind", "Place", "Recorder", "Step", "recorded"]
+__all__ = ["End", "Kind", "Listener", "Place", "Recorder", "recorded"]
 
 #: The kinds of work. A step may run the backward of a cell in two halves. A copy goes to a later partition, or brings a
 #: gradient back from there; a wait is the time that the computation waits for such a copy.
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 End = Callable[[bool], None]
 
 
-class Step(Protocol):
+class Listener(Protocol):
     """Listens to one mini-batch, its backward included."""
 
     def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> End:
@@ -63,7 +63,7 @@ class Step(Protocol):
 class Recorder(Protocol):
     """Listens to a model."""
 
-    def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> Step:
+    def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> Listener:
         """Note that a mini-batch begins, and return its listener.
 
         Args:
@@ -74,10 +74,10 @@ class Recorder(Protocol):
 
 
 def recorded(
-    step: Step | None, kind: Kind, i: int, j: int, other: int | None, stream: Any
+    listener: Listener | None, kind: Kind, i: int, j: int, other: int | None, stream: Any
 ) -> AbstractContextManager[None]:
-    """Tell the listener, if there is one, of the work in a ``with`` block; see `Step.begin`."""
-    return _unheard if step is None else _Recorded(step.begin(kind, i, j, other, stream))
+    """Tell the listener, if there is one, of the work in a ``with`` block; see `Listener.begin`."""
+    return _unheard if listener is None else _Recorded(listener.begin(kind, i, j, other, stream))
 
 
 _unheard = nullcontext()

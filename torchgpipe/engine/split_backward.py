@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.engine.function import Edge, accumulate, gradients, unshare, without_gradient
+from torchgpipe.engine.function import Edge, accumulate, gradients
 
 __all__ = ["SplitBackward", "nodes_below"]
 
@@ -73,12 +73,10 @@ class SplitBackward:
             edges, grads = zip(*entered)
             # Hooks of the layers have changed these gradients before they were noted, and would change them again.
             handle = node.register_prehook(lambda _, arrived=arrived: arrived)
-            fresh = without_gradient(weights)
             try:
                 accumulate(edges, grads, keep_graph=False, leaves=weights)
             finally:
                 handle.remove()
-            unshare(fresh)
 
 
 def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:
@@ -90,7 +88,7 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
     order = nodes_below(roots)
     leads: dict[Any, bool] = {}
     for node in reversed(order):
-        if isinstance(node, BackwardCFunction) and not _is_entrance(node):
+        if isinstance(node, BackwardCFunction) and type(node).__name__ != "EnterBackward":
             return None
         leads[node] = getattr(node, "variable", None) is leaf or any(
             leads[following] for following, _ in node.next_functions if following is not None
@@ -112,10 +110,6 @@ def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | 
                         return None
                     branches[node].append(below.variable)
     return branches
-
-
-def _is_entrance(node: Any) -> bool:
-    return type(node).__name__ in ("EnterBackward", "ImportBackward")
 
 
 def nodes_below(roots: Sequence[Edge]) -> list[Any]:

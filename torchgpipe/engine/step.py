@@ -1,51 +1,51 @@
-"""A step: forward and backward of a mini-batch under a program, without a graph between the cells.
+"""A step of a Sequential: its micro-batches, as the front of a program.
 
-The graph is cut where a partition begins, so the backward of a cell is a call, and a program says when it comes. What
-travels between cells is in four tables, each entry written by one action and taken by another:
-
-    activations (i, j)   from F(i, j-1) to F(i, j)          gradients (i, j)   from B(i, j+1) to B(i, j)
-    skips (i, key)       from the stash to the pop          and their gradients, from the pop to the stash
-
-In a program, j is a partition. Here j is a view, which may be a part of a partition, or several partitions; see
-`agenda`.
-
-A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
-their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
-worker: a device thread of the autograd engine could not run them while it waits for another cell.
+What travels from cell to cell is the leaves of a value, and skips; each with where its gradient arrives. In a program,
+j is a partition. Here j is a view, which may be a part of a partition, or several partitions; see `agenda`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
-from torchgpipe.engine.copy import copy_back, copy_forward, mark_ready, release, wait_back
-from torchgpipe.engine.cut_cell import CutCell, Finish, SeededCell
-from torchgpipe.engine.direct_gradients import DirectGradients, deliver, reduce
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.copy import Route, copy_forward
+from torchgpipe.engine.cut import Arrival, Returned
+from torchgpipe.engine.execute import Executor, with_gradients
 from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage, facts_of, rows_of_largest
-from torchgpipe.engine.record import Step
+from torchgpipe.engine.kept import KeptGraph
+from torchgpipe.engine.out_of_memory import facts_of
+from torchgpipe.engine.partition_call import PartitionCall
+from torchgpipe.engine.recomputation import Recomputation
+from torchgpipe.engine.record import Kind, Listener
 from torchgpipe.engine.replicas import Replicas
-from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import LayerSeeds
-from torchgpipe.schedule import Action, Program, Schedule
+from torchgpipe.schedule import Program, Schedule
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = ["run_step"]
+
+#: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
+Finish: TypeAlias = Callable[[int, Batch], Tensor]
+
+#: Where the gradient of a tensor goes: the route to the cell before (None if the memory is shared), and the exit there.
+Source: TypeAlias = tuple[Route | None, Arrival]
 
 
 def run_step(
@@ -61,6 +61,7 @@ def run_step(
     backward: bool,
     replicas: Replicas,
     schedule: Schedule,
+    lock: AbstractContextManager[Any],
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -76,197 +77,262 @@ def run_step(
         backward: whether to run backward
         replicas: the replicas of the pipeline, which run a step at the same time
         schedule: what the program comes from, for errors
+        lock: held while the layers have aliases of their parameters
 
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
     """
-    with replicas.together("the preparation of a step"):
-        refuse_transforms()
-        step = begin_step(len(inputs), partitions, devices, mechanisms, program)
-        # A listener hears of each partition.
-        joins = joinable(partitions, devices, stops) if step is None else (False,) * len(partitions)
-        views = tuple(map(tuple, views_of_each(partitions)))
-        rows = rows_of_largest(inputs)
-        facts = partial(facts_of, partitions, devices, len(inputs), rows, stops, schedule, program, backward=backward)
-        agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
-        columns = agenda.columns
-        joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]
-        devices, stops = [devices[own[0]] for own in columns], [stops[own[0]] for own in columns]
-        cells = _Step(joined, devices, inputs, finish, mechanisms, stops, backward, replicas, step, facts)
-    return cells.run(agenda, gather)
+    with lock:
+        with replicas.together("the preparation of a step"):
+            refuse_transforms()
+            listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
+            # A listener hears of each partition.
+            joins = joinable(partitions, devices, stops) if listener is None else (False,) * len(partitions)
+            views = tuple(map(tuple, views_of_each(partitions)))
+            facts = partial(facts_of, partitions, devices, len(inputs), stops, schedule, program, backward=backward)
+            agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
+            columns = agenda.columns
+            joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]
+            devices, stops = [devices[own[0]] for own in columns], [stops[own[0]] for own in columns]
+            modules = [list(partition.modules()) for partition in joined]
+            slots = [
+                (module, name, j)
+                for j, own in enumerate(modules if backward else [])
+                for module in own
+                for name, _ in module._parameters.items()
+            ]
+            aliases = Aliases(slots, devices, None, lock, backward=backward)
+
+        def work() -> Any:
+            with aliases.installed():
+                cells = _MicroBatches(joined, devices, modules, inputs, finish, mechanisms, stops, backward, listener)
+                with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
+                    cells.run(Executor(cells, aliases, cells.ambient, facts), agenda)
+                    return gather(), cells.entered()
+
+        return with_gradients(aliases, work, replicas) if backward else work()[0]
 
 
-class _Step:
-    """The cells of a step, and what travels between them. See `run_step` for the arguments."""
+class _MicroBatches:
+    """The cells of a step, and what travels between them. See `run_step` for the arguments.
+
+    Attributes:
+        ambient: the settings of the caller
+        streams: where each partition computes
+    """
 
     def __init__(
         self,
         partitions: Sequence[Partition],
         devices: Sequence[torch.device],
+        modules: Sequence[list[nn.Module]],
         inputs: list[Batch],
         finish: Finish,
         mechanisms: Mechanisms,
         stops: Sequence[int],
         backward: bool,
-        replicas: Replicas,
-        step: Step | None,
-        facts: Callable[[], MiniBatchFacts],
+        listener: Listener | None,
     ) -> None:
-        self._facts = facts
         self._m, self._n = len(inputs), len(partitions)
-        self._finish = finish
-        self._stops = stops
-        self._replicas = replicas
-        self._backward_runs = backward
-        self._ambient = Ambient()
+        self._finish, self._stops, self._backward = finish, stops, backward
+        self.ambient = Ambient()
         self._seeds = LayerSeeds(partitions, devices)
         self._recomputed = False
         self._calls = make_calls(
             partitions,
             devices,
+            modules,
             mechanisms,
-            lambda device, modules: RandomStates(device, modules, beside=False, between=True, seeded=True),
-            ambient=self._ambient,
+            lambda device, own: RandomStates(device, own, beside=False, between=True, seeded=True),
+            ambient=self.ambient,
             ordered=False,
-            replicated=False,
-            step=step,
+            in_program=True,
+            listener=listener,
         )
-        self._activations = {(i, 0): _cut(batch) for i, batch in enumerate(inputs)}
-        self._inputs = inputs
-        self._skips: dict[tuple[int, SkipKey], Leaf] = {}
-        self._gradients: dict[tuple[int, int], Leaves] = {}
-        self._skip_gradients: dict[tuple[int, SkipKey], Leaf] = {}
-        self._cells: dict[tuple[int, int], CutCell] = {}
+        self.streams = [call.stream for call in self._calls]
+        #: The inputs that require grad, with where their gradients arrive.
+        self._inputs: list[tuple[Tensor, Arrival]] = []
+        self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
+        self._skips: dict[tuple[int, SkipKey], tuple[Leaf, Source | None]] = {}
+        self._cells: dict[tuple[int, int], _StepCell] = {}
 
-    def run(self, agenda: Agenda, gather: Callable[[], Any]) -> Any:
-        """Run all actions, and deliver the gradients, or leave ``.grad`` as it was."""
+    def _entering(self, batch: Batch) -> tuple[Batch, list[Source | None]]:
+        """Return an input whose leaves have no history."""
+        leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]
+        sources: list[Source | None] = [None] * len(leaves)
+        for k, leaf in enumerate(batch.leaves):
+            if leaf is not None and leaf.requires_grad and self._backward:
+                self._inputs.append((leaf, Arrival()))
+                sources[k] = None, self._inputs[-1][1]
+        return batch.replace(tuple(leaves)), sources
+
+    def entered(self) -> Iterator[tuple[Tensor, Leaf]]:
+        """Yield the inputs that require grad, with their gradients."""
+        for tensor, arrival in self._inputs:
+            yield tensor, arrival.total()
+
+    def run(self, executor: Executor, agenda: Agenda) -> None:
+        """Run all actions."""
         try:
-            with self._ambient.fresh_casts(), self._replicas.together("the step", self._reduced):
-                if self._backward_runs:
-                    self._begin_gradients()
-                self._run_actions(agenda)
-                if self._recomputed:
-                    self._seeds.verify()
-                gathered = gather()
-            if self._backward_runs:
-                self._end_gradients()
-            return gathered
-        except BaseException:
-            for call in self._calls:
-                if call.direct is not None:
-                    call.direct.restore()
-            raise
-
-    def _run_actions(self, agenda: Agenda) -> None:
-        def run(number: int) -> None:
-            kind, i, j = agenda.actions[number]
-            try:
-                if kind == "F":
-                    self._forward(i, j, (i, j) in agenda.keeps)
-                elif kind == "W":
-                    with self._differentiating():
-                        self._cells.pop((i, j)).differentiate_weights()
-                else:
-                    self._backward(i, j, split=kind == "I")
-            except BaseException as error:
-                add_shortage(error, self._facts, Action(kind, i, self._calls[j].running))
-                raise
-
-        calls = self._calls
-        if len({call.device for call in calls}) == 1:
-            with calls[0].stream.use():
-                for number in range(len(agenda.actions)):
-                    run(number)
-        else:
-            streams = [calls[action.j].stream for action in agenda.actions]
-            try:
-                run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, self._ambient)
-            finally:
-                release([route for call in calls for route in call.leaving])
+            executor.run(agenda, self.ambient)
+        finally:
+            if len({stream.device for stream in self.streams}) > 1:
                 self._seeds.end()
+        if self._recomputed:
+            self._seeds.verify()
 
-    @contextmanager
-    def _differentiating(self) -> Iterator[None]:
-        """Run backward in a ``with`` block: in this thread, and outside of autocast, as ``loss.backward()`` is."""
-        with torch.autograd.set_multithreading_enabled(False), self._ambient.without_autocast():
-            yield
+    def leaving(self, j: int) -> Sequence[Route]:
+        return self._calls[j].leaving
 
-    def _begin_gradients(self) -> None:
-        owners = Counter([parameter for call in self._calls for parameter in call.parameters])
-        for call in self._calls:
-            shared = any([owners[parameter] > 1 for parameter in call.parameters])
-            call.direct = DirectGradients(call.parameters, call.frozen, shared=shared)
+    def place(self, j: int) -> int:
+        return self._calls[j].running
 
-    def _reduced(self) -> Sequence[Tensor]:
-        """Return the parameters whose gradients are reduced."""
-        return list(dict.fromkeys([one for call in self._calls for one in call.parameters if self._backward_runs]))
-
-    def _end_gradients(self) -> None:
-        direct = [call.direct for call in self._calls if call.direct is not None]
-        reduce(direct, self._replicas)
-        with self._replicas.together("the end of the step"):
-            self._deliver(direct)
-        for one in direct:  # Behind everything that may fail.
-            one.commit()
-
-    def _deliver(self, direct: Sequence[DirectGradients]) -> None:
-        """Let gradients arrive at the parameters with hooks, and at the input."""
-        deliver([pair for one in direct for pair in one.sums()])
-        roots, grads = [], []
-        for i, batch in enumerate(self._inputs):
-            for leaf, grad in zip(batch.leaves, self._gradients.get((i, -1)) or ()):
-                if leaf is not None and grad is not None and leaf.requires_grad:
-                    roots.append(leaf)
-                    grads.append(grad)
-        if roots:
-            torch.autograd.backward(roots, grads)
-
-    def _forward(self, i: int, j: int, keeps: bool) -> None:
-        call = self._calls[j]
-        cell = SeededCell(call, i, self._m, self._seeds, self._finish if j == self._n - 1 else None)
+    def forward(self, i: int, j: int, *, recomputes: bool) -> None:
+        call, is_last = self._calls[j], j == self._n - 1
+        cell = _SeededCell(call, i, self._m, self._seeds, self._finish if is_last else None)
         try:
-            batch = self._activations.pop((i, j))
+            batch, sources = self._values.pop((i, j))
             leaves = batch.leaves if call.arriving is None else copy_forward(call.arriving, i, batch.leaves)
             for portal in call.receiving:
-                skip = self._skips.pop((i, portal.key))
+                skip, source = self._skips.pop((i, portal.key))
                 leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
+                sources.append(source)
             cell.begin(batch)
-            cut = CutCell(cell, recompute=i < self._stops[j] and not keeps)
-            outputs = cut.run(leaves, backward=self._backward_runs)
-            if self._backward_runs:
-                self._cells[i, j] = cut
-            mark_ready(call.leaving, i)
-            if j < self._n - 1:
-                width = len(outputs) - len(call.sending)
-                self._skips.update({(i, portal.key): leaf for portal, leaf in zip(call.sending, outputs[width:])})
-                self._activations[i, j + 1] = cell.end(outputs[:width])
+            if not self._backward:
+                with cell.recorded("forward"), torch.no_grad():
+                    outputs = cell.compute(leaves)
+                exits: Sequence[Arrival | None] = [None] * len(outputs)
+            else:
+                own = _StepCell(cell, sources, recomputes=recomputes and i < self._stops[j])
+                outputs = own.run(leaves)
+                self._cells[i, j], exits = own, own.exits
+            if is_last:
+                for end in exits:
+                    if end is not None:
+                        end.add(torch.ones(1, device=call.device))
+                return
+            width = len(outputs) - len(call.sending)
+            for portal, leaf, end in zip(call.sending, outputs[width:], exits[width:]):
+                self._skips[i, portal.key] = leaf, None if end is None else (portal.route, end)
+            route = self._calls[j + 1].arriving
+            self._values[i, j + 1] = (
+                cell.end(outputs[:width]),
+                [None if end is None else (route, end) for end in exits[:width]],
+            )
         except BaseException as error:
             cell.failed(error, "forward")
             raise
 
-    def _backward(self, i: int, j: int, *, split: bool) -> None:
-        call, cut = self._calls[j], self._cells[i, j]
-        if not split:
-            del self._cells[i, j]
-        if j == self._n - 1:
-            grads: Leaves = (torch.ones(1, device=call.device),)
+    def cell(self, i: int, j: int, *, last: bool) -> _StepCell:
+        own = self._cells.pop((i, j)) if last else self._cells[i, j]
+        self._recomputed |= own.recomputes
+        return own
+
+    def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
+        return _nothing  # A cell adds the notes itself: one phase is a recomputation.
+
+    def cancel(self) -> None:
+        pass
+
+
+_nothing = nullcontext()
+
+
+class _SeededCell(Cell):
+    """A cell whose layers have seeds of their own; in the last partition, its output is the loss."""
+
+    __slots__ = ("_finish", "_seeds")
+
+    def __init__(self, call: PartitionCall, i: int, m: int, seeds: LayerSeeds, finish: Finish | None) -> None:
+        super().__init__(call, i, m)
+        self._seeds = seeds
+        self._finish = finish
+
+    def compute(self, leaves: Leaves) -> Leaves:
+        """Run the layers, and the loss function behind the last ones."""
+        call, device = self.call, self.call.device
+        with self._seeds.at(self.i, device):
+            if self._finish is None:
+                return super().compute(leaves)
+            output = call.run_layers(self._input.replace(leaves))
+        return (self._seeds.run_loss(self.i, device, self._finish, output),)
+
+    @contextmanager
+    def differentiating(self, kind: Kind = "backward") -> Iterator[None]:
+        """Let layers that recompute themselves draw what they have drawn, in a ``with`` block; see `Cell`."""
+        # Around the graph only: a second run holds norms, and waits for the generator within.
+        with self._seeds.backward(), super().differentiating(kind):
+            yield
+
+
+class _StepCell:
+    """A cell that is differentiated by a program.
+
+    Args:
+        cell: the cell
+        sources: for each leaf of the input, where its gradient goes
+        recomputes: whether to keep the input only, and to run again at backward
+
+    Attributes:
+        exits: for each leaf of the output, where its gradient arrives; None if it needs none
+    """
+
+    __slots__ = ("_cell", "_leaves", "_needed", "_recomputes", "_run", "_sources", "_versions", "exits")
+
+    def __init__(self, cell: Cell, sources: Sequence[Source | None], *, recomputes: bool) -> None:
+        self._cell, self._sources, self._recomputes = cell, sources, recomputes
+        self._run: Recomputation | KeptGraph | None = None
+        #: The input, if the cell runs again.
+        self._leaves: Leaves = ()
+        #: For each leaf of the input, whether it requires grad.
+        self._needed: list[bool] = []
+        self.exits: list[Arrival | None] = []
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the cell will run again."""
+        return isinstance(self._run, Recomputation)
+
+    def run(self, leaves: Leaves) -> Leaves:
+        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients."""
+        if self._recomputes and self._cell.call.needs_grad(leaves):
+            self._run, self._leaves, self._versions = Recomputation(self._cell), leaves, versions(leaves)
+            with torch.no_grad():
+                outputs = self._run.first_run(leaves)
+            # Which outputs need a gradient is known in the second run only.
+            needs = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
         else:
-            wait_back(call.leaving, i)
-            grads = self._gradients.pop((i, j))
-            grads += tuple([self._skip_gradients.pop((i, portal.key)) for portal in call.sending])
-        self._recomputed |= cut.recomputes
-        with self._differentiating():
-            result = cut.differentiate(grads, split=split)
-        width = len(result) - len(call.receiving)
-        for portal, grad in zip(call.receiving, result[width:]):
-            back = (grad,) if portal.route is None else copy_back(portal.route, i, (grad,))
-            self._skip_gradients[i, portal.key] = back[0]
-        result = result[:width]
-        if call.arriving is not None:
-            result = copy_back(call.arriving, i, result)
-        self._gradients[i, j - 1] = result
+            self._run = KeptGraph(self._cell)
+            self._needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
+            outputs = self._run.only_run(leaves)
+            needs = [x is not None and x.requires_grad for x in outputs]
+        self.exits = [Arrival() if need else None for need in needs]
+        return tuple([x if x is None else x.detach().requires_grad_(need) for x, need in zip(outputs, needs)])
 
+    def differentiate(self, *, split: bool, keep_graph: bool) -> Returned:
+        """See `ProgramCell.differentiate`."""
+        run, leaves = self._run, self._leaves
+        grads = tuple([None if end is None else end.total() for end in self.exits])
+        if not split:
+            self._run, self._leaves = None, ()
+        if run is None or all([grad is None for grad in grads]):
+            return []
+        if isinstance(run, Recomputation):
+            self._run, self._leaves = None, ()
+            if versions(leaves) != self._versions:
+                raise RuntimeError(
+                    f"{self._cell.call.where} cannot be recomputed, because its input was changed in place after it "
+                    "ran, perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
+                    "checkpoint='never'"
+                )
+            run.second_run(leaves)
+            result = run.differentiate(grads, runs_again=False)
+        else:
+            result = run.differentiate(grads, self._needed, split=split, keep_graph=keep_graph)
+        return [(*source, grad) for source, grad in zip(self._sources, result) if source and grad is not None]
 
-def _cut(batch: Batch) -> Batch:
-    """Return a batch whose leaves have no history."""
-    return batch.replace(tuple([x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]))
+    def differentiate_weights(self) -> None:
+        """Run what a split `differentiate` has left, if anything."""
+        run, self._run = self._run, None
+        if isinstance(run, KeptGraph):
+            run.differentiate_weights()

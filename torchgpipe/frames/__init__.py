@@ -1,3 +1,16 @@
-"""Pipelining any module, with frames in place of a trace; `torchgpipe.pipelined` is the way in."""
+"""Pipelining any module, with frames in place of a trace; `torchgpipe.pipelined` is the way in.
+
+Words of this room, beside those of the field:
+
+    frame      the run of the model's own forward on one micro-batch, in a thread that stops where a partition begins
+    spine      the modules of the model that are called one after the other, and are balanced like layers
+    glue       the operations between two modules of the spine
+    door       what stands in front of a module of the spine, and is called in its place
+    visitor    whoever runs the model in a thread, and is asked at each door: a micro-batch in its frame (traveller), a
+               recomputation at backward, or a run in one piece
+    column     a partition, or neighbouring partitions on one device, which run as one
+    home       the column in which a tensor was computed
+    export     a tensor that other columns use; an import stands for it there, at the beginning of a graph of its own
+"""
 
 __all__: list[str] = []

@@ -6,7 +6,7 @@ import torch
 
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.engine.copy import Route
-from torchgpipe.engine.record import Step
+from torchgpipe.engine.record import Listener
 
 __all__ = ["Columns"]
 
@@ -17,19 +17,19 @@ class Columns:
     Args:
         devices: the device of each column
         streams: the source of streams
-        step: the listener of the mini-batch, if there is one
+        listener: the listener of the mini-batch, if there is one
     """
 
-    def __init__(self, devices: list[torch.device], streams: Streams, step: Step | None = None) -> None:
+    def __init__(self, devices: list[torch.device], streams: Streams, listener: Listener | None = None) -> None:
         self.devices = devices
         self.streams = streams
-        self.step = step
+        self.listener = listener
         self.computing: list[Stream] = [streams.current(device) for device in devices]
         self._routes = {
             (a, c): route
             for c, target in enumerate(self.computing)
             for a, source in enumerate(self.computing[:c])
-            if (route := Route.between(source, target, streams, (a, c), step)) is not None
+            if (route := Route.between(source, target, streams, (a, c), listener)) is not None
         }
 
     def route(self, a: int, c: int) -> Route | None:
@@ -47,11 +47,6 @@ class Columns:
     def column_of(self, device: torch.device, before: int) -> int | None:
         """Return the last column on ``device`` in front of column ``before``, or None."""
         return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
-
-    @property
-    def routes(self) -> list[Route]:
-        """The routes between all columns."""
-        return [*self._routes.values()]
 
     @property
     def copies(self) -> bool:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import is_checkpointed, versions
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import copy_forward
-from torchgpipe.frames.cell import Cell
+from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.parameters import Aliases
 
 __all__ = ["Crossing"]
 
@@ -59,7 +59,7 @@ class Crossing:
     def __init__(
         self,
         frame: Frame,
-        cells: list[Cell],
+        cells: list[FrameCell],
         columns: Columns,
         aliases: Aliases,
         noted: list[Crossed] | None,
@@ -178,7 +178,7 @@ class Crossing:
             else:
                 export = self._cells[home].export(tensor)
                 moved = self._moved(tensor.detach(), home, column)
-                alias = self._cells[column].import_(home, export, moved)
+                alias = self._cells[column].import_(self._columns.route(home, column), export, moved)
                 if self._noted is not None:
                     self._noted.append(Crossed(home, column, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
         elif self._moves:

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import has_gradient_hooks
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outer import Outer
 from torchgpipe.frames.outputs import verify_known
-from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.values import mapped
 
 __all__ = ["Exported"]

@@ -22,26 +22,26 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
-from torchgpipe.engine.copy import copy_back, release, wait_back
-from torchgpipe.engine.function import unshare, without_gradient
-from torchgpipe.engine.interrupts import uninterrupted
-from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
+from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.copy import Route
+from torchgpipe.engine.cut import Arrival
+from torchgpipe.engine.execute import Executor
+from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import End, Kind, recorded
-from torchgpipe.engine.workers import Task, run_in_workers
-from torchgpipe.frames.cell import Arrival, Cell, Export
+from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Owner
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.parameters import Aliases, filling_aliases
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.values import each, mapped
-from torchgpipe.frames.visitors import Recomputation, Traveller, visiting
+from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action, Program
+from torchgpipe.schedule.action import Kind as ActionKind
 
 __all__ = ["Finish", "MiniBatch"]
 
@@ -107,20 +107,34 @@ class MiniBatch:
         self.random_numbers = random_numbers
         self.crossed: list[Crossed] = []
         self._labels, self._model = labels, model
+        self._verified = verified
         self._owner = owner
         self._buffers = buffers
-        self._splits = splits
         self._ambient = Ambient()
-        self._cells = [list(map(Cell, columns.devices, labels)) for _ in inputs] if backward else []
-        self._verified = verified
+        self.streams = columns.computing
+        self._cells = [self._cells_of(i, splits) for i in range(self._m)] if backward else []
         self._given: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
-        begin = None if columns.step is None else self._begin_forward
+        begin = None if columns.listener is None else self._begin_forward
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
         self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
 
+    def _cells_of(self, i: int, splits: bool) -> list[FrameCell]:
+        def cell(j: int) -> FrameCell:
+            def heard(kind: Kind) -> AbstractContextManager[None]:
+                return recorded(listener, kind, i, j, None, stream)
+
+            listener, stream = self._columns.listener, self._columns.computing[j]
+            verifies = self._verified is not None
+            return FrameCell(stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
+
+        return [cell(j) for j in range(self._n)]
+
     # ------------------------------------------------------------------------------------------------- the program
+
+    def _executor(self) -> Executor:
+        return Executor(self, self._aliases, self._ambient, self._facts)
 
     def run(self) -> None:
         """Run the whole program.
@@ -129,7 +143,7 @@ class MiniBatch:
             BaseException: the error of the first action that failed, with a note of where it was.
         """
         try:
-            self._run_actions(self._agenda, self._ambient, keep_graph=False)
+            self._executor().run(self._agenda, self._ambient)
             if self._cells and self._verified is not None:
                 self._verified()
         finally:
@@ -138,41 +152,30 @@ class MiniBatch:
     def run_forward_half(self) -> None:
         """Run all forward actions."""
         try:
-            self._run_actions(_only(self._agenda, "F"), self._ambient, keep_graph=False)
+            self._executor().run(_only(self._agenda, "F"), self._ambient)
         finally:
             self._drop()
 
     def run_columns_forward(self) -> None:
         """Run all forward actions, in this thread: all micro-batches of a column before the next column."""
         try:
-            self._run_in_this_thread([Action("F", i, j) for j in range(self._n) for i in range(self._m)])
+            self._executor().run_in_this_thread([Action("F", i, j) for j in range(self._n) for i in range(self._m)])
         finally:
             self._drop()
 
     def run_columns_backward(self, after: Callable[[int], None], *, split: bool) -> None:
         """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
         with self._aliases.installed():
+            executor = self._executor()
+            kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
             for j in reversed(range(self._n)):
-                for i in reversed(range(self._m)):
-                    actions = [Action("I", i, j), Action("W", i, j)] if split else [Action("B", i, j)]
-                    self._run_in_this_thread(actions)
+                executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
         if self._verified is not None:
             self._verified()
 
-    def _run_in_this_thread(self, actions: Sequence[Action]) -> None:
-        try:
-            for kind, i, j in actions:
-                with self._columns.computing[j].use():
-                    if kind == "F":
-                        self._run_forward(i, j)
-                    else:
-                        self._run_backward(i, j, kind, keep_graph=False)
-        except BaseException:
-            uninterrupted(self._cancel)
-            raise
-
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """See `Front.cancel`."""
         for frame in self._frames:
             frame.cancel()
 
@@ -199,7 +202,7 @@ class MiniBatch:
                     "so backward would compute with other values; change a copy, or call backward() before"
                 )
         with self._aliases.installed(), self.random_numbers.callers_generator.kept():
-            self._run_actions(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
+            self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
         if self._verified is not None:
             self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
@@ -225,42 +228,23 @@ class MiniBatch:
         """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
         return [(tensor, source) for entered in self._entered for tensor, source in entered]
 
-    def _run_actions(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool) -> None:
-        def run(number: int) -> None:
-            kind, i, j = agenda.actions[number]
-            try:
-                if kind == "F":
-                    self._run_forward(i, j)
-                else:
-                    self._run_backward(i, j, kind, keep_graph)
-            except BaseException as error:
-                add_shortage(error, self._facts, agenda.actions[number])
-                raise
-
-        computing = self._columns.computing
-        try:
-            if len(set(self._columns.devices)) == 1:
-                with computing[0].use():
-                    for number in range(len(agenda.actions)):
-                        run(number)
-            else:
-                streams = [computing[action.j] for action in agenda.actions]
-                try:
-                    run_in_workers([Task(*task) for task in zip(streams, agenda.needs)], run, ambient)
-                finally:
-                    release(self._columns.routes)
-        except BaseException:
-            uninterrupted(self._cancel)
-            raise
-
     # ----------------------------------------------------------------------------------------------------- forward
 
     def _begin_forward(self, i: int, j: int) -> End:
-        step = self._columns.step
-        assert step is not None
-        return step.begin("forward", i, j, None, self._columns.computing[j])
+        listener = self._columns.listener
+        assert listener is not None
+        return listener.begin("forward", i, j, None, self._columns.computing[j])
 
-    def _run_forward(self, i: int, j: int) -> None:
+    def leaving(self, j: int) -> Sequence[Route]:
+        """See `Front.leaving`."""
+        return self._columns.leaving(j)
+
+    def place(self, j: int) -> int:
+        """See `Front.place`."""
+        return j
+
+    def forward(self, i: int, j: int, *, recomputes: bool) -> None:
+        """See `Front.forward`; modules of the model's own recompute, and nobody can tell them not to."""
         frame = self._frames[i]
         forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
@@ -270,10 +254,6 @@ class MiniBatch:
             inside = f"'{frame.module}'" if frame.module else self._model
             error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
-        marked = self._columns.leaving(j)
-        mark = self._columns.computing[j].mark() if marked else None
-        for route in marked:
-            route.ready[i] = mark
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i
@@ -311,52 +291,30 @@ class MiniBatch:
             if known is tensor:
                 return source.alias
         source = _Input()
-        source.alias = self._cells[i][0].import_(-1, source, tensor.detach())
+        source.alias = self._cells[i][0].import_(None, source, tensor.detach())
         self._entered[i].append((tensor, source))
         return source.alias
 
     # ---------------------------------------------------------------------------------------------------- backward
 
-    def _run_backward(self, i: int, j: int, kind: str, keep_graph: bool) -> None:
-        cell, columns = self._cells[i][j], self._columns
+    def cell(self, i: int, j: int, *, last: bool) -> FrameCell:
+        """See `Front.cell`."""
+        return self._cells[i][j]
 
-        def told(kind: Kind) -> AbstractContextManager[None]:
-            return recorded(columns.step, kind, i, j, None, columns.computing[j])
-
-        result = []
+    @contextmanager
+    def differentiating(self, i: int, j: int) -> Iterator[None]:
+        """See `Front.differentiating`."""
+        visitor = (
+            visiting(RecomputationVisitor(self._columns, j, self._owner))
+            if self._threads is not None
+            else nullcontext()
+        )
         try:
-            with self._differentiating(j):
-                fresh = without_gradient(self._aliases.of(j))
-                if kind == "W":
-                    cell.differentiate_weights(told)
-                else:
-                    if self._verified is not None and kind != "W":
-                        cell.verify_complete()
-                    wait_back(columns.leaving(j), i)
-                    result = cell.differentiate(told, split=kind == "I" and self._splits, keep_graph=keep_graph)
-                unshare(fresh)
+            with self.random_numbers.backward(), visitor:
+                yield
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")
             raise
-        for a in range(-1, j):
-            parts = [(export, grad) for source, export, grad in result if source == a]
-            route = columns.route(a, j)
-            grads = tuple([grad for _, grad in parts])
-            moved = grads if route is None or not parts else copy_back(route, i, grads)
-            for (export, _), grad in zip(parts, moved):
-                export.add(grad)
-
-    @contextmanager
-    def _differentiating(self, j: int) -> Iterator[None]:
-        """Run backward in a ``with`` block: in this thread, and outside of autocast, as ``loss.backward()`` is."""
-        with (
-            self.random_numbers.backward(),
-            filling_aliases(),
-            torch.autograd.set_multithreading_enabled(False),
-            self._ambient.without_autocast(),
-            visiting(Recomputation(self._columns, j, self._owner)) if self._threads is not None else nullcontext(),
-        ):
-            yield
 
     def _where(self, i: int, j: int) -> str:
         return f"micro-batch {i} of {self._m}, {self._labels[j]}"

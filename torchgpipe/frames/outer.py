@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.function import Function
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
-from torchgpipe.frames.parameters import Aliases
 
 __all__ = ["Outer"]
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
-from torchgpipe.engine.direct_gradients import deliver
+from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.execute import with_gradients
 from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
@@ -31,7 +30,6 @@ from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
-from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import each, is_cache, mapped
@@ -96,7 +94,7 @@ class Pipeline:
         exported = Exported(len(parts), backward=backward)
         actions = program("GPipe", len(parts), places_of(settings.devices))
         with self.aliased(module, backward=backward) as aliases:
-            facts = partial(self._facts, module, sizes, None, actions, backward=backward)
+            facts = partial(self._facts, module, None, actions, backward=backward)
             mini_batch = self._mini_batch(
                 module, plain, parts, exported.take, aliases, actions, facts, backward=backward
             )
@@ -132,23 +130,19 @@ class Pipeline:
                 export(value).add(torch.full_like(value, weight))
 
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
-        with self.aliased(module, backward=backward) as aliases:
-            try:
-                facts = partial(self._facts, module, sizes, settings.schedule, actions, backward=backward)
+        facts = partial(self._facts, module, settings.schedule, actions, backward=backward)
+
+        def work() -> Any:
+            with aliases.installed():
                 mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, facts, backward=backward)
                 mini_batch.run()
                 result = loss.result()
                 self._end(module, mini_batch, rows)
-            except BaseException:
-                aliases.take()
-                raise
-        if backward:
-            entered = [(tensor, grad) for tensor, grad in mini_batch.take_input_gradients() if grad is not None]
-            grads = aliases.take()
-            if entered:  # First, because hooks of the caller's may fail.
-                torch.autograd.backward([tensor for tensor, _ in entered], [grad for _, grad in entered])
-            _add(list(zip(aliases.trained, grads)))
-        return result
+                return result, mini_batch.take_input_gradients()
+
+        with self._lock:
+            aliases = self.aliases(module, backward=backward)
+            return with_gradients(aliases, work)
 
     def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call a module of the spine on its device, and bring what it returns to where its arguments were.
@@ -201,7 +195,14 @@ class Pipeline:
     def aliased(
         self, module: nn.Module, *, backward: bool, watches: bool = False, alone: bool = False
     ) -> Iterator[Aliases]:
-        """Put doors in front of the spine, and let the modules have aliases of their parameters in a ``with`` block.
+        """Let the modules have aliases of their parameters in a ``with`` block; see `aliases`."""
+        with self._lock:
+            aliases = self.aliases(module, backward=backward, watches=watches, alone=alone)
+            with aliases.installed():
+                yield aliases
+
+    def aliases(self, module: nn.Module, *, backward: bool, watches: bool = False, alone: bool = False) -> Aliases:
+        """Put doors in front of the spine, and return aliases of the parameters.
 
         Args:
             module: the model
@@ -210,17 +211,13 @@ class Pipeline:
             alone: whether the model runs alone, in which gradients come from anywhere
         """
         refuse_transforms()
-        with self._lock:
-            self.prepare(module, recomputes=not alone)
-            streams = self.streams
-            slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
-            places = (self.settings.devices, streams.moves, streams.device_of)
-            # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
-            columns = len(self.settings.devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
-            watched = range(0 if alone else columns)
-            aliases = Aliases(slots, *places, self._lock, backward=backward, watched=watched)
-            with aliases.installed():
-                yield aliases
+        self.prepare(module, recomputes=not alone)
+        slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
+        devices = self.settings.devices
+        # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
+        columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
+        watched = range(0 if alone else columns)
+        return Aliases(slots, devices, self.streams, self._lock, backward=backward, watched=watched)
 
     def _mini_batch(
         self,
@@ -278,23 +275,11 @@ class Pipeline:
         return bring
 
     def _facts(
-        self, module: nn.Module, sizes: list[int], schedule: Schedule | None, actions: Program, *, backward: bool
+        self, module: nn.Module, schedule: Schedule | None, actions: Program, *, backward: bool
     ) -> MiniBatchFacts:
         """Return what a note about memory is made from."""
-        settings, recomputes = self.settings, self._recomputes(module)
-        return MiniBatchFacts(
-            len(sizes),
-            sizes[0],
-            settings.devices,
-            [label.partition(" (")[0] for label in settings.labels],
-            schedule,
-            actions,
-            backward,
-            stops=[0] * len(settings.devices),
-            partly=recomputes,
-            splits=not recomputes,
-            advises=None if recomputes or not backward else "pipelined",
-        )
+        checkpoint = None if self._recomputes(module) else "True"
+        return MiniBatchFacts(self.settings.devices, schedule, actions, backward, checkpoint)
 
     def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
         random_numbers = mini_batch.random_numbers
@@ -407,7 +392,7 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
         actions = program("GPipe", len(parts), places_of(self.settings.devices))
-        facts = partial(self._facts, module, [0] * len(parts), None, actions, backward=True)
+        facts = partial(self._facts, module, None, actions, backward=True)
         return self._mini_batch(
             module, plain, parts, finish, aliases, actions, facts, backward=True, random_numbers=RandomNumbers(None)
         )
@@ -416,24 +401,3 @@ class Pipeline:
 def _modes(module: nn.Module) -> tuple[Any, ...]:
     """Return what tells a model that draws from one that does not: the modes of all modules, and their dropout."""
     return tuple([(child.training, vars(child).get("p")) for child in module.modules()])
-
-
-def _add(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
-    """Add gradients to ``.grad`` of parameters; their hooks hear them."""
-    heard = [
-        (one, grad)
-        for one, grad in gradients
-        if grad is not None and (not one.is_leaf or has_hooks(one, get_gradient_edge(one).node))
-    ]
-    before = [(one, one.grad, None if one.grad is None else one.grad.clone()) for one, _ in heard]
-    try:
-        deliver(heard)  # First, because a hook may fail.
-    except BaseException:
-        for one, grad, values in before:
-            one.grad = grad if grad is None or values is None else grad.detach().copy_(values)
-        raise
-    done = {id(one) for one, _ in heard}
-    with torch.no_grad():
-        for one, grad in gradients:
-            if grad is not None and id(one) not in done:
-                one.grad = grad if one.grad is None else one.grad.add_(grad)

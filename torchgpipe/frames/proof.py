@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import BatchNormBase
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
-from torchgpipe.frames.parameters import Aliases
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler

@@ -11,7 +11,7 @@ Only models that draw pay. Whether a model draws is seen when it first runs, for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -81,14 +81,9 @@ class RandomNumbers:
                     self._drawn[k] |= not torch.equal(states[kind], begun[kind])
                     generators[kind].set_state(before[kind])
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
-        if self._swaps.cpu:
-            with sharing([torch.default_generator]):
-                yield
-        else:
-            yield
+        return sharing([torch.default_generator]) if self._swaps.cpu else nullcontext()
 
     @property
     def drawn(self) -> Draws:

@@ -19,7 +19,7 @@ from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL
 from torchgpipe.frames.values import is_cache, mapped
 
-__all__ = ["InOnePiece", "Recomputation", "Traveller", "visiting"]
+__all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], T
                     setattr(layer, name, brought)
 
 
-class Recomputation:
+class RecomputationVisitor:
     """The visitor in a worker that runs backward: what is recomputed may come to doors again.
 
     Args:

@@ -88,8 +88,9 @@ class Ambient:
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Leave autocast for a ``with`` block, if these settings have it."""
-        kinds = [kind for kind, enabled, _ in self._autocast.types if enabled]
-        return _without_autocast(kinds) if kinds else nullcontext()
+        if not self._autocast.enabled:
+            return nullcontext()
+        return _without_autocast([kind for kind, enabled, _ in self._autocast.types if enabled])
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function`` with these settings, and restore the thread's own settings."""

@@ -232,14 +232,12 @@ class LayerSeeds:
                 for generator, state in zip(generators, before):
                     generator.set_state(state)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Let what layers recompute themselves in a ``with`` block draw what it has drawn: nobody else draws meanwhile.
 
         A backward comes after all layers and the loss have run once, so it is known by then whether they draw.
         """
-        with sharing([torch.default_generator]) if self._draws_from_cpu else nullcontext():
-            yield
+        return sharing([torch.default_generator]) if self._draws_from_cpu else _nothing
 
     def end(self) -> None:
         """Put the generator of the CPU back where it was, if two layers have recomputed at once and left a seed there.

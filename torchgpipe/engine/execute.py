@@ -1,0 +1,224 @@
+"""Running a program: the actions of each device, forward and backward, without a graph between the cells.
+
+The graph is cut where a partition begins, so the backward of a cell is a call, and a program says when it comes. Two
+*fronts* give the cells: micro-batches of a Sequential (`step`), and frames of any module (`torchgpipe.frames`).
+
+    F(i, j)   computes the cell; what it hands to later cells is noted there, with where its gradient arrives
+    B(i, j)   differentiates the cell, and takes the gradients of what has entered it to the cells that they come from;
+              I(i, j) does the same, and leaves the gradients of the parameters to W(i, j)
+
+A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
+their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
+worker: a device thread of the autograd engine could not run them while it waits for another cell.
+
+Gradients of parameters arrive at aliases, see `aliases`, and go to ``.grad`` when all actions have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.agenda import Agenda
+from torchgpipe.engine.aliases import Aliases, Delivery, filling_aliases
+from torchgpipe.engine.copy import Route, copy_back, mark_ready, release, wait_back
+from torchgpipe.engine.cut import Arrival, Returned
+from torchgpipe.engine.function import unshare, without_gradient
+from torchgpipe.engine.interrupts import uninterrupted
+from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
+from torchgpipe.engine.replicas import Replicas
+from torchgpipe.engine.workers import Task, run_in_workers
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.schedule import Action
+
+__all__ = ["Executor", "Front", "ProgramCell", "with_gradients"]
+
+T = TypeVar("T")
+
+
+class ProgramCell(Protocol):
+    """Micro-batch i on partition j, as a program knows it."""
+
+    def differentiate(self, *, split: bool, keep_graph: bool) -> Returned:
+        """Differentiate the cell with the gradients that have arrived, and return those of what has entered it.
+
+        Args:
+            split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
+            keep_graph: whether the graph will be differentiated again
+        """
+
+    def differentiate_weights(self) -> None:
+        """Run what a split `differentiate` has left, if anything."""
+
+
+class Front(Protocol):
+    """Gives the cells of a mini-batch.
+
+    Attributes:
+        streams: where each partition computes
+    """
+
+    @property
+    def streams(self) -> Sequence[Stream]: ...
+
+    def leaving(self, j: int) -> Sequence[Route]:
+        """Return the routes that begin at partition ``j``."""
+
+    def forward(self, i: int, j: int, *, recomputes: bool) -> None:
+        """Compute a cell; an error has a note of the place.
+
+        Args:
+            i: the micro-batch
+            j: the partition
+            recomputes: False if the backward of the cell comes next on its device, so that nothing is gained
+        """
+
+    def cell(self, i: int, j: int, *, last: bool) -> ProgramCell:
+        """Return a cell that has been computed; if its last backward begins, nothing else need keep it."""
+
+    def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
+        """Surround a backward; an error in the ``with`` block gets a note of the place."""
+
+    def place(self, j: int) -> int:
+        """Return the partition that runs in j, for errors."""
+
+    def cancel(self) -> None:
+        """Wind up what is under way, after an error."""
+
+
+class Executor:
+    """Runs the actions of a program.
+
+    Args:
+        front: gives the cells
+        aliases: the aliases of the parameters
+        ambient: the settings of the caller
+        facts: returns what a note about memory is made from
+    """
+
+    def __init__(self, front: Front, aliases: Aliases, ambient: Ambient, facts: Callable[[], MiniBatchFacts]) -> None:
+        self._front, self._aliases, self._ambient, self._facts = front, aliases, ambient, facts
+
+    def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
+        """Run actions, inline or in workers.
+
+        Args:
+            agenda: the actions
+            ambient: the settings that workers run in
+            keep_graph: whether the graphs will be differentiated again
+
+        Raises:
+            BaseException: the error of the first action that failed, in the order of the agenda, with notes
+        """
+        actions, streams = agenda.actions, self._front.streams
+
+        def run(number: int) -> None:
+            self._run(actions[number], recomputes=actions[number][1:] not in agenda.keeps, keep_graph=keep_graph)
+
+        try:
+            if len({stream.device for stream in streams}) == 1:
+                with streams[0].use():
+                    for number in range(len(actions)):
+                        run(number)
+            else:
+                tasks = [Task(streams[action.j], needs) for action, needs in zip(actions, agenda.needs)]
+                try:
+                    run_in_workers(tasks, run, ambient)
+                finally:
+                    release([route for j in range(len(streams)) for route in self._front.leaving(j)])
+        except BaseException:
+            uninterrupted(self._front.cancel)
+            raise
+
+    def run_in_this_thread(self, actions: Iterable[Action]) -> None:
+        """Run actions one after the other, whatever their devices."""
+        try:
+            for action in actions:
+                with self._front.streams[action.j].use():
+                    self._run(action, recomputes=True, keep_graph=False)
+        except BaseException:
+            uninterrupted(self._front.cancel)
+            raise
+
+    def _run(self, action: Action, *, recomputes: bool, keep_graph: bool) -> None:
+        """Run one action. All of them pass here: what a partition needs on its device can come before, and go after."""
+        kind, i, j = action
+        try:
+            if kind == "F":
+                self._front.forward(i, j, recomputes=recomputes)
+                mark_ready(self._front.leaving(j), i)
+            else:
+                self._return(i, self._backward(kind, i, j, keep_graph))
+        except BaseException as error:
+            add_shortage(error, self._facts, Action(kind, i, self._front.place(j)))
+            raise
+
+    def _backward(self, kind: str, i: int, j: int, keep_graph: bool) -> Returned:
+        front = self._front
+        returned: Returned = []
+        cell = front.cell(i, j, last=kind != "I" and not keep_graph)
+        # In this thread, and outside of autocast, as `loss.backward()` is.
+        with (
+            front.differentiating(i, j),
+            filling_aliases(),
+            torch.autograd.set_multithreading_enabled(False),
+            self._ambient.without_autocast(),
+        ):
+            fresh = without_gradient(self._aliases.of(j))
+            if kind == "W":
+                cell.differentiate_weights()
+            else:
+                wait_back(front.leaving(j), i)
+                returned = cell.differentiate(split=kind == "I", keep_graph=keep_graph)
+            unshare(fresh)
+        return returned
+
+    def _return(self, i: int, returned: Returned) -> None:
+        """Take gradients to the cells that they come from; those that take the same route go together."""
+        by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
+        for route, arrival, grad in returned:
+            by_route.setdefault(route, []).append((arrival, grad))
+        for route, pairs in by_route.items():
+            grads: Leaves = tuple([grad for _, grad in pairs])
+            if route is not None:
+                grads = copy_back(route, i, grads)
+            for (arrival, _), moved in zip(pairs, grads):
+                arrival.add(moved)
+
+
+def with_gradients(
+    aliases: Aliases,
+    work: Callable[[], tuple[T, Iterable[tuple[Tensor, Leaf]]]],
+    replicas: Replicas | None = None,
+) -> T:
+    """Run a step, and add its gradients to ``.grad``; if it fails, ``.grad`` is as it was before.
+
+    Args:
+        aliases: the aliases of the parameters
+        work: runs the program, and returns the result of the step, and the inputs that require grad with their
+            gradients
+        replicas: the replicas, whose gradients are added up
+    """
+    delivery = Delivery(aliases.trained)
+    try:
+        result, entered = work()
+        sums = aliases.take()
+        if replicas is not None and replicas.exist and sums:
+            sums = replicas.add_gradients(aliases.trained, sums)
+        with nullcontext() if replicas is None else replicas.together("the end of the step"):
+            delivery.let_hooks_hear(sums)
+            inputs = [(tensor, grad) for tensor, grad in entered if grad is not None]
+            if inputs:
+                torch.autograd.backward([tensor for tensor, _ in inputs], [grad for _, grad in inputs])
+        delivery.end(sums)
+        return result
+    except BaseException:
+        aliases.take()
+        delivery.undo()
+        raise
