@@ -30,9 +30,7 @@ DIRECTIVE = re.compile(
     r"^( *)\.\. (?:code-block:: (?:python|pycon)|testsetup::)\n\n((?:\1 .*\n|\n)+)", flags=re.MULTILINE
 )
 OTHERS = re.compile(r"^( *)\.\. code-block:: py\n\n((?:\1 .*\n|\n)+)", flags=re.MULTILINE)
-DIFFERENCE = re.compile(
-    r"^(?:```diff\n|\.\. code-block:: diff\n\n)((?:[ +-] .*\n|   .*\n|\n)+)", flags=re.MULTILINE
-)
+DIFFERENCE = re.compile(r"^(?:```diff\n|\.\. code-block:: diff\n\n)((?:[ +-] .*\n|   .*\n|\n)+)", flags=re.MULTILINE)
 LITERAL = re.compile(r"::\n\n((?: .*\n?|\n)+)")
 
 

@@ -218,6 +218,7 @@ def test_each_backward_pass_has_sums_of_its_own(pipe: Pipe, checkpoint: str) -> 
     module, model = model_of(pipe, checkpoint, layer)
     x = batch()
     expected = plain_outcome(module, x, chunks=CHUNKS, loss=lambda output: output.sum() + output.square().sum())
+    module.zero_grad()
     first, second = model(x).square().sum(), model(x).sum()
     layer.callbacks = [first.backward]
     second.backward()
