@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class ParameterGradients:
         self._parameters = parameters
         self._owned = (*parameters, *frozen)
         self._listens_always = replicated or not all([parameter.is_leaf for parameter in parameters])
-        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
+        self._passes = _Passes()
         leaf = get_phony(device).requires_grad_()
         self.phony: Tensor = Deliver.apply(self._passes, leaf, *parameters)
         node: Any = self.phony.grad_fn
@@ -78,9 +78,9 @@ class ParameterGradients:
             RuntimeError: the cell uses a tensor that is neither among the leaves nor among the parameters, and the
                 gradient of that tensor would be lost, or arrive in parts where a hook listens.
         """
-        this = self._passes.get(current_pass())
+        this = self._passes.current()
         if this is None:
-            this = self._passes[current_pass()] = self._begin_pass(roots, leaves)
+            this = self._passes.begin(self._begin_pass(roots, leaves))
             at_end_of_pass(this.end)  # The pass alone keeps it, so a pass that fails drops its sums, too.
         if this.sums is not None:
             return differentiate_into(this.sums, self._owned, roots, grads, leaves, keep_graph=keep_graph)
@@ -126,18 +126,44 @@ class _Pass:
         self.sums = []
 
 
+class _Passes:
+    """The backward passes that are under way.
+
+    No `weakref.WeakValueDictionary`: it notices in Python that a pass has ended. Where the engine's threads have
+    worked, that is the first Python that the waiting thread runs, so Ctrl-C would be raised there, and ignored.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, ref[_Pass]] = {}
+
+    def current(self) -> _Pass | None:
+        """Return the pass that this thread works for, if a cell was differentiated in it."""
+        known = self._known.get(current_pass())
+        return None if known is None else known()
+
+    def begin(self, this: _Pass) -> _Pass:
+        """Note the pass that this thread works for."""
+        for number, known in list(self._known.items()):
+            if known() is None:
+                self._known.pop(number, None)
+        self._known[current_pass()] = ref(this)
+        return this
+
+
 class Deliver(Function):
     """Forward: a phony for all cells that are differentiated here. Backward: the sums, if the pass has any."""
 
     @staticmethod
-    def forward(ctx: Any, passes: WeakValueDictionary[int, _Pass], leaf: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, passes: _Passes, leaf: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.passes = passes
         return get_phony(leaf.device)
 
     @staticmethod
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
-        this = ctx.passes.get(current_pass())
+        this = ctx.passes.current()
         sums = (this and this.sums) or [None] * (len(ctx.needs_input_grad) - 2)
         if this is None or this.sums:  # Else nothing listens, or nothing of this is asked for.
             for (node, _), grad in zip(ctx.next_functions[-len(sums) :], sums):
