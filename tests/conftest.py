@@ -73,11 +73,12 @@ class Pipe(Protocol):
         """Return a pipeline of the tested kind, by default with one device per partition."""
 
 
+#: The kinds of devices that are on every machine.
 VARIANTS: dict[str, Callable[[int], str]] = {
     "inline": lambda j: "cpu",
     "workers": lambda j: f"cpu:{j}",
-    "late": lambda j: f"late:{j % 4}",
 }
+ALL_VARIANTS = {**VARIANTS, "late": lambda j: f"late:{j % 4}"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,7 +86,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "variant" in metafunc.fixturenames and not any("variant" in names for names in decided):
         # A file that says so has a third kind, devices whose streams work later.
         on_late = [pytest.param("late", marks=pytest.mark.late)] if getattr(metafunc.module, "ON_LATE", False) else []
-        metafunc.parametrize("variant", ["inline", "workers", *on_late], indirect=True, scope="session")
+        metafunc.parametrize("variant", [*VARIANTS, *on_late], indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +99,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def devices(variant: str) -> Devices:
     """Return devices for a pipeline: one device for all partitions, or one for each."""
-    return lambda n: [VARIANTS[variant](j) for j in range(n)]
+    return lambda n: [ALL_VARIANTS[variant](j) for j in range(n)]
 
 
 @pytest.fixture(scope="session")

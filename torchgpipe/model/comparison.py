@@ -87,7 +87,11 @@ class Comparison:
     def add(
         self, name: str, plain: Tensor | None, ours: Tensor | None, fault: str, *, tolerance: float, floor: float = 0.0
     ) -> None:
-        """Compare two tensors, as `compare` does, and add the row."""
+        """Compare two tensors, and add the row.
+
+        Args:
+            name, plain, ours, fault, tolerance, floor: as `compare` has them
+        """
         self.rows.append(self.compare(name, plain, ours, fault, tolerance=tolerance, floor=floor))
 
     def note(self, name: str, fault: str) -> None:
