@@ -1,4 +1,4 @@
-"""Draw what a newcomer asks first: which of the ways, what is cut where, what fills a device, and what a recording shows.
+"""Draw what a newcomer asks first: which way to take, what is cut, what fills a device, and what a recording shows.
 
 All are 400 pixels wide, so that a phone shows them whole.
 """

@@ -1,7 +1,7 @@
 """Write what the pages show as printed, from runs of their own code.
 
     python docs/shown.py              # writes docs/shown/*.txt
-    python docs/shown.py --measure    # also measures anew what depends on the machine: a plan, its check, a recorded step
+    python docs/shown.py --measure    # also measures anew what depends on the machine: a plan, its check, a step
 
 The code of a page runs here as it stands on the page, and what it prints is the file that the page includes below it.
 The report of a timeline is that of a step which `--measure` has recorded, with blocks that sleep, so that devices work

@@ -5,8 +5,8 @@ in ``build``. Both runs start from the same seed and see the same batches. Their
 pipeline sums the gradients of its micro-batches. Training amplifies the difference: in float32 the final losses differ
 by some thousandths; in float64 (``--dtype float64``) they agree to the digits shown. Then a few steps are timed: of the
 plain model, of the plain model in the pipeline's micro-batches, and of the pipeline without and with recomputation.
-This shows the cost of each. Cores show no gain, so at the end blocks that sleep stand for the kernels of GPUs: a step of
-them runs plain, and then under 1F1B on four devices.
+This shows the cost of each. On CPU cores there is no gain. So at the end, blocks that sleep stand for the kernels of
+GPUs: a step of them runs plain, and then under 1F1B on four devices.
 
     python examples/language_model.py                    # both, in a minute or so on two CPU cores
     python examples/language_model.py --pipeline         # only through the pipeline
