@@ -10,7 +10,7 @@ CLIENTS := $(VENV)/.ready-clients
 .PHONY: help demo test late quick rounding coverage lint format types bench gpu notebooks docs clean
 
 help:
-	@echo "make demo      train a language model through a pipeline, and compare it with the plain model"
+	@echo "make demo      train a language model with and without a pipeline, and show four devices side by side"
 	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
 	@echo "make late      build the accelerator of tests/late, which make test does as well, where a C++ compiler is there"
 	@echo "make quick     run the quick ones, in less than a minute: on one device, without processes and compilers"

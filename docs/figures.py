@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import figures_first  # noqa: E402
 import figures_runs  # noqa: E402
 from figures_picture import BACKWARD, COPY, FAINT, FORWARD, Chart, Picture, Work, timetable  # noqa: E402
 
@@ -210,6 +211,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "step", str(step())
     yield "plan", plan()
     yield "speed", str(speed())
+    yield from figures_first.pictures()
     yield from figures_runs.pictures()
 
 

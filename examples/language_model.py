@@ -5,7 +5,8 @@ in ``build``. Both runs start from the same seed and see the same batches. Their
 pipeline sums the gradients of its micro-batches. Training amplifies the difference: in float32 the final losses differ
 by some thousandths; in float64 (``--dtype float64``) they agree to the digits shown. Then a few steps are timed: of the
 plain model, of the plain model in the pipeline's micro-batches, and of the pipeline without and with recomputation.
-This shows the cost of each.
+This shows the cost of each. On CPU cores there is no gain. So at the end, blocks that sleep stand for the kernels of
+GPUs: a step of them runs plain, and then under 1F1B on four devices.
 
     python examples/language_model.py                    # both, in a minute or so on two CPU cores
     python examples/language_model.py --pipeline         # only through the pipeline
@@ -26,6 +27,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -276,6 +278,77 @@ def time_steps(options: argparse.Namespace, text: Tensor, steps: int = 6) -> dic
     return {way: statistics.median(times[1:]) for way, times in seconds.items()}  # the first step also sets up
 
 
+# ---- What several devices gain.
+
+
+class Sleep(torch.autograd.Function):
+    """Sleep in forward, and twice as long in backward, as a device would compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class Sleeping(nn.Module):
+    """A block that keeps its device busy without a core."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x * self.scale, self.seconds)
+
+
+def show_gain(seconds: float, path: Path, devices: int = 4, chunks: int = 8) -> None:
+    """Run a step of blocks that sleep, plain and under 1F1B, print both times, and draw the latter."""
+    blocks, input = nn.Sequential(*[Sleeping(seconds) for _ in range(devices)]), torch.zeros(chunks, 1)
+    begin = time.perf_counter()
+    for part in input.chunk(chunks):
+        (blocks(part).mean() / chunks).backward()
+    plain = time.perf_counter() - begin
+
+    places = [f"cpu:{j}" for j in range(devices)]
+    model = GPipe(
+        blocks,
+        [1] * devices,
+        devices=places,
+        chunks=chunks,
+        checkpoint="never",
+        schedule="1F1B",
+        loss_fn=lambda output, _: output.mean(),
+    )
+    model.step(input)  # The first step also starts the workers.
+    begin = time.perf_counter()
+    model.step(input)
+    piped = time.perf_counter() - begin
+    with record(model) as timeline:
+        model.step(input)
+    idle = timeline.report().bubble
+
+    print(f"{devices} devices side by side; the blocks sleep for as long as a GPU would compute:\n")
+    print(f"{f'a step in {chunks} micro-batches':>36}{'ms':>8}{'faster':>9}")
+    print(f"{'plain, one device':>36}{1000 * plain:>8.0f}")
+    print(f"{f'1F1B, {devices} devices, idle {idle:.0%} of the time':>36}{1000 * piped:>8.0f}{plain / piped:>8.2f}x")
+    print(
+        "\nThe language model above gains nothing on a CPU: the plain model already uses all cores for each operation,"
+    )
+    print(
+        "and the partitions share the same cores. Blocks that sleep need no core, so they overlap, as on several GPUs."
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timeline.plot(path)
+    print(f"\nThis step under 1F1B is drawn in {path}.")
+
+
 # ---- Output.
 
 
@@ -344,6 +417,8 @@ def parse_options() -> argparse.Namespace:
     add("--sample", type=int, default=400, help="bytes to generate")
     add("--curve", type=Path, default=Path("demo/language_model.png"), help="where to draw the losses")
     add("--timeline", type=Path, default=Path("demo/timeline.png"), help="where to draw the pipeline's last step")
+    add("--gain", type=Path, default=Path("demo/side_by_side.png"), help="where to draw devices side by side")
+    add("--sleep", type=float, default=0.02, help="seconds of a block in it")
     return parser.parse_args()
 
 
@@ -388,6 +463,9 @@ def main() -> None:
         options.timeline.parent.mkdir(parents=True, exist_ok=True)
         runs[0].timeline.plot(options.timeline)
         print(f"The timeline of the pipeline's last step is in {options.timeline}.")
+    if len(runs) == 2:
+        print()
+        show_gain(options.sleep, options.gain)
 
 
 if __name__ == "__main__":

@@ -246,3 +246,20 @@ def test_letters_of_a_drawing_are_at_least_eleven_pixels_high(monkeypatch: pytes
     house = importlib.import_module("house")
     small = '<svg viewBox="0 0 600 100"><text font-size="14">a</text><text font-size="12.5">b</text></svg>'
     assert house.least_width(small) == 528
+
+
+def without_numbers(text: str) -> str:
+    """Return all but what differs from run to run."""
+    return re.sub(r" *-?\d[\d.,]*(?:e-?\d+)?", "", text)
+
+
+def test_what_pages_show_as_printed_is_printed_by_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python docs/shown.py` writes it."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    shown = importlib.import_module("shown")
+    committed = {path.stem: path.read_text() for path in (ROOT / "docs" / "shown").glob("*.txt")}
+    for name, text in shown.files():
+        assert without_numbers(text) == without_numbers(committed.pop(name)), f"{name}.txt is older than the code"
+    assert committed.keys() == {"plan", "check"}  # as measured, which takes longer
+    check = torchgpipe_balancing.planning.check.Check(1.0, (1.0,), ("cpu:0", "cpu:1"), (1.0, 1.0), (1.0, 1.0))
+    assert without_numbers(committed["check"]).split() == without_numbers(str(check)).split()

@@ -80,6 +80,7 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     small = ["--dtype", "float64", "--steps", "2", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
     small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png")]
     monkeypatch.setattr(sys, "argv", ["language_model.py", *small, "--timeline", str(tmp_path / "timeline.png")])
+    sys.argv += ["--gain", str(tmp_path / "gain.png"), "--sleep", "0.001"]
     runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
 
     out = capsys.readouterr().out
@@ -87,6 +88,10 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     ways = ["plain, whole", "plain, in 4 micro-batches"]
     ways += [f"pipeline, checkpoint={mode!r}" for mode in ("never", "except_last")]
     assert re.findall(r"^ *(p.*\S) +\d+ +\d+\.\d\d$", out, re.MULTILINE) == ways
+
+    # It ends with what several devices gain.
+    assert re.search(r"\n +plain, one device +\d+\n1F1B, 4 devices, idle \d+% of the time +\d+ +\d\.\d\dx\n", out)
+    assert (tmp_path / "gain.png").exists()
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
@@ -98,6 +103,7 @@ def test_language_model_learns_the_same_under_a_schedule(
     small = ["--dtype", "float64", "--steps", "3", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
     small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png"), "--partitions", "2"]
     small += ["--timeline", str(tmp_path / "timeline.png"), "--schedule", schedule]
+    small += ["--gain", str(tmp_path / "gain.png"), "--sleep", "0.001"]
     monkeypatch.setattr(sys, "argv", ["language_model.py", *small])
     runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
 

@@ -31,6 +31,7 @@ def run(found: list[snippets.Snippet], source: str, folder: str, **names: Any) -
     """Run code that initialises its process group, in a process that already has one."""
     os.chdir(folder)
     dist.init_process_group = lambda **options: None
+    dist.destroy_process_group = lambda: None
     for snippet in found:
         snippets.run(snippet, source, names)
 
@@ -41,7 +42,7 @@ def page(folder: str) -> None:
     found = snippets.in_rst(text)
     assert len(found) >= 2
     loss_fn = nn.functional.cross_entropy
-    run(found, PAGE.name, folder, batch=batch, replicas=1, stages=2, balance=[1, 2], loss_fn=loss_fn)
+    run(found, PAGE.name, folder, replicas=1, stages=2, balance=[1, 2], loss_fn=loss_fn)
     valid = dist.get_rank() == 0 and Checkpoints("runs/first", nn.Linear(1, 1)).steps()
     assert valid is False or 10 in valid
 
