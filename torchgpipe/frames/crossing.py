@@ -123,7 +123,10 @@ class Crossing:
                     f"{tuple(tensor.shape)} from an earlier partition; change a copy (tensor.clone()), or give a "
                     "balance that keeps both in one partition"
                 )
-        return self._brought(tensor)
+        brought = self._brought(tensor)
+        if self._aliases.host_memory is not None:
+            self._aliases.verify_present(brought, self._frame.column, "the model")
+        return brought
 
     def bring_operand(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in an operation between two modules.

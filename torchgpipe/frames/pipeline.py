@@ -18,9 +18,11 @@ from torchgpipe.devices.torch_internals import caches_parametrizations, has_call
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.execute import with_gradients
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
+from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
@@ -37,7 +39,7 @@ from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.replay.seeds import Draws
-from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
+from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
 
@@ -53,6 +55,7 @@ class Pipeline:
         identity: stands for this pipeline where a reference to it would be a cycle
         streams: the source of streams; a test can exchange it
         recorder: the listener to what runs when, if there is one
+        host_memory: takes weights to devices, if they live in host memory
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,6 +75,9 @@ class Pipeline:
         #: For the training modes of all modules, what the model draws from.
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
+        #: What mini-batches there were whose operations on weights were looked at; see `Watch`.
+        self._watched: set[Any] = set()
+        self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
 
     def __reduce__(self) -> Any:
@@ -92,7 +98,7 @@ class Pipeline:
         scalars = mean_or_sum(settings, named, sizes)
         parts = self._brought(arguments, rows, parts)
         exported = Exported(len(parts), backward=backward)
-        actions = program("GPipe", len(parts), places_of(settings.devices))
+        actions = self._in_two_halves(len(parts))
         with self.aliased(module, backward=backward) as aliases:
             facts = partial(self._facts, module, None, actions, backward=backward)
             mini_batch = self._mini_batch(
@@ -217,7 +223,27 @@ class Pipeline:
         # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
         columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
         watched = range(0 if alone else columns)
-        return Aliases(slots, devices, self.streams, self._lock, backward=backward, watched=watched)
+        if self.host_memory is not None:
+            self.host_memory.streams = self.streams
+        return Aliases(
+            slots,
+            devices,
+            self.streams,
+            self._lock,
+            backward=backward,
+            watched=watched,
+            host_memory=self.host_memory,
+        )
+
+    def _in_two_halves(self, m: int) -> Program:
+        """Return the program of ``loss.backward()``: all forward, then all backward, last micro-batches first."""
+        places = places_of(self.settings.devices)
+        if self.host_memory is None:
+            return program("GPipe", m, places)
+        return [
+            [Action(kind, i if kind == "F" else m - 1 - i, j) for half in "FB" for kind, i, j in own if kind == half]
+            for own in program("LayerMajor", m, places)
+        ]
 
     def _mini_batch(
         self,
@@ -241,6 +267,9 @@ class Pipeline:
         bring = self.to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
         random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
+        kind = backward, self._structure, _modes(module), len(parts[0].args), tuple(parts[0].kwargs)
+        watches = self.host_memory is not None and kind not in self._watched
+        self._watched.add(kind)
         return MiniBatch(
             plain,
             inputs,
@@ -257,6 +286,7 @@ class Pipeline:
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
             facts=facts,
+            watches=watches,
         )
 
     def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
@@ -366,10 +396,15 @@ class Pipeline:
             warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
 
     def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
-        if not Columns(self.settings.devices, self.streams).copies:
+        if not Columns(self.settings.devices, self.streams).copies and self.host_memory is None:
             return plain(*arguments.args, **arguments.kwargs)
-        with self.in_one_piece(module, backward=False):
-            return plain(*arguments.args, **arguments.kwargs)
+        if self.host_memory is not None:
+            arguments = Arguments(*mapped(tuple(arguments), self.to(self.settings.devices[0])))
+        with self.in_one_piece(module, backward=False) as aliases:
+            output = plain(*arguments.args, **arguments.kwargs)
+            if self.host_memory is not None:
+                aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+            return output
 
     @contextmanager
     def in_one_piece(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
@@ -385,6 +420,8 @@ class Pipeline:
             if columns.copies:
                 stack.enter_context(visiting(visitor))
                 stack.enter_context(visitor)
+            if self.host_memory is not None:
+                stack.enter_context(OnDemand(aliases, columns.computing))
             yield aliases
 
     def mini_batch_for_proof(
