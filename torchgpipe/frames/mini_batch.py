@@ -28,7 +28,7 @@ from torchgpipe.engine.cut import Arrival
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import End, Kind, recorded
-from torchgpipe.engine.residence import Watch
+from torchgpipe.engine.residence import watch
 from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
@@ -293,8 +293,7 @@ class MiniBatch:
             take(i, traveller.bring(output), cells[-1].export if cells else _no_export)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
-        watch = Watch(self._aliases, lambda: frame.column) if self.watches and self._threads else nullcontext()
-        with watch:
+        with watch(self._aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
             traveller.run(model, finish)
         for j, cell in enumerate(cells):
             cell.span = frame.span(j)
