@@ -73,7 +73,8 @@ class MiniBatch:
         buffers: the ids of the model's buffers
         owner: the identity of the pipeline
         facts: returns what a note about memory is made from
-        watches: whether to look at each operation on weights that live in host memory
+        watched: called when each operation on weights that live in host memory has been looked at; None if there is no
+            need to look
 
     Attributes:
         watches: whether to look at each operation on weights that live in host memory
@@ -100,9 +101,10 @@ class MiniBatch:
         buffers: Set[int],
         owner: Owner,
         facts: Callable[[], MiniBatchFacts],
-        watches: bool = False,
+        watched: Callable[[], None] | None = None,
     ) -> None:
-        self.watches = watches
+        self.watches = watched is not None
+        self._watched = watched or (lambda: None)
         self._facts = facts
         self._m, self._n = len(inputs), len(columns.devices)
         self.partitions = range(self._n)
@@ -151,6 +153,7 @@ class MiniBatch:
         """
         try:
             self._executor().run(self._agenda, self._ambient)
+            self._watched()
             if self._cells and self._verified is not None:
                 self._verified()
         finally:
@@ -160,6 +163,8 @@ class MiniBatch:
         """Run all forward actions."""
         try:
             self._executor().run(_only(self._agenda, "F"), self._ambient)
+            if not self._cells:
+                self._watched()
         finally:
             self._drop()
 
@@ -178,6 +183,7 @@ class MiniBatch:
             for j in reversed(range(self._n)):
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
+        self._watched()
         if self._verified is not None:
             self._verified()
 
@@ -213,6 +219,7 @@ class MiniBatch:
                 self._aliases.verify_unchanged(j)
         with self._aliases.installed(), self.random_numbers.callers_generator.kept():
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
+        self._watched()
         if self._verified is not None:
             self._verified()
         # An engine thread has streams of its own, on which the gradients go on.

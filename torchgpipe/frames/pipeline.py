@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
-from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.aliases import Aliases, Slot
 from torchgpipe.engine.execute import with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
@@ -157,6 +157,8 @@ class Pipeline:
         """
         devices, streams = self.settings.devices, self.streams
         own = devices[door.column]
+        if self.host_memory is not None:
+            return self._call_from_host_memory(door, args, kwargs)
         given = [there for _, tensor in each((args, kwargs)) if (there := streams.device_of(tensor)) is not None]
         if not any([streams.moves(there, own) for there in given]):
             return door.call_module(args, kwargs)
@@ -164,6 +166,25 @@ class Pipeline:
             output = door.call_module(*mapped((args, kwargs), self.to(own), objects=True))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(given[0])) if given[0] in devices else output
+
+    def _call_from_host_memory(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Call a module of the spine while its weights are on its device, without a graph."""
+        modules, column = list(door.module.modules()), door.column
+        trained = [one for child in modules for one in child._parameters.values() if one is not None]
+        if torch.is_grad_enabled() and any([one.requires_grad for one in trained]):
+            raise RuntimeError(
+                f"'{door.name}' is called outside of the model's forward, where nothing brings its weights back from "
+                "host memory for backward; call it in torch.no_grad(), or call the model"
+            )
+        slots = [(child, name, column) for child in modules for name in child._parameters]
+        columns = Columns(self.settings.devices, self.streams)
+        with self._lock:
+            aliases = self._aliases_of(slots, backward=False)
+            with aliases.installed(), visiting(InOnePiece(columns, self.identity)):
+                with OnDemand(aliases, columns.computing), columns.computing[column].use():
+                    output = door.call_module(*mapped((args, kwargs), self.to(columns.devices[column]), objects=True))
+            aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
+        return output
 
     # ------------------------------------------------------------------------------------------------------- pieces
 
@@ -222,17 +243,15 @@ class Pipeline:
         devices = self.settings.devices
         # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
         columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
-        watched = range(0 if alone else columns)
-        if self.host_memory is not None:
-            self.host_memory.streams = self.streams
+        return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))
+
+    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: Container[int] = ()) -> Aliases:
+        memory = self.host_memory
+        if memory is not None:
+            memory.streams = self.streams
+        devices = self.settings.devices
         return Aliases(
-            slots,
-            devices,
-            self.streams,
-            self._lock,
-            backward=backward,
-            watched=watched,
-            host_memory=self.host_memory,
+            slots, devices, self.streams, self._lock, backward=backward, watched=watched, host_memory=memory
         )
 
     def _in_two_halves(self, m: int) -> Program:
@@ -269,7 +288,6 @@ class Pipeline:
         random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
         kind = backward, self._structure, _modes(module), len(parts[0].args), tuple(parts[0].kwargs)
         watches = self.host_memory is not None and kind not in self._watched
-        self._watched.add(kind)
         return MiniBatch(
             plain,
             inputs,
@@ -286,7 +304,7 @@ class Pipeline:
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
             facts=facts,
-            watches=watches,
+            watched=(lambda: self._watched.add(kind)) if watches else None,
         )
 
     def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
@@ -358,11 +376,13 @@ class Pipeline:
         generates = arguments.kwargs.get("use_cache") is True or any(
             map(is_cache, (*arguments.args, *arguments.kwargs.values()))
         )
+        streamed = ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up", 8)
+            how = f"without a speed-up{streamed}"
+            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {how}", 8)
         elif rows == 0:
             said = self.settings.splitter.unsplit(arguments)
-            self._tell(f"a call passes the partitions in one piece, without a speed-up, as {said}", 8)
+            self._tell(f"a call passes the partitions in one piece, without a speed-up{streamed}, as {said}", 8)
         return generates or rows == 0
 
     def micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
@@ -391,7 +411,7 @@ class Pipeline:
             tell_of_few(rows, self.settings.chunks, stacklevel)
 
     def _tell(self, what: str, stacklevel: int) -> None:
-        if what not in self._told and len(self.settings.devices) > 1:
+        if what not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
             self._told.add(what)
             warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
 
