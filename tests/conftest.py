@@ -84,8 +84,8 @@ ALL_VARIANTS = {**VARIANTS, "late": lambda j: f"late:{j % 4}"}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     decided = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "variant" in metafunc.fixturenames and not any("variant" in names for names in decided):
-        # A file that says so has a third kind, devices whose streams work later.
-        on_late = [pytest.param("late", marks=pytest.mark.late)] if getattr(metafunc.module, "ON_LATE", False) else []
+        asked = metafunc.definition.get_closest_marker("on_late") is not None
+        on_late = [pytest.param("late", marks=pytest.mark.late)] if asked else []
         metafunc.parametrize("variant", [*VARIANTS, *on_late], indirect=True, scope="session")
 
 

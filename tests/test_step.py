@@ -169,6 +169,7 @@ def test_a_smaller_last_mini_batch_and_weights(devices: Devices) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.on_late
 def test_gradients_of_earlier_steps_are_added_to_in_place(devices: Devices) -> None:
     x, y = data()
     model = stepping(mlp(), devices(4))
@@ -181,6 +182,7 @@ def test_gradients_of_earlier_steps_are_added_to_in_place(devices: Devices) -> N
         assert single is not None and torch.equal(parameter.grad, single + single)
 
 
+@pytest.mark.on_late
 def test_hooks_of_parameters_are_called_once_with_the_whole_gradient(devices: Devices) -> None:
     x, y = data()
     model, other = stepping(mlp(), devices(4)), stepping(mlp(), devices(4))
@@ -217,6 +219,7 @@ def test_shared_parameters_are_summed_partition_by_partition() -> None:
     assert torch.equal(first.weight.grad, parts[0] + parts[1])
 
 
+@pytest.mark.on_late
 def test_frozen_layers_get_nothing_and_no_backward_before_the_first_trained_one(devices: Devices) -> None:
     x, y = data()
     ran: list[int] = []
@@ -240,6 +243,7 @@ def test_frozen_layers_get_nothing_and_no_backward_before_the_first_trained_one(
     assert [layer[0].weight.grad is None for layer in layers] == [True, True, False, False]
 
 
+@pytest.mark.on_late
 def test_without_grad_there_is_a_loss_only(devices: Devices) -> None:
     x, y = data()
     model = stepping(mlp(), devices(4))
@@ -276,6 +280,7 @@ class Failing(nn.Module):
         raise Fault
 
 
+@pytest.mark.on_late
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("j", [0, 1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -514,6 +519,7 @@ def test_an_empty_mini_batch_does_not_tell_whether_layers_draw(devices: Devices,
     assert run(0) == run(8)
 
 
+@pytest.mark.on_late
 def test_each_layer_and_micro_batch_draws_other_numbers(devices: Devices) -> None:
     drawn: list[Tensor] = []
 
@@ -552,6 +558,7 @@ def test_a_cell_whose_backward_comes_next_is_not_recomputed(schedule: str) -> No
     assert [again.count(0), again.count(1)] == expected
 
 
+@pytest.mark.on_late
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_weight_that_is_used_twice_in_a_cell(devices: Devices, checkpoint: str) -> None:
     """A split backward that entered at both uses would count one of them twice."""
@@ -606,6 +613,7 @@ class Doubling(nn.Module):
         return y
 
 
+@pytest.mark.on_late
 @pytest.mark.parametrize("where", ["input", "output"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -623,6 +631,7 @@ def test_hooks_that_layers_register_change_a_gradient_once(
     assert_equal(grads_of(model), grads_of(plain))
 
 
+@pytest.mark.on_late
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_complex_numbers_between_partitions(devices: Devices, checkpoint: str) -> None:
     """Checkpointed partitions said that they need no gradient."""
@@ -661,6 +670,7 @@ def test_a_captured_tensor_in_a_partition_without_parameters(devices: Devices) -
     assert mine is not None and torch.equal(mine, prompt.grad)
 
 
+@pytest.mark.on_late
 def test_tensors_that_go_whole_to_every_micro_batch(devices: Devices) -> None:
     """A table in the input or the target was taken for the batch."""
     x, y = data(rows=7)
@@ -675,6 +685,7 @@ def test_tensors_that_go_whole_to_every_micro_batch(devices: Devices) -> None:
     assert model[1].weight.grad is not None
 
 
+@pytest.mark.on_late
 def test_infinite_outputs_of_a_micro_batch_that_weighs_nothing(devices: Devices) -> None:
     x, y = data(rows=4)
     x[3] = float("inf")
@@ -703,6 +714,7 @@ def test_another_pipeline_within_a_layer_or_the_loss(devices: Devices) -> None:
     stepping(within, devices(2), loss_fn=loss_fn).step(x, y)
 
 
+@pytest.mark.on_late
 def test_a_failing_hook_leaves_gradients_as_they_were(devices: Devices) -> None:
     """Gradients joined `.grad` before the hooks of others were called."""
     x, y = data()

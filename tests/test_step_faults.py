@@ -27,6 +27,8 @@ from tests.test_transparency import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import Action
 
+pytestmark = pytest.mark.on_late
+
 #: The phase that an action is in when a part fails. ``weight`` is the gradient of a weight, ``hook`` a hook of one.
 PARTS = ["forward", "recomputation", "backward", "weight", "loss", "hook"]
 

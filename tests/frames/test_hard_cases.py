@@ -325,6 +325,26 @@ def test_a_view_of_what_is_changed_in_place_on_another_device() -> None:
         model(X)
 
 
+@pytest.mark.late
+@pytest.mark.parametrize("how", ["in place", "out="])
+def test_a_sum_that_runs_without_a_graph_through_partitions_of_several_devices(how: str) -> None:
+    class Sums(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            total = torch.zeros_like(x)
+            for layer in self.layers:
+                y = layer(x)
+                with torch.no_grad():
+                    if how == "out=":
+                        torch.add(total, y, out=total)
+                    else:
+                        total.add_(y)
+                x = y + total  # with a graph
+            return x
+
+    model, plain = make(Sums(), ["late:0", "late:1"])
+    torch.testing.assert_close(model(X).to("cpu"), torch.cat([plain(part) for part in X.chunk(3)]))
+
+
 # ---------------------------------------------------------------------------------------- generators of the model's own
 
 

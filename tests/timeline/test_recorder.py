@@ -104,12 +104,14 @@ def test_a_span_says_where_it_was(pipe: Pipe) -> None:
         assert (span.step, span.stream, span.other) == (0, "computing", None)
 
 
-def test_copies_and_waits_are_there_once(checkpoint: str) -> None:
-    model = GPipe(linears(), [1] * N, devices=[f"cpu:{j}" for j in range(N)], chunks=M, checkpoint=checkpoint)
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("late", marks=pytest.mark.late)])
+def test_copies_and_waits_are_there_once(kind: str, checkpoint: str) -> None:
+    model = GPipe(linears(), [1] * N, devices=[f"{kind}:{j}" for j in range(N)], chunks=M, checkpoint=checkpoint)
     with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(checkpoint)
-    assert_in_order(timeline, checkpoint)
+    if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ.
+        assert_in_order(timeline, checkpoint)
     ways = [(i, a, c) for i in range(M) for j in range(N - 1) for a, c in [(j, j + 1), (j + 1, j)]]
     copies = [span for span in timeline.spans if span.kind == "copy"]
     waits = [span for span in timeline.spans if span.kind == "wait"]
@@ -121,7 +123,7 @@ def test_copies_and_waits_are_there_once(checkpoint: str) -> None:
         sending = at(
             timeline, "forward" if span.partition < span.other else "backward", span.micro_batch, span.partition
         )
-        assert sending.end <= span.start
+        assert kind != "cpu" or sending.end <= span.start
     assert {span.stream for span in waits} == {"computing"}
 
 

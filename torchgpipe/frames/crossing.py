@@ -155,9 +155,12 @@ class Crossing:
 
     def _brought(self, tensor: Tensor) -> Tensor:
         frame = self._frame
-        column, records = frame.column, torch.is_grad_enabled()
+        # What needs no gradient has one copy, whether a graph is recorded or not, so that a change in place is seen.
+        column, records = frame.column, tensor.requires_grad and torch.is_grad_enabled()
         key = (id(tensor), records)
         known = self._known.get(key)
+        if records and self._moves:
+            self._refuse_changed_copy(tensor)
         if known is not None:
             if versions([known.alias]) != [known.version]:
                 return self._brought(known.alias)
@@ -186,6 +189,16 @@ class Crossing:
         if alias is not tensor:
             self._known[key] = _Known(tensor, column, alias, versions([alias])[0])
         return alias
+
+    def _refuse_changed_copy(self, tensor: Tensor) -> None:
+        """Refuse a tensor whose copy without a graph was changed in place: its import has the former values."""
+        copy = self._known.get((id(tensor), False))
+        if copy is not None and versions([copy.alias]) != [copy.version]:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} from an earlier partition was changed in place under "
+                f"no_grad() in partition {copy.column}, on a copy without a graph; change a copy of your own "
+                "(tensor.clone()), or give a balance that keeps both in one partition"
+            )
 
     def _moved(self, tensor: Tensor, a: int, c: int) -> Tensor:
         route = self._columns.route(a, c)

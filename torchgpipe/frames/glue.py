@@ -13,7 +13,7 @@ from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
-from torchgpipe.frames.values import mapped
+from torchgpipe.frames.values import each, mapped
 
 __all__ = ["Glue"]
 
@@ -48,6 +48,7 @@ class Glue(TorchFunctionMode):
                 "cut; give a balance that keeps what it differentiates in one partition"
             )
         before, args = args, mapped(args, self._crossing.bring_operand)
+        out = kwargs.get("out") if kwargs else None
         if kwargs:
             kwargs = mapped(kwargs, self._crossing.bring_operand)
             # A device that the model has remembered from an earlier column.
@@ -65,4 +66,6 @@ class Glue(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if is_changed and changes_values(func):
             self._crossing.note_change(before[0])
+        for _, tensor in each(out):
+            self._crossing.note_change(tensor)
         return result

@@ -16,8 +16,8 @@ from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
-from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL
-from torchgpipe.frames.values import is_cache, mapped
+from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
+from torchgpipe.frames.values import each, is_cache, mapped
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 
@@ -207,7 +207,7 @@ class RecomputationVisitor:
                 f"partition {self._column}, on another device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
-        change = _copier(self._columns, door.column)
+        change = _copier(self._columns, self._columns.devices[door.column])
         return door.call_module(*mapped((args, kwargs), change, objects=True))
 
 
@@ -223,7 +223,7 @@ class InOnePiece(TorchFunctionMode):
         super().__init__()
         self.owner = owner
         self._columns = columns
-        self._change = _copier(columns, 0)
+        self._change = _copier(columns, columns.devices[0])
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
@@ -231,19 +231,24 @@ class InOnePiece(TorchFunctionMode):
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
-        self._change = _copier(self._columns, door.column)
+        self._change = _copier(self._columns, self._columns.devices[door.column])
         return door.call_module(*mapped((args, kwargs), self._change, objects=True))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **(kwargs or {}))
-        return func(*self.bring(args), **self.bring(kwargs or {}))
+        kwargs = kwargs or {}
+        # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
+        changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
+        streams = self._columns.streams
+        places = [there for _, tensor in each(changed) if (there := streams.device_of(tensor)) in self._columns.devices]
+        change = _copier(self._columns, places[0]) if places and places[0] is not None else self._change
+        return func(*mapped(args, change), **mapped(kwargs, change))
 
 
-def _copier(columns: Columns, column: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor from the device of any column to that of ``column``."""
+def _copier(columns: Columns, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a tensor from the device of any column to ``device``."""
     streams, devices = columns.streams, columns.devices
-    device = devices[column]
 
     def change(tensor: Tensor) -> Tensor:
         there = streams.device_of(tensor)

@@ -19,30 +19,34 @@ pytestmark = [
 ]
 
 GPU = DEVICE
-#: Small on `late`, where the CPU computes.
-WIDTH, BATCH, LARGE, SECONDS = (256, 64, 4096, 0.1) if not LATE else (32, 16, 16, 0.0)
+#: On `late`, where the CPU computes, plans are small and few pipelines are tried.
+WIDTH, BATCH, LARGE = (256, 64, 4096) if not LATE else (32, 16, 16)
+OPTIONS: dict[str, Any] = (
+    {"seconds": 0.1} if not LATE else {"seconds": 0.0, "chunks": 2, "schedule": "1F1B", "trials": 1}
+)
 
 
-@pytest.mark.parametrize("devices", [[GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
-@pytest.mark.parametrize("make", [wide, Residual])
+@pytest.mark.parametrize("devices", [[GPU, "late:1"]] if LATE else [[GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
+@pytest.mark.parametrize("make", [Residual] if LATE else [wide, Residual])
 def test_a_plan_for_a_gpu(make: Any, devices: list[str]) -> None:
     model: nn.Module = make(6, WIDTH)
     gc.collect()
     before = backend.memory_allocated()
     sample = torch.randn(8, WIDTH)
-    plan = torchgpipe.plan(model, sample, batch=BATCH, devices=devices, optimizer=torch.optim.AdamW, seconds=SECONDS)
+    plan = torchgpipe.plan(model, sample, batch=BATCH, devices=devices, optimizer=torch.optim.AdamW, **OPTIONS)
     check = plan.check(model)
 
     assert backend.memory_allocated() == before
     assert plan.seconds > 0 and check.seconds > 0
-    (predicted,), (measured,) = check.predicted_bytes, check.measured_bytes
-    assert 0 < measured - before < 2 * predicted + 2**25  # Workspaces of libraries are not planned for.
+    assert len(check.predicted_bytes) == len({*devices} - {"cpu"})
+    for predicted, measured in zip(check.predicted_bytes, check.measured_bytes, strict=True):
+        assert 0 < measured - before < 2 * predicted + 2**25  # Workspaces of libraries are not planned for.
     model = plan.apply(model, loss_fn=lambda output, _: output.float().mean())
     assert model.step(torch.randn(BATCH, WIDTH)).isfinite()
 
 
 def test_a_transfer_takes_time() -> None:
-    plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=BATCH, devices=[GPU, "cpu"], seconds=SECONDS)
+    plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=BATCH, devices=[GPU, "cpu"], **OPTIONS)
     assert plan.question.costs.latency > 0
     assert plan.question.devices[0].memory > 2**30
 
@@ -52,6 +56,6 @@ def test_memory_runs_out_while_a_model_is_measured() -> None:
     filler = torch.empty(max(1, rest) * 2**20, dtype=torch.uint8, device=GPU)
     try:
         with pytest.raises((torch.OutOfMemoryError, MemoryError)):
-            torchgpipe.plan(wide(6, 2048), torch.randn(8, 2048), batch=LARGE, devices=[GPU], chunks=1, seconds=SECONDS)
+            torchgpipe.plan(wide(6, 2048), torch.randn(8, 2048), batch=LARGE, devices=[GPU], **{**OPTIONS, "chunks": 1})
     finally:
         del filler

@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include <sys/mman.h>
+
 #include "timing.h"
 
 namespace late {
@@ -8,21 +10,29 @@ namespace {
 
 // All under order().
 std::map<char*, Block*>& blocks() { static auto* m = new std::map<char*, Block*>; return *m; }
-std::map<std::pair<Queue*, size_t>, std::vector<Block*>>& unused() {
-  static auto* m = new std::map<std::pair<Queue*, size_t>, std::vector<Block*>>;
+std::map<std::tuple<Queue*, size_t, bool>, std::vector<Block*>>& unused() {
+  static auto* m = new std::map<std::tuple<Queue*, size_t, bool>, std::vector<Block*>>;
   return *m;
 }
 c10::CachingDeviceAllocator::DeviceStats g_stats[MOST];
 
 constexpr size_t AGGREGATE = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
+/// On a clock nothing is written. Pages that nobody touches take no memory of the host, and read as zeros; but calloc
+/// writes zeros into what it takes from the heap.
+void* untouched(size_t size) {
+  if (size < 4096) return std::calloc(size, 1);
+  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? nullptr : p;
+}
+
 /// Spoil a block behind all work of its stream, and let that stream have it again. Under order().
 void give_back(Block* b) {
-  if (!on_clock()) b->home->push([p = b->pointer, n = b->size] { std::memset(p, 0xFF, n); });  // NaN
+  if (!on_clock() && !b->simulated) b->home->push([p = b->pointer, n = b->size] { std::memset(p, 0xFF, n); });  // NaN
   b->written = Use();
   b->read.clear();
   b->recorded.clear();
-  unused()[{b->home, b->size}].push_back(b);
+  unused()[{b->home, b->size, b->simulated}].push_back(b);
 }
 
 void free_memory(void* pointer) {
@@ -58,17 +68,16 @@ struct Allocator final : c10::DeviceAllocator {
     auto& stats = g_stats[t_device];
     if (!on_clock() && stats.allocated_bytes[AGGREGATE].current + static_cast<int64_t>(size) > MEMORY)
       C10_THROW_ERROR(OutOfMemoryError, "late:" + std::to_string(t_device) + " is out of memory: " + std::to_string(size) + " bytes were asked for");
-    auto& there = unused()[{home, rounded}];
+    auto& there = unused()[{home, rounded, on_clock()}];
     Block* b;
     if (!there.empty()) {
       b = there.back();
       there.pop_back();
     } else {
-      // On a clock nothing is written: pages that nobody touches take no memory of the host, and read as zeros.
-      void* p = on_clock() ? std::calloc(rounded, 1) : std::aligned_alloc(512, rounded);
+      void* p = on_clock() ? untouched(rounded) : std::aligned_alloc(512, rounded);
       TORCH_CHECK(p, "the host is out of memory");
       if (!on_clock()) std::memset(p, 0xFF, rounded);
-      b = new Block{static_cast<char*>(p), rounded, 0, home};
+      b = new Block{static_cast<char*>(p), rounded, on_clock(), home};
       blocks()[b->pointer] = b;
       stats.reserved_bytes[AGGREGATE].increase(rounded);
     }

@@ -7,8 +7,10 @@ namespace late {
 
 struct Block {
   char* pointer;
-  size_t size, asked = 0;
+  size_t size;
+  bool simulated;             // made on the clock, and read by nobody
   Queue* home;                // the stream that allocates it
+  size_t asked = 0;
   Use written;
   std::map<int, Use> read;    // the last reading of each queue
   std::set<Queue*> recorded;  // by record_stream

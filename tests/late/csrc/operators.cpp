@@ -223,7 +223,8 @@ struct Later {
 
 void copy_to(const Span& span, const at::Tensor& own) {
   auto target = span.on_cpu();
-  if (own.numel() == 0 && target.numel() == 0) return;
+  // A batch norm in evaluation has statistics by its shapes, which the CPU does not write and nothing reads.
+  if (own.numel() == 0) return;
   TORCH_CHECK(target.sizes() == own.sizes(), "the CPU gives ", own.sizes(), ", and meta said ", target.sizes());
   target.copy_(own);
 }
