@@ -44,6 +44,7 @@ intersphinx_mapping = {
 }
 
 html_theme = "furo"
+html_baseurl = ""  # the published site, with a slash at its end; setup.py turns the links of the README into its pages
 pygments_dark_style = "a11y-dark"  # the sister of the light style; Furo's own underlines the names of modules
 html_title = f"torchgpipe {release}"
 html_static_path = ["_static"]

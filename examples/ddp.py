@@ -80,10 +80,13 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     learn, held_out = read_modules()
     pipeline = build(rank, options)
     backend = "gloo" if pipeline.devices[0].type == "cpu" else None
-    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=options.processes)
-    model = DistributedDataParallel(pipeline)  # without device_ids, because the pipeline has several devices
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=options.processes)
+    # Without device_ids, because the pipeline has several devices.
+    model = DistributedDataParallel(pipeline)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    draw = torch.Generator().manual_seed(1)  # all processes draw the same mini-batch, and take their shares
+    # All processes draw the same mini-batch, and take their shares.
+    draw = torch.Generator().manual_seed(1)
     with tqdm(total=options.steps, unit=" steps", disable=rank > 0) as progress:
         for _ in range(options.steps):
             texts, classes = excerpts(learn, options.batch, draw)

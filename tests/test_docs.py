@@ -186,11 +186,20 @@ def test_code_of_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_package_index_shows_the_readme_without_links_to_nowhere() -> None:
     """Outside of the repository, a relative link or picture of the README leads nowhere."""
     pytest.importorskip("setuptools")
-    text, readme = runpy.run_path(str(ROOT / "setup.py"))["description"](), (ROOT / "README.md").read_text()
+    text, readme = runpy.run_path(str(ROOT / "setup.py"))["description"](""), (ROOT / "README.md").read_text()
     assert not re.search(r"\]\((?!https?:)", text)
     assert snippets.in_markdown(text) == snippets.in_markdown(readme)
     assert "balance=[...], chunks=8)` (guide)" in text
     assert "\n*Picture: " in text and "(`docs/images/plan.svg` of the source distribution).*\n" in text
+
+
+def test_links_of_the_readme_lead_to_the_published_site_if_there_is_one() -> None:
+    pytest.importorskip("setuptools")
+    text = runpy.run_path(str(ROOT / "setup.py"))["description"]("https://site.example/")
+    links = re.findall(r"\]\(https://site\.example/(.+?)\.html\)", text)
+    assert {"guide/index", "planning", "notebooks/quick-start"} <= set(links)
+    for link in links:
+        assert [*(ROOT / "docs").glob(f"{link}.*")], link
 
 
 def test_tables_are_those_of_the_results() -> None:

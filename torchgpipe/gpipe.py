@@ -337,7 +337,8 @@ class GPipe(nn.Module):
     def step(self, input: Any, target: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
-            model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
+            layers = nn.Sequential(a, b, c, d)
+        model = GPipe(layers, balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
             loss = model.step(input, target=target)
             optimizer.step()
             optimizer.zero_grad()

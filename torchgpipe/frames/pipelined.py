@@ -73,7 +73,8 @@ def pipelined(
                     x = x + block(x).relu()
                 return x
 
-        model = torchgpipe.pipelined(Model(), torch.randn(2, 8), chunks=4, loss_fn=lambda output, target: output.mean())
+        model, sample = Model(), torch.randn(2, 8)
+        torchgpipe.pipelined(model, sample, chunks=4, loss_fn=lambda output, target: output.mean())
         model(torch.randn(16, 8)).sum().backward()    # the loop does not change
         loss = model.step(torch.randn(16, 8))         # or: forward and backward under a schedule
 

@@ -67,9 +67,10 @@ def plan(
 ) -> Plan:
     """Decide how to pipeline a model: balance, number of micro-batches, schedule, and which layers to recompute. ::
 
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)])
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
         plan = torchgpipe.plan(
-            model, torch.randn(4, 64), batch=32, memory=[2**20, 2**20], devices=["cpu:0", "cpu:1"],
+            model, torch.randn(4, 64), batch=32,
+            memory=[2**20, 2**20], devices=["cpu:0", "cpu:1"],
             optimizer=torch.optim.AdamW, loss_fn=lambda output, target: output.mean(), seconds=1,
         )
         print(plan)

@@ -105,7 +105,8 @@ class Plan:
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
 
-            plan = torchgpipe.plan(model, sample, batch=16, devices=["cuda:0", "cuda:1"], seconds=0.1)
+            devices = ["cuda:0", "cuda:1"]
+            plan = torchgpipe.plan(model, sample, batch=16, devices=devices, seconds=0.1)
             model = plan.apply(model, loss_fn=loss_fn)
             loss = model.step(input, target=target)
 
@@ -139,7 +140,8 @@ class Plan:
     def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
         """Run a copy of the model as planned, and set measured beside predicted. ::
 
-            plan = torchgpipe.plan(model, sample, batch=16, devices=["cuda:0", "cuda:1"], seconds=0.1)
+            devices = ["cuda:0", "cuda:1"]
+            plan = torchgpipe.plan(model, sample, batch=16, devices=devices, seconds=0.1)
             print(plan.check(model))
 
         On the CPU, memory is that of activations, counted by hooks. On an accelerator it is all memory that PyTorch has
