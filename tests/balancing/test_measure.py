@@ -681,6 +681,7 @@ def test_on_a_gpu() -> None:
     assert torch.equal(backend.get_rng_state(), state)
     assert sum(sizes(measured, "activations")) == kept(module.train().to(DEVICE), sample.to(DEVICE))
     module.cpu()
+    backend.synchronize()
     assert backend.memory_allocated() == held
 
 

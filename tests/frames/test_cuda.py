@@ -24,7 +24,7 @@ pytestmark = [
 GPU = DEVICE
 DEVICES = [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU], [GPU, "cpu", GPU], ["cpu", GPU, "cpu"]]
 if LATE:
-    DEVICES = [[GPU, "cpu"], ["cpu", GPU], [GPU, "late:1"], [GPU, "late:1", GPU], [GPU, "late:1", "late:2", "late:3"]]
+    DEVICES = [["cpu", GPU], [GPU, "late:1", GPU], [GPU, "late:1", "late:2", "late:3"]]
 every_devices = pytest.mark.parametrize("devices", DEVICES, ids=lambda devices: "-".join(devices))
 
 

@@ -62,7 +62,7 @@ def test_any_program(where: str, program: Program, data: st.DataObject) -> None:
 
 @pytest.mark.late
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(program=programs(), data=st.data())
 def test_any_program_on_accelerators(program: Program, data: st.DataObject) -> None:
 
