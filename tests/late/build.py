@@ -1,7 +1,8 @@
 """Builds the library, once for each state of its sources and each PyTorch: `python -m tests.late`.
 
-The headers of PyTorch take the compiler most of the time, so they are compiled once for all files. No more is needed
-than a compiler: no ninja, no setuptools. Whoever builds holds a lock of the folder, and all others wait for it.
+The headers of PyTorch take the compiler most of the time, so all files are compiled as one, and their unnamed namespaces
+are one, too. No more is needed than a compiler: no ninja, no setuptools. Whoever builds holds a lock of the folder, and
+all others wait for it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 
@@ -69,33 +68,15 @@ def build() -> Path:
 
 
 def _build(target: Path) -> None:
-    found = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    compile = [compiler() or "g++", *FLAGS, *[flag for path in found for flag in ("-isystem", path)]]
-    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
-        # First found, the copy of the sources beside the compiled header is what is compiled.
-        here = Path(shutil.copytree(SOURCES, Path(folder, "csrc")))
-
-        def run(*command: object) -> None:
-            subprocess.run([*map(str, command)], check=True, cwd=here)
-
-        def object_of(source: Path) -> Path:
-            run(*compile, "-c", source.name, "-o", source.with_suffix(".o"))
-            return source.with_suffix(".o")
-
-        run(*compile, "-x", "c++-header", "torch.h", "-o", "torch.h.gch")
-        # The longest first.
-        sources = sorted(here.glob("*.cpp"), key=lambda path: (path.stem != "bindings", -path.stat().st_size))
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = [*threads.map(object_of, sources)]
-        names = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-        run(
-            compile[0],
-            "-shared",
-            *objects,
-            *[f"-L{path}" for path in cpp_extension.library_paths()],
-            *names,
-            "-o",
-            "late_C.so",
-        )
-        target.parent.mkdir(exist_ok=True)
-        (here / "late_C.so").replace(target)  # in one step: whoever sees it sees all of it
+    headers = [
+        flag
+        for path in [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+        for flag in ("-isystem", path)
+    ]
+    libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch_python"]
+    everything = "".join(f'#include "{source.name}"\n' for source in sorted(SOURCES.glob("*.cpp")))
+    target.parent.mkdir(exist_ok=True)
+    building = target.with_suffix(".new")
+    command = [compiler() or "g++", *FLAGS, f"-I{SOURCES}", *headers, "-shared", "-x", "c++", "-", *libraries]
+    subprocess.run([*command, "-o", str(building)], check=True, text=True, input=everything)
+    building.replace(target)  # in one step: whoever sees it sees all of it

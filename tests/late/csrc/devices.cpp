@@ -136,7 +136,7 @@ struct Hooks : at::PrivateUse1HooksInterface {
     storage.set_nbytes(size);
   }
 };
-bool registered [[maybe_unused]] = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
+bool registered_hooks [[maybe_unused]] = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
 
 }  // namespace
 

@@ -113,7 +113,7 @@ struct Allocator final : c10::DeviceAllocator {
   }
 };
 
-bool registered [[maybe_unused]] = (c10::SetAllocator(c10::DeviceType::PrivateUse1, &allocator(), 1), true);
+bool registered_allocator [[maybe_unused]] = (c10::SetAllocator(c10::DeviceType::PrivateUse1, &allocator(), 1), true);
 
 // --------------------------------------------------------------------------------------------- pinned memory of the host
 

@@ -1,4 +1,4 @@
-// What all files need of PyTorch, compiled once for all of them. Only public headers.
+// What all files need of PyTorch. Only public headers.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
