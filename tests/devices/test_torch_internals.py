@@ -432,7 +432,7 @@ FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in 
 OF_MODULES = {"_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"}
 
 #: Names of named tuples, public in spite of the underscore.
-OF_TUPLES = {"_fields", "_replace"}
+OF_TUPLES = {"_asdict", "_fields", "_replace"}
 
 #: Names of ours on classes of users.
 OF_USERS = {"_drives_forward"}
