@@ -1,6 +1,6 @@
 """Builds the library, once for each state of its sources and each PyTorch: `python -m tests.late`.
 
-The headers of PyTorch take the compiler most of the time, so all files are compiled as one, and their unnamed namespaces
+The headers of PyTorch take the compiler most of the time, so all files are compiled as one: their unnamed namespaces
 are one, too. No more is needed than a compiler: no ninja, no setuptools. Whoever builds holds a lock of the folder, and
 all others wait for it.
 """
