@@ -156,7 +156,7 @@ def kept(module: nn.Sequential, input: Tensor) -> int:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # A graph that holds its own outputs would never be freed.
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         _ = module(input)

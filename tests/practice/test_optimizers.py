@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler
 
-from tests.accelerator import DEVICE, needs_accelerator
+from tests.accelerator import DEVICE, KIND, needs_accelerator
 from tests.conftest import Pipe
 from tests.plain import run_plain
 from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
@@ -139,15 +139,20 @@ def train_without_clipping(model: nn.Module, run: Run, kind: Callable[..., Optim
 @pytest.mark.parametrize("scale", [0.0, 2.0**10])
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
 def test_a_gpu_and_the_cpu_in_one_optimizer(options: dict[str, bool], scale: float) -> None:
-    """The norm is one number over the parameters of both devices; each parameter is unscaled and updated in place."""
+    """The norm is one number over the parameters of both devices; each parameter is unscaled and updated in place.
+
+    A scaler is tried on two accelerators, or one: it does not wait for what it copies from an accelerator to the CPU.
+    """
+    devices, kind = ([DEVICE, "cpu"], "cpu") if not scale else ([DEVICE, DEVICE], KIND)
     plain, layers = make_layers().double(), make_layers().double()
-    model = GPipe(layers, [3, 3], devices=[DEVICE, "cpu"], chunks=CHUNKS)
+    model = GPipe(layers, [3, 3], devices=devices, chunks=CHUNKS)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, **options) for net in (plain, model)]
     for [(x, y)] in batches(4):
         norms = []
         for net, optimizer in zip((plain, model), optimizers):
-            scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale > 0)
-            scaler.scale(F.cross_entropy(net(x.double()), y)).backward()
+            scaler = torch.amp.GradScaler(kind if net is model else "cpu", init_scale=scale or 1.0, enabled=scale > 0)
+            output = net(x.double())
+            scaler.scale(F.cross_entropy(output, y.to(output.device))).backward()
             scaler.unscale_(optimizer)
             norms.append(clip_grad_norm_(net.parameters(), 0.1))
             scaler.step(optimizer)
