@@ -67,8 +67,8 @@ class GPipe(nn.Module):
     `torchgpipe <https://arxiv.org/abs/2004.09910>`_ describes.
 
     The layers keep their names: parameters, modules and ``state_dict`` are named as in ``module``, whatever the
-    balance. A layer can be replaced under its name, and the layers that are registered at a call are those that run.
-    Indexing, iteration and ``len`` go over the layers; ``model[0] = layer`` puts the layer on its device, too.
+    balance. A layer can be replaced under its name: a call runs the layers that are registered then.
+    Indexing, iteration and ``len`` go over the layers; ``model[0] = layer`` also moves the layer to its device.
 
     Args:
         module: the model; its parameters are moved to their devices
@@ -338,7 +338,7 @@ class GPipe(nn.Module):
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
             layers = nn.Sequential(a, b, c, d)
-        model = GPipe(layers, balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
+            model = GPipe(layers, balance=[2, 2], chunks=8, schedule="1F1B", loss_fn=loss_fn)
             loss = model.step(input, target=target)
             optimizer.step()
             optimizer.zero_grad()
@@ -353,17 +353,17 @@ class GPipe(nn.Module):
                 the first layer
             target: the target of the loss function, of the same batch size; None if it needs none
             scaler: scales the loss before backward, so that small gradients in half precision do not vanish; afterwards
-                call ``scaler.step(optimizer)`` and ``scaler.update()``, as ever
+                call ``scaler.step(optimizer)`` and ``scaler.update()``, as usual
 
         Returns:
             the mean loss, a tensor without dimensions, on ``devices[-1]``. If the loss function returns a pair, so does
             a step: the mean loss, and the other values of all micro-batches, without a graph and gathered along
-            dimension 0. Of tensors without dimensions, such as counts, a tensor of shape (micro-batches,) is gathered.
+            dimension 0. Tensors without dimensions, such as counts, become a tensor of shape (micro-batches,).
 
         Raises:
             TypeError, ValueError: the input or the target does not fit.
             RuntimeError: the step has failed in another replica, or a replica does not answer.
-            Exception: what a layer or the loss function raises, with a note of the micro-batch and the partition.
+            Exception: any exception of a layer or the loss function, with a note of the micro-batch and partition.
         """
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
@@ -393,21 +393,21 @@ class GPipe(nn.Module):
         return (loss, values) if mean.has_values else loss
 
     def verify(self, *inputs: Any, target: Any = None, **keywords: Any) -> Comparison:
-        """Compare the pipeline with its own layers on a mini-batch, and leave nothing behind. ::
+        """Compare the pipeline with its own layers on a mini-batch, without side effects. ::
 
             print(model.verify(input, target=target))
 
-        The layers run one by one, micro-batch by micro-batch. Compared are the output, changed buffers and the
+        The layers run one by one, micro-batch by micro-batch. The table compares the output, changed buffers and the
         gradients of all parameters; the loss of a step, with its buffers and gradients; and the output of all rows at
         once with that of the micro-batches. If layers draw random numbers, all of this runs in evaluation.
 
         Args:
             *inputs: as for the model
-            target: as for :meth:`step`, which is compared too if a target is given, and there is one input
+            target: as for :meth:`step`, which is also compared if a target is given and there is one input
             **keywords: as for the model
 
         Returns:
-            the table, which prints; ``is_equal`` tells whether all is right, and ``faults`` what is not
+            a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
         """
         self._refuse_unwrapped()
         if self._host_memory is not None:
@@ -465,7 +465,7 @@ class GPipe(nn.Module):
             model = GPipe(model.unwrap(), balance=[1, 3], chunks=8)
             optimizer.load_state_dict(optimizer.state_dict())
 
-        The Sequential has the very layers of the pipeline, with their names, modes and devices. So an optimizer keeps
+        The Sequential has the same layers as the pipeline, with their names, modes and devices. So an optimizer keeps
         its parameters and its state. If wrapping again moves parameters to other devices, the last line moves the
         optimizer's state to them, and changes nothing else.
 

@@ -45,7 +45,7 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None,
     parameters, buffers and sparse tensors. A tensor that several layers save counts for the first of them, so the sum
     over all layers is what the whole model keeps. A skip is part of the output of the layer that stashes it, and the
     skip's gradient is part of that layer's backward. If backward of the layer that pops the skip needs it, the skip
-    counts as an activation there too: a skip is copied to another partition, and each partition keeps its own.
+    also counts as an activation there: a skip is copied to another partition, and each partition keeps its own.
 
     A sample that is a tuple of several values is the arguments of the first layer if the layer takes as many, as in
     ``model(x, y)``, and otherwise one argument. From layer to layer a tuple is one argument, as in GPipe. In a

@@ -386,7 +386,7 @@ class _Pipelined(nn.Module):
             **kwargs: as for the model
 
         Returns:
-            the table, which prints; ``is_equal`` tells whether all is right, and ``faults`` what is not
+            a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
         """
         runs, plain = self._runs(), functools.partial(_plain(self).forward, self)
         arguments = Arguments(args, kwargs)

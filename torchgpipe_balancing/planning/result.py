@@ -112,7 +112,7 @@ class Plan:
 
         Args:
             model: the model that the plan was made for, or one with the same layers
-            sample: the sample, if the plan was loaded from a file, and the model is no Sequential
+            sample: the sample, if the plan was loaded from a file, and the model is not a Sequential
             **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`; those that the
                 plan was made with need not be given again
 
@@ -138,14 +138,14 @@ class Plan:
         return apply(model, layers, way_of(self.question, self.best), sample, {**self.options, **options})
 
     def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
-        """Run a copy of the model as planned, and set measured beside predicted. ::
+        """Run a copy of the model as planned, and compare measured with predicted. ::
 
             devices = ["cuda:0", "cuda:1"]
             plan = torchgpipe.plan(model, sample, batch=16, devices=devices, seconds=0.1)
             print(plan.check(model))
 
         On the CPU, memory is that of activations, counted by hooks. On an accelerator it is all memory that PyTorch has
-        allocated, without the optimizer's states, which there are none of here.
+        allocated; no optimizer runs here, so there are no states of it.
 
         Args:
             model: the model, not yet pipelined
