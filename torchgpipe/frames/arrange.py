@@ -192,26 +192,23 @@ def _coarser(
     module: nn.Module, traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]
 ) -> dict[str, int]:
     """Return fewer doors: where all doors within a module lead to one column, a door of the module replaces them."""
+    # No functions that call themselves: each would be a cycle that holds the model until the collector runs.
     inside: dict[nn.Module, set[int]] = {}
-
-    def visit(call: Any) -> set[int]:
+    columns_of: dict[int, set[int]] = {}
+    for call in reversed(traced.calls()):  # inner calls first
         name = names.get(call.module, "")
-        columns = {doors[name]} if name in doors else set().union(*[visit(inner) for inner in call.inner])
-        inside.setdefault(call.module, set()).update(columns)
-        return columns
-
-    visit(traced.root)
+        within = [columns_of[id(inner)] for inner in call.inner]
+        columns_of[id(call)] = {doors[name]} if name in doors else set().union(*within)
+        inside.setdefault(call.module, set()).update(columns_of[id(call)])
     result: dict[str, int] = {}
-
-    def collect(call: Any) -> None:
+    pending = [traced.root]
+    while pending:
+        call = pending.pop(0)
         name, columns = names.get(call.module, ""), inside[call.module]
         if call.module is not module and len(columns) == 1:
             result[name] = next(iter(columns))
         elif name not in doors:
-            for inner in call.inner:
-                collect(inner)
-
-    collect(traced.root)
+            pending[:0] = call.inner
     return result
 
 
