@@ -175,13 +175,13 @@ def test_a_forward_without_backward_is_freed() -> None:
 
 
 def test_a_model_is_freed() -> None:
-    model, _ = make(Chain())
-    model.step_of = nn.Parameter(torch.ones(()))
-    model(X).sum().backward()
-    held = weakref.ref(model)
     gc.collect()
     gc.disable()  # Weights on a GPU would wait for the collector.
     try:
+        model, _ = make(Chain())
+        model.step_of = nn.Parameter(torch.ones(()))
+        model(X).sum().backward()
+        held = weakref.ref(model)
         del model
         assert held() is None
     finally:
@@ -528,3 +528,10 @@ def test_an_input_that_a_model_differentiates_under_no_grad() -> None:
     x = X.clone().requires_grad_()
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_target_that_went_to_the_model() -> None:
+    model, _ = make(Chain(), loss_fn=nn.functional.mse_loss)
+    with pytest.raises(TypeError, match="positional arguments") as raised:
+        model.step(X, X)
+    assert "no target was given: step(..., target=y)" in raised.value.__notes__

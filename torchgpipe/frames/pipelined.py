@@ -25,6 +25,7 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.comparison import Comparison
+from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 from torchgpipe.schedule.programs import APART
@@ -321,8 +322,13 @@ class _Pipelined(nn.Module):
         Returns:
             the mean loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
-        plain = functools.partial(_plain(self).forward, self)
-        return self._runs().step(self, plain, args, target, kwargs)
+        plain, runs = functools.partial(_plain(self).forward, self), self._runs()
+        try:
+            return runs.step(self, plain, args, target, kwargs)
+        except TypeError as error:
+            if target is None and runs.settings.loss_fn is not None and not _takes(plain, args, kwargs):
+                error.add_note(NO_TARGET)
+            raise
 
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Comparison:
         """Compare the pipeline with the plain model on a mini-batch, and leave nothing behind. ::
@@ -425,6 +431,14 @@ def _subclass(kind: Any) -> Any:
         "forward": _forward_like(kind),
     }
     return type(kind)(kind.__name__, (_Pipelined, kind), names)
+
+
+def _takes(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _forward_like(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
-__all__ = ["LossFunction", "MeanLoss", "Weight", "called_with_target", "numbers"]
+__all__ = ["NO_TARGET", "LossFunction", "MeanLoss", "Weight", "called_with_target", "numbers"]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 #: Takes the target of a micro-batch, and returns the weight of its mean loss.
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
+
+NO_TARGET = "no target was given: step(..., target=y)"
 
 
 def called_with_target(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -24,7 +26,7 @@ def called_with_target(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except (AttributeError, TypeError) as error:  # What None causes.
         if arguments[-1] is None:  # `step(x, y)` of a pipelined model gives y to the model.
-            error.add_note("no target was given: step(..., target=y)")
+            error.add_note(NO_TARGET)
         raise
 
 
