@@ -1162,15 +1162,15 @@ MUTATIONS = [
     Mutation(
         "glue brings its arguments",
         "Glue.__torch_function__",
-        "before, args = args, mapped(args, self._crossing.bring)",
+        "before, args = args, mapped(args, self._crossing.bring_operand)",
         "before = args",
         "frames/pipelined",
     ),
     Mutation(
         "glue does not act in other threads",
         "Glue.__torch_function__",
-        "not frame.column or self.is_off or getattr(here.visitor, 'frame', None) is not frame or func in _READS",
-        "not frame.column or self.is_off or func in _READS",
+        "is_else = self.is_off or getattr(here.visitor, 'frame', None) is not frame",
+        "is_else = self.is_off",
         "frames/hard_cases",
     ),
     Mutation(
