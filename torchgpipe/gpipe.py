@@ -14,6 +14,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import StepLock
 from torchgpipe.engine.calls import Mechanisms
+from torchgpipe.engine.host_memory import HostMemory, bytes_of, cycled, verify_fits, verify_home, verify_slots
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
@@ -23,7 +24,7 @@ from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter, tell_of_few
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
-from torchgpipe.model.placement import place
+from torchgpipe.model.placement import move_buffers, place
 from torchgpipe.model.proof import Proof
 from torchgpipe.model.settings import (
     CheckpointMode,
@@ -45,7 +46,8 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule.programs import USUAL, given_or_usual
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
@@ -83,6 +85,7 @@ class GPipe(nn.Module):
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
             ``'ZeroBubble'``, ``'V-Half'`` or ``'LayerMajor'``), a program of your own, or a function that takes the
             number of micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
+            (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
         loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss, or a
             pair of the mean loss and other values
         weight: for :meth:`step`, takes the target of a micro-batch, on the device where the caller has it, and returns
@@ -91,6 +94,12 @@ class GPipe(nn.Module):
         replicas: for :meth:`step`, a group of processes with the same layers and balance, each of which trains on a
             part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
             call :meth:`step` equally often; a forward and its backward stay in their process
+        offload: whether parameters stay in host memory, for :meth:`step`, and for calls without a gradient: those of a
+            partition come to its device when it computes, and leave afterwards, so a model may be larger than all
+            devices. Devices are then used in turn, partition ``j`` on ``devices[j % len(devices)]``
+        slots: under ``offload``, the partitions whose parameters have room on a device at a time
+        pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
+            that is free), which CUDA copies beside the computation
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
@@ -127,10 +136,13 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: CheckpointMode | LayerNames | bool = "except_last",
         deferred_batch_norm: bool = False,
-        schedule: Schedule = "1F1B",
+        schedule: Schedule = USUAL,
         loss_fn: LossFunction | None = None,
         weight: Weight | None = None,
         replicas: dist.ProcessGroup | None = None,
+        offload: bool = False,
+        slots: int = 2,
+        pin: int | None = None,
     ) -> None:
         super().__init__()
         verify_module(module)
@@ -138,14 +150,21 @@ class GPipe(nn.Module):
         self._balance = verify_balance(balance, len(self._layers_of(module)))
         self._chunks = verify_chunks(chunks)
         self._checkpoint = verify_checkpoint_or_layers(checkpoint, self._layers_of(module))
+        self._host_memory = HostMemory(*verify_slots(slots, pin)) if offload else None
+        if offload:
+            if replicas is not None:
+                raise ValueError("offload=True runs in one process; leave out replicas")
+            verify_home(module.named_parameters())
+            devices = cycled(devices, len(self.balance))
         self._devices = verify_devices(devices, len(self.balance))
+        self._watched: set[Any] = set()
         self.training = module.training
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._lock = StepLock()
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
-        self.schedule = schedule
+        self.schedule = given_or_usual(schedule, offload=offload)
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
         self._unwrapped = False
@@ -157,7 +176,9 @@ class GPipe(nn.Module):
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
-        place(self._partitions, self.devices)
+        if offload:
+            verify_fits([(one._label, self._devices[one._index], bytes_of(one)) for one in self._partitions], slots)
+        place(self._partitions, self.devices, offload=offload)
         for name, layer in module._modules.items():
             self.add_module(name, layer)
         self._replicas.begin_equal(self)
@@ -256,10 +277,62 @@ class GPipe(nn.Module):
         self._verify_layers()
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         self._begin((inputs, keywords), 5)
+        if self._host_memory is not None:
+            return self._forward_from_host_memory(batches)
         with mini_batch(len(batches), self):
             views, devices, stops = self._views(len(batches))
             Pipeline(views, devices, len(batches), self._mechanisms).run(batches, stops)
             return self._gather(batches)
+
+    def _forward_from_host_memory(self, batches: list[Batch]) -> Any:
+        """Run a mini-batch without a graph: the forward half of the program, which is all that a step needs."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"under offload=True, a {type(self).__name__} trains by step(): its backward brings the weights back; "
+                "call model.step(input, target), evaluate in torch.no_grad(), or use torchgpipe.pipelined(module, "
+                "sample, offload=True), which takes loss.backward(), too"
+            )
+        outputs: dict[int, Batch] = {}
+
+        def finish(i: int, output: Batch) -> Tensor:
+            outputs[i] = output
+            return torch.zeros(1)
+
+        def gathered() -> Any:
+            return self._gather([outputs[i] for i in range(len(batches))])
+
+        program = program_of("LayerMajor", len(batches), self._places)
+        with mini_batch(len(batches), self):
+            return self._run_program(batches, program, "LayerMajor", finish, gathered)
+
+    def _run_program(
+        self,
+        inputs: list[Batch],
+        program: Program,
+        schedule: Schedule,
+        finish: Callable[[int, Batch], Tensor],
+        gathered: Callable[[], Any],
+    ) -> Any:
+        views, devices, stops = self._views(len(inputs))
+        kind = torch.is_grad_enabled(), *[(id(module), module.training) for module in self.modules()]
+        result = run_step(
+            views,
+            devices,
+            inputs,
+            program,
+            finish,
+            self._mechanisms,
+            gather=gathered,
+            stops=stops,
+            backward=torch.is_grad_enabled(),
+            replicas=self._replicas,
+            schedule=schedule,
+            lock=self._lock,
+            host_memory=self._host_memory,
+            watches=kind not in self._watched,
+        )
+        self._watched.add(kind)
+        return result
 
     def step(self, input: Any, target: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
@@ -309,23 +382,11 @@ class GPipe(nn.Module):
             self._begin(input, 3)
             own_weight = mean.prepare(inputs)
             program = program_of(self._schedule, len(inputs), self._places)
-            views, devices, stops = self._views(len(inputs))
+            self._views(len(inputs))  # An error of this replica belongs here.
         mean.total = replicas.total(own_weight)
+        finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))
         with mini_batch(len(inputs), self, replicas.group):
-            values = run_step(
-                views,
-                devices,
-                inputs,
-                program,
-                mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output)),
-                self._mechanisms,
-                gather=mean.values,
-                stops=stops,
-                backward=torch.is_grad_enabled(),
-                replicas=replicas,
-                schedule=self._schedule,
-                lock=self._lock,
-            )
+            values = self._run_program(inputs, program, self._schedule, finish, mean.values)
         loss = mean.sum()
         replicas.add(loss, "the loss")
         return (loss, values) if mean.has_values else loss
@@ -348,6 +409,12 @@ class GPipe(nn.Module):
             the table, which prints; ``is_equal`` tells whether all is right, and ``faults`` what is not
         """
         self._refuse_unwrapped()
+        if self._host_memory is not None:
+            raise RuntimeError(
+                "verify() runs the layers without a program, so it cannot bring weights from host memory; make a GPipe "
+                "of a smaller model of the same layers without offload, or use torchgpipe.pipelined(..., offload=True), "
+                "whose proof can"
+            )
         first = self.devices[0] if self._partitions else torch.device("cpu")
         loss_fn, weight = self._loss
 
@@ -412,6 +479,8 @@ class GPipe(nn.Module):
         self._unwrapped = True
         module = self._sequential_type(OrderedDict(self.named_children()))
         module.training = self.training
+        if self._host_memory is not None:
+            move_buffers(module, torch.device("cpu"))
         return DeferredBatchNorm.revert_deferred_batch_norm(module) if self._defers else module
 
     def _begin(self, inputs: Any, stacklevel: int) -> None:
@@ -463,7 +532,7 @@ class GPipe(nn.Module):
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         self.set_submodule(list(self._layers_of(self))[index], layer)
-        place(self.partitions, self.devices)
+        place(self.partitions, self.devices, offload=self._host_memory is not None)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._layers_of(self).values())
@@ -521,7 +590,7 @@ class GPipe(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> GPipe:
         # Moving a module around this one calls only this method of its children, and neither `to` nor `cuda`.
-        for device in set(self.devices):
+        for device in {*self.devices, *([torch.device("cpu")] if self._host_memory is not None else [])}:
             probe = torch.empty(0, device=device)
             if fn(probe).device != probe.device:
                 raise _moving_denied(self)

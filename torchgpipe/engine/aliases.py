@@ -3,7 +3,8 @@
 An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one partition add. At the end,
 the sum goes to the parameter, as the gradient of one plain layer would: hooks hear it once, and so does
 DistributedDataParallel. A parameter that several partitions share has an alias in each of them, so the order of the sum
-does not depend on the order of threads. On another device the alias is a copy, made once for each mini-batch.
+does not depend on the order of threads. On another device the alias is a copy, made once for each mini-batch. If the
+weights live in host memory, an alias has memory only while its partition is on its device, see `residence`.
 
 A tensor that a layer or the loss function has captured gets its gradient directly. If that is a parameter, its
 ``.grad`` from before a step is set aside meanwhile, so that a step that fails can put it back (`Delivery`).
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.stream import Streams
-from torchgpipe.devices.torch_internals import gradient_hooks
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import gradient_hooks, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
 from torchgpipe.engine.function import accumulate
 from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.host_memory import HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.replay.found import registered
 
@@ -92,8 +94,10 @@ class Aliases:
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
         watched: the partitions in which gradients that do not come from a cell are refused
+        host_memory: takes weights to devices, if they live in host memory
 
     Attributes:
+        host_memory: takes weights to devices, if they live in host memory
         trained: the parameters that have aliases with gradients, each once
     """
 
@@ -106,8 +110,16 @@ class Aliases:
         *,
         backward: bool,
         watched: Container[int] = (),
+        host_memory: HostMemory | None = None,
     ) -> None:
         self._devices, self._streams = devices, streams
+        self.host_memory = host_memory
+        #: Of aliases without memory of their own, by the key of their storage: the partition, and a name for errors.
+        self._places: dict[int, tuple[int, str]] = {}
+        #: What has come down of the gradient of an alias.
+        self._came_down: dict[Tensor, Tensor] = {}
+        #: What a parameter in host memory was when it first went up: its version, and its memory.
+        self._seen: dict[Tensor, tuple[int, int]] = {}
         self._backward, self._watched = backward, watched
         self._lock = lock
         #: By the id of a parameter, and the partition.
@@ -121,22 +133,30 @@ class Aliases:
         for module, name, j in slots:
             parameter = module._parameters[name]
             if parameter is not None and not is_lazy(parameter):
-                alias = self._alias(parameter, j)
+                alias = self._alias(parameter, j, f"'{name}' of a {type(module).__name__}")
                 if alias is not parameter:
                     self._installed.append((module, name, parameter, alias))
         self.trained = list(self._of_trained)
 
-    def _alias(self, parameter: Tensor, j: int) -> Tensor:
+    def _alias(self, parameter: Tensor, j: int, name: str = "") -> Tensor:
         key = (id(parameter), j)
         known = self._by_partition.get(key)
         if known is not None:
             return known
         trains = self._backward and parameter.requires_grad
         away = self._moves(parameter, self._devices[j])
-        if not trains and not away:
+        if not trains and not away and self.host_memory is None:
             return parameter
-        values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
+        if self.host_memory is not None:
+            values = self.host_memory.alias(parameter, self._devices[j])
+        else:
+            values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
         alias = nn.Parameter(values, requires_grad=trains)  # It has the memory of the values, and no history.
+        if self.host_memory is not None:
+            if not name:  # The model uses it outside of its module, while partition j is on its device.
+                self.host_memory.fill(alias, parameter)
+                name = next(name for key, (_, name) in self._places.items() if key == self._key_of(parameter))
+            self._places[storage_key(alias)] = j, name
         if vars(parameter):
             vars(alias).update(vars(parameter))
         if trains and j in self._watched:
@@ -172,6 +192,114 @@ class Aliases:
         """Return the aliases in a partition."""
         return self._in_partition[j]
 
+    # ------------------------------------------------------------------------------------------------- host memory
+
+    def fill(self, j: int) -> int:
+        """Give the aliases of a partition memory and values, on the current stream, and return the bytes.
+
+        Raises:
+            RuntimeError: a parameter has changed since its alias was last filled.
+        """
+        assert self.host_memory is not None
+        self.verify_unchanged(j)
+        for alias in self.of(j):
+            self.host_memory.fill(alias, self._parameters[alias])
+        return sum([alias.untyped_storage().nbytes() for alias in self.of(j)])
+
+    def verify_unchanged(self, j: int) -> None:
+        """Check that the parameters of a partition are what they were when they first went up.
+
+        Raises:
+            RuntimeError: one has been changed in place, or has other memory.
+        """
+        for alias in self.of(j):
+            parameter = self._parameters[alias]
+            now = versions([parameter])[0], parameter.data_ptr()
+            if self._seen.setdefault(parameter, now) != now:
+                raise RuntimeError(
+                    f"{self._places[storage_key(alias)][1]} was changed between forward and backward, which would "
+                    "compute with other values; call backward() before optimizer.step()"
+                )
+
+    def verify_untouched(self, j: int) -> None:
+        """Check that the model has not changed the aliases of a partition.
+
+        Raises:
+            RuntimeError: it has changed one in place, and the change would be lost.
+        """
+        aliases = self.of(j)
+        if any(versions(aliases)):
+            for alias in aliases:
+                if versions([alias]) != [0]:
+                    self.refuse_changed(alias)
+
+    def empty(self, j: int) -> int:
+        """Take the memory of the aliases of a partition, on the current stream, and return the bytes."""
+        return sum(map(empty, self.of(j)))
+
+    def bring_down(self, j: int, stream: Stream) -> None:
+        """Take the gradients of a partition from its aliases to host memory, on a stream, which is the current one."""
+        assert self.host_memory is not None
+        for alias in self.of(j):
+            grad, alias.grad = alias.grad, None
+            if grad is not None:
+                grad = self.host_memory.bring_down(grad, stream)
+                before = self._came_down.get(alias)
+                if before is not None:
+                    stream.synchronize()
+                self._came_down[alias] = grad if before is None else sum_of(before, grad)  # type: ignore[assignment]
+
+    def column_of(self, tensor: Tensor) -> int | None:
+        """Return the partition of an alias, or of a view of it; None for other tensors."""
+        return self._places.get(storage_key(tensor), (None, ""))[0]
+
+    def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
+        """Check that a tensor has no memory that is there only while another partition is.
+
+        Raises:
+            RuntimeError: it is a weight of another partition, or a view of one.
+        """
+        place = self._places.get(storage_key(tensor))
+        if place is not None and place[0] != j:
+            raise RuntimeError(
+                f"{user} in partition {j} uses the weight {place[1]} in partition {place[0]}, or a view of it, which "
+                "is not on the device then; pass on a copy (weight.clone()), give a balance that keeps both in one "
+                "partition, or leave out offload"
+            )
+
+    def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
+        """Check that no tensor that leaves a partition is a weight.
+
+        Raises:
+            RuntimeError: one is a weight, or a view of it, whose memory leaves the device.
+        """
+        for tensor in tensors:
+            place = None if tensor is None else self._places.get(storage_key(tensor))
+            if place is not None:
+                raise RuntimeError(
+                    f"{where} returns the weight {place[1]}, or a view of it, whose memory leaves the device under "
+                    "offload; return a copy (weight.clone())"
+                )
+
+    def refuse_changed(self, tensor: Tensor) -> None:
+        """Refuse that the model changes a tensor, if that is a weight.
+
+        Raises:
+            RuntimeError: it is a weight.
+        """
+        place = self._places.get(storage_key(tensor))
+        if place is not None:
+            raise RuntimeError(
+                f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, and "
+                "the change would be lost; change parameters between two calls, such as after optimizer.step()"
+            )
+
+    def _key_of(self, parameter: Tensor) -> int:
+        """Return the key of the storage of any alias of a parameter."""
+        return next(storage_key(alias) for alias, one in self._parameters.items() if one is parameter)
+
+    # --------------------------------------------------------------------------------------------------------------
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Let the modules have the aliases in a ``with`` block."""
@@ -205,13 +333,14 @@ class Aliases:
 
     def _take(self, parameter: Tensor) -> Leaf:
         aliases = self._of_trained[parameter]
-        if len(aliases) == 1 and self._streams is None:
+        if len(aliases) == 1 and self._streams is None and self.host_memory is None:
             (alias,) = aliases.values()
             total, alias.grad = alias.grad, None
             return total
         total = None
         own = None if self._streams is None else self._streams.device_of(parameter)
         for _, alias in sorted(aliases.items()):  # Partitions are always added in this order.
+            total = sum_of(total, self._came_down.pop(alias, None))
             grad, alias.grad = alias.grad, None
             if grad is not None:
                 total = sum_of(total, grad.to(own) if self._moves(grad, own) else grad)

@@ -16,8 +16,8 @@ Gradients of parameters arrive at aliases, see `aliases`, and go to ``.grad`` wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.engine.replicas import Replicas
+from torchgpipe.engine.residence import Residence
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
@@ -85,6 +86,14 @@ class Front(Protocol):
     def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
         """Surround a backward; an error in the ``with`` block gets a note of the place."""
 
+    @property
+    def partitions(self) -> Sequence[int]:
+        """For each column, its partition, whose weights come and go together."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether to look at each operation on weights that live in host memory."""
+
     def place(self, j: int) -> int:
         """Return the partition that runs in j, for errors."""
 
@@ -104,6 +113,7 @@ class Executor:
 
     def __init__(self, front: Front, aliases: Aliases, ambient: Ambient, facts: Callable[[], MiniBatchFacts]) -> None:
         self._front, self._aliases, self._ambient, self._facts = front, aliases, ambient, facts
+        self._residence: Residence | None = None
 
     def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
         """Run actions, inline or in workers.
@@ -121,7 +131,7 @@ class Executor:
         def run(number: int) -> None:
             self._run(actions[number], recomputes=actions[number][1:] not in agenda.keeps, keep_graph=keep_graph)
 
-        try:
+        with self._resident(actions):
             if len({stream.device for stream in streams}) == 1:
                 with streams[0].use():
                     for number in range(len(actions)):
@@ -132,29 +142,47 @@ class Executor:
                     run_in_workers(tasks, run, ambient)
                 finally:
                     release([route for j in range(len(streams)) for route in self._front.leaving(j)])
-        except BaseException:
-            uninterrupted(self._front.cancel)
-            raise
 
-    def run_in_this_thread(self, actions: Iterable[Action]) -> None:
+    def run_in_this_thread(self, actions: Sequence[Action]) -> None:
         """Run actions one after the other, whatever their devices."""
-        try:
+        with self._resident(actions):
             for action in actions:
                 with self._front.streams[action.j].use():
                     self._run(action, recomputes=True, keep_graph=False)
-        except BaseException:
-            uninterrupted(self._front.cancel)
-            raise
+
+    @contextmanager
+    def _resident(self, actions: Sequence[Action]) -> Iterator[None]:
+        """Let weights come and go in a ``with`` block, and wind up after an error."""
+        front = self._front
+        if self._aliases.host_memory is not None:
+            self._residence = Residence(
+                self._aliases, front.streams, actions, front.partitions, watches=front.watches
+            )
+        try:
+            try:
+                yield
+            except BaseException:
+                uninterrupted(front.cancel)
+                raise
+        finally:
+            if self._residence is not None:
+                self._residence.end()
 
     def _run(self, action: Action, *, recomputes: bool, keep_graph: bool) -> None:
-        """Run one action. All of them pass here: what a partition needs on its device can come before, and go after."""
+        """Run one action. All of them pass here: what a partition needs on its device comes before, and goes after."""
         kind, i, j = action
+        residence = self._residence
         try:
+            if residence is not None:
+                residence.before(action)
             if kind == "F":
-                self._front.forward(i, j, recomputes=recomputes)
+                with nullcontext() if residence is None else residence.watching(j):
+                    self._front.forward(i, j, recomputes=recomputes)
                 mark_ready(self._front.leaving(j), i)
             else:
                 self._return(i, self._backward(kind, i, j, keep_graph))
+            if residence is not None:
+                residence.after(action)
         except BaseException as error:
             add_shortage(error, self._facts, Action(kind, i, self._front.place(j)))
             raise
@@ -169,6 +197,7 @@ class Executor:
             filling_aliases(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
+            nullcontext() if self._residence is None else self._residence.watching(j),
         ):
             fresh = without_gradient(self._aliases.of(j))
             if kind == "W":

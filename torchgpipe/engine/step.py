@@ -24,6 +24,7 @@ from torchgpipe.engine.copy import Route, copy_forward
 from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.execute import Executor, with_gradients
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.partition_call import PartitionCall
@@ -62,6 +63,8 @@ def run_step(
     replicas: Replicas,
     schedule: Schedule,
     lock: AbstractContextManager[Any],
+    host_memory: HostMemory | None = None,
+    watches: bool = False,
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -78,6 +81,8 @@ def run_step(
         replicas: the replicas of the pipeline, which run a step at the same time
         schedule: what the program comes from, for errors
         lock: held while the layers have aliases of their parameters
+        host_memory: takes weights to devices, if they live in host memory
+        watches: whether to look at each operation on weights that live in host memory
 
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
@@ -87,7 +92,8 @@ def run_step(
             refuse_transforms()
             listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
             # A listener hears of each partition.
-            joins = joinable(partitions, devices, stops) if listener is None else (False,) * len(partitions)
+            apart = listener is not None or host_memory is not None
+            joins = (False,) * len(partitions) if apart else joinable(partitions, devices, stops)
             views = tuple(map(tuple, views_of_each(partitions)))
             facts = partial(facts_of, partitions, devices, len(inputs), stops, schedule, program, backward=backward)
             agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
@@ -97,15 +103,18 @@ def run_step(
             modules = [list(partition.modules()) for partition in joined]
             slots = [
                 (module, name, j)
-                for j, own in enumerate(modules if backward else [])
+                for j, own in enumerate(modules if backward or host_memory is not None else [])
                 for module in own
                 for name, _ in module._parameters.items()
             ]
-            aliases = Aliases(slots, devices, None, lock, backward=backward)
+            streams = None if host_memory is None else mechanisms.streams
+            aliases = Aliases(slots, devices, streams, lock, backward=backward, host_memory=host_memory)
 
         def work() -> Any:
             with aliases.installed():
-                cells = _MicroBatches(joined, devices, modules, inputs, finish, mechanisms, stops, backward, listener)
+                cells = _MicroBatches(
+                    joined, devices, modules, inputs, finish, mechanisms, stops, backward, listener, aliases, watches
+                )
                 with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
                     cells.run(Executor(cells, aliases, cells.ambient, facts), agenda)
                     return gather(), cells.entered()
@@ -119,6 +128,8 @@ class _MicroBatches:
     Attributes:
         ambient: the settings of the caller
         streams: where each partition computes
+        partitions: for each view, its partition
+        watches: whether to look at each operation on weights that live in host memory
     """
 
     def __init__(
@@ -132,7 +143,10 @@ class _MicroBatches:
         stops: Sequence[int],
         backward: bool,
         listener: Listener | None,
+        aliases: Aliases,
+        watches: bool,
     ) -> None:
+        self._aliases, self.watches = aliases, watches
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._stops, self._backward = finish, stops, backward
         self.ambient = Ambient()
@@ -150,6 +164,7 @@ class _MicroBatches:
             listener=listener,
         )
         self.streams = [call.stream for call in self._calls]
+        self.partitions = [call.j for call in self._calls]
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
@@ -206,6 +221,8 @@ class _MicroBatches:
                 own = _StepCell(cell, sources, recomputes=recomputes and i < self._stops[j])
                 outputs = own.run(leaves)
                 self._cells[i, j], exits = own, own.exits
+            if self._aliases.host_memory is not None:
+                self._aliases.verify_returned(outputs, call.where)
             if is_last:
                 for end in exits:
                     if end is not None:

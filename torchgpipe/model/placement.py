@@ -13,25 +13,33 @@ from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import can_move_data, exchange_memory
 from torchgpipe.model.partition import Partition
 
-__all__ = ["give_memory", "move_parameter", "place", "verify_sharing"]
+__all__ = ["give_memory", "move_buffers", "move_parameter", "place", "verify_sharing"]
 
 
-def place(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+def place(partitions: Sequence[Partition], devices: Sequence[torch.device], *, offload: bool = False) -> None:
     """Move every partition to its device, and materialise there what is on the meta device.
+
+    Args:
+        partitions: the partitions
+        devices: the device of each partition
+        offload: whether parameters stay in host memory, and only buffers are moved
 
     Raises:
         ValueError: a parameter would have to be on two devices, a layer on the meta device cannot be materialised, or a
             layer is a pipeline on other devices.
     """
-    verify_sharing(partitions, devices)
+    if not offload:
+        verify_sharing(partitions, devices)
     _verify_pipelines(partitions, devices)
     on_meta = _verify_meta(partitions)
     for partition, device in zip(partitions, devices):
-        _materialise(partition, device)
+        _materialise(partition, torch.device("cpu") if offload else device)
         for module in _children_first(partition):
             if module in on_meta:
                 on_meta[module]()
-        if not all(same_memory(tensor.device, device) for tensor in _tensors(partition)):
+        if offload:
+            move_buffers(partition, device)
+        elif not all(same_memory(tensor.device, device) for tensor in _tensors(partition)):
             for name, parameter in partition.named_parameters():
                 move_parameter(name, parameter, device)
             partition.to(device)  # Buffers, and what layers do when they are moved.
@@ -124,6 +132,14 @@ def _materialise(partition: Partition, device: torch.device) -> None:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = torch.empty_like(buffer, device=device)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module to ``device``, and leave its parameters where they are."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and not same_memory(buffer.device, device):
+                child._buffers[name] = buffer.to(device)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from torchgpipe.schedule.action import Action, Kind, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
@@ -34,9 +34,11 @@ __all__ = [
     "NAMES",
     "RESIDENT",
     "SPLITTING",
+    "USUAL",
     "Schedule",
     "ScheduleName",
     "fill_drain",
+    "given_or_usual",
     "places_of",
     "program",
     "program_of",
@@ -58,6 +60,23 @@ APART: tuple[ScheduleName, ...] = ("V-Half", "LayerMajor")
 
 #: A name, a program, or a function that returns a program for a number of micro-batches and the places of partitions.
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
+
+
+class _Usual(str):
+    """A name that was not given, but is what a signature shows."""
+
+    __slots__ = ()
+
+
+#: The schedule if none is given. It equals '1F1B', and `given_or_usual` tells it from that.
+USUAL: ScheduleName = cast(ScheduleName, _Usual("1F1B"))
+
+
+def given_or_usual(schedule: Schedule, *, offload: bool) -> Schedule:
+    """Return the schedule that was given; if none was, LayerMajor for weights in host memory, or else 1F1B."""
+    if isinstance(schedule, _Usual):
+        return "LayerMajor" if offload else "1F1B"
+    return schedule
 
 
 def verify_name(schedule: Schedule) -> None:

@@ -1,0 +1,216 @@
+"""Weights that live in host memory: copies to a device and back, on streams of their own.
+
+An alias of such a weight keeps its identity. Its memory comes when it is filled, and goes when it is emptied; so graphs
+that have saved the alias stay valid. Memory is allocated, written and given back on the stream that uploads, and the
+allocator hands it out again in the order of that stream: an upload never needs more than what was given back before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.device import default_devices
+from torchgpipe.devices.memory import memory_in_use, shown_size
+from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.typing import Device
+
+__all__ = ["HostMemory", "bytes_of", "cycled", "empty", "verify_fits", "verify_home", "verify_slots"]
+
+
+class HostMemory:
+    """Takes weights to devices, and gradients back.
+
+    Args:
+        slots: the partitions whose weights have room on a device at a time
+        pin: the bytes of weights in host memory that may be pinned; None for half of the memory that is free
+
+    Attributes:
+        slots: the partitions whose weights have room on a device at a time
+        streams: the source of streams
+        uploads: the number of times that the weights of a partition have gone up
+        bytes_up: the bytes that have gone up
+        bytes_down: the bytes that have come down
+        peaks: for each device, the most bytes of weights that were there at a time
+    """
+
+    def __init__(self, slots: int, pin: int | None) -> None:
+        self.slots = slots
+        self.streams = Streams()
+        self.uploads = self.bytes_up = self.bytes_down = 0
+        self.peaks: Counter[torch.device] = Counter()
+        self._there: Counter[torch.device] = Counter()
+        self._pins = _Pins(pin)
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """Let a copy of a pipeline have one of its own."""
+        return HostMemory, (self.slots, self._pins.budget)
+
+    def up(self, device: torch.device) -> Stream:
+        """Return the stream of a device that weights arrive on."""
+        return self.streams.side(device, "weights arriving")
+
+    def down(self, device: torch.device) -> Stream:
+        """Return the stream of a device that gradients leave on."""
+        return self.streams.side(device, "gradients leaving")
+
+    def alias(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor like a parameter on a device, without memory."""
+        with self.up(device).use():
+            values = torch.empty_like(parameter.detach(), device=device)
+            values.untyped_storage().resize_(0)
+        return values
+
+    @torch.no_grad()
+    def fill(self, alias: Tensor, parameter: Tensor) -> None:
+        """Give an alias memory, and the values of its parameter, on the current stream."""
+        if alias.device.type != "cpu":
+            self._pins.pin(parameter)
+        extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
+        alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
+        # `.data` has a version of its own, so a graph that has saved the alias does not take this for a change.
+        alias.data.copy_(parameter.detach(), non_blocking=True)
+
+    def bring_down(self, grad: Tensor, stream: Stream) -> Tensor:
+        """Return a gradient in host memory; it has arrived when ``stream``, which is the current one, is through."""
+        with self._lock:
+            self.bytes_down += grad.nbytes
+        if grad.device.type == "cpu":
+            return grad
+        if grad.layout is not torch.strided:
+            return grad.to("cpu")
+        there = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad, non_blocking=True)
+        stream.record(grad)
+        return there
+
+    def came(self, device: torch.device, bytes: int) -> None:
+        """Count the weights of a partition that go up."""
+        with self._lock:
+            self.uploads += 1
+            self.bytes_up += bytes
+            self._there[device] += bytes
+            self.peaks[device] = max(self.peaks[device], self._there[device])
+
+    def went(self, device: torch.device, bytes: int) -> None:
+        """Count the weights of a partition that leave."""
+        with self._lock:
+            self._there[device] -= bytes
+
+
+def empty(alias: Tensor) -> int:
+    """Take the memory of an alias, and return its bytes."""
+    storage = alias.untyped_storage()
+    bytes = storage.nbytes()
+    storage.resize_(0)
+    return bytes
+
+
+class _Pins:
+    """Memory of the host that the driver of an accelerator has locked, so that copies run beside the computation."""
+
+    def __init__(self, budget: int | None) -> None:
+        self.budget = budget
+        self._left: int | None = budget
+        self._known: WeakSet[Any] = WeakSet()
+
+    def pin(self, tensor: Tensor) -> None:
+        """Lock the memory of a tensor, once, within the budget."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        if not torch.cuda.is_available() or tensor.is_pinned():
+            return
+        if self._left is None:
+            self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        if storage.nbytes() > self._left:
+            return
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)) == 0:
+            self._left -= storage.nbytes()
+            finalize(storage, runtime.cudaHostUnregister, storage.data_ptr())
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Return the bytes of the parameters of a module."""
+    return sum([parameter.nbytes for parameter in module.parameters()])
+
+
+def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
+    """Return a device for each of ``n`` partitions, given devices that they use in turn (default: all accelerators)."""
+    if isinstance(devices, (str, int, torch.device)):
+        devices = [devices]
+    known = default_devices(1) if devices is None else list(devices)
+    return [known[j % len(known)] for j in range(n)] if known else []
+
+
+def verify_slots(slots: Any, pin: Any) -> tuple[int, int | None]:
+    """Return the slots and the bytes that may be pinned.
+
+    Raises:
+        TypeError: one is no integer.
+        ValueError: there is no slot, or ``pin`` is negative.
+    """
+    for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
+        if name == "pin" and number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be an integer, but got {number!r}")
+        if number < least:
+            raise ValueError(f"{name} must be {least} or more, but got {number}")
+    return slots, pin
+
+
+def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Check that weights can live in host memory.
+
+    Raises:
+        ValueError: a parameter is on a device, or is no plain tensor.
+    """
+    for name, parameter in named:
+        if parameter is None:
+            continue
+        if is_lazy(parameter) or type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise ValueError(
+                f"'{name}' is a {type(parameter).__name__} ({parameter.layout}), whose values offload=True cannot copy "
+                "as those of a plain parameter; let the model run once if it is lazy, load it without quantization, or "
+                "leave out offload"
+            )
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"'{name}' is on {parameter.device}, but under offload=True weights live in host memory; load the model "
+                "on the CPU, or move it there: model.cpu()"
+            )
+
+
+def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> None:
+    """Check that the weights of the largest partitions fit on their devices, as far as these tell their memory.
+
+    Args:
+        sizes: for each partition, its name, its device, and the bytes of its weights
+        slots: the partitions that are there at a time
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    by_device: dict[torch.device, list[tuple[int, str]]] = {}
+    for name, device, size in sizes:
+        by_device.setdefault(device, []).append((size, name))
+    for device, own in by_device.items():
+        use = memory_in_use(device)
+        largest = sorted(own, reverse=True)[:slots]
+        if use is not None and sum([size for size, _ in largest]) > use[2]:
+            size, name = largest[0]
+            raise ValueError(
+                f"{name} takes {shown_size(size)} in {slots} slots of {device} with {shown_size(use[2])}: give more "
+                f"partitions, fewer slots, or a device with {shown_size(size * slots)}"
+            )

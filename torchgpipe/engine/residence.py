@@ -1,0 +1,266 @@
+"""The weights of partitions come to their devices before the actions that need them, and leave after these.
+
+When that is, `torchgpipe.schedule.residency` derives from the actions; nothing is decided while they run. Around an
+action of partition j on a device:
+
+    before   the computation waits until the weights of j have arrived
+    after    if it was the last backward of j, its gradients go down; if j is needed later than others, or not at all,
+             its weights leave; where a slot has become free, the next partition comes
+
+A weight can be read only in its own partition: elsewhere, its memory may have gone. Reading memory that has gone would
+end the process, so the first mini-batch of a kind is watched, operation by operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.stream import Mark, Stream
+from torchgpipe.devices.torch_internals import TorchDispatchMode, pytree
+from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.host_memory import HostMemory
+from torchgpipe.engine.interrupts import uninterrupted
+from torchgpipe.schedule import Action
+from torchgpipe.schedule.residency import Stay, residency
+
+__all__ = ["OnDemand", "Residence", "Watch"]
+
+
+class _OnDevice:
+    """What comes to a device, and when it leaves.
+
+    Attributes:
+        position: the number of the next action
+        waiting: the stays of weights that have not begun
+        first, last: the stays of weights by their first and last actions
+        down: the stays of gradients by their last actions
+        arrived: for each partition that has come, and not been needed yet, the mark of its upload
+    """
+
+    def __init__(self, weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
+        self.position = 0
+        self.waiting = deque(weights)
+        self.first = {stay.first: stay for stay in weights}
+        self.last = {stay.last: stay for stay in weights}
+        self.down = {stay.last: stay for stay in gradients}
+        self.arrived: dict[int, Mark] = {}
+
+
+class Residence:
+    """The coming and going of weights during actions, in the workers that run these.
+
+    Args:
+        aliases: the aliases of the parameters
+        streams: where each column computes
+        actions: the actions, in an order in which those of each device run
+        partitions: for each column, its partition: columns of one partition come together
+        watches: whether to look at each operation
+    """
+
+    def __init__(
+        self,
+        aliases: Aliases,
+        streams: Sequence[Stream],
+        actions: Sequence[Action],
+        partitions: Sequence[int],
+        *,
+        watches: bool,
+    ) -> None:
+        assert aliases.host_memory is not None
+        self._aliases, self._memory, self._streams, self._partitions = aliases, aliases.host_memory, streams, partitions
+        self._watches = watches
+        self._columns: dict[int, list[int]] = {}
+        for j, partition in enumerate(partitions):
+            self._columns.setdefault(partition, []).append(j)
+        by_device: dict[torch.device, list[Action]] = {}
+        for kind, i, j in actions:
+            by_device.setdefault(streams[j].device, []).append(Action(kind, i, partitions[j]))
+        stays = residency([*by_device.values()], self._memory.slots)
+        self._on = {device: _OnDevice(*own) for device, own in zip(by_device, zip(stays.weights, stays.gradients))}
+
+    def before(self, action: Action) -> None:
+        """Let the computation wait for the weights that an action needs."""
+        computing = self._streams[action.j]
+        own = self._on[computing.device]
+        if own.position == 0:
+            self._upload(own, -1)
+        stay = own.first.get(own.position)
+        if stay is not None:
+            computing.wait(own.arrived.pop(stay.j))
+
+    def after(self, action: Action) -> None:
+        """Let go what is not needed any more, and let come what is needed next."""
+        own = self._on[self._streams[action.j].device]
+        k, own.position = own.position, own.position + 1
+        stay = own.down.get(k)
+        if stay is not None:
+            for j in self._columns[stay.j]:
+                bring_down(self._aliases, j, self._streams[j])
+        stay = own.last.get(k)
+        if stay is not None:
+            self._leave(stay.j)
+        self._upload(own, k)
+
+    def watching(self, j: int) -> AbstractContextManager[object]:
+        """Look at each operation in a ``with`` block, if this mini-batch is watched."""
+        return Watch(self._aliases, lambda: j) if self._watches else nullcontext()
+
+    def end(self) -> None:
+        """Take all weights from the devices, and wait for all copies: the caller may change what is in host memory."""
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                for j, stream in enumerate(self._streams):
+                    leave(self._aliases, j, stream)
+                for device in self._on:
+                    self._memory.up(device).synchronize()
+                    self._memory.down(device).synchronize()
+            except Exception as error:  # A device that has failed fails again.
+                errors.append(error)
+
+        uninterrupted(work)
+        if errors:
+            try:
+                raise errors.pop()
+            finally:
+                del errors
+
+    def _upload(self, own: _OnDevice, k: int) -> None:
+        """Begin the uploads that have room after action ``k``."""
+        while own.waiting and own.waiting[0].after <= k:
+            partition = own.waiting.popleft().j
+            columns = self._columns[partition]
+            device = self._streams[columns[0]].device
+            own.arrived[partition] = come(self._aliases, columns, device)
+
+    def _leave(self, partition: int) -> None:
+        # Autocast would keep the casts of weights. It may drop those of other partitions, too, and casts these again.
+        torch.clear_autocast_cache()
+        for j in self._columns[partition]:
+            self._aliases.verify_untouched(j)
+            leave(self._aliases, j, self._streams[j])
+
+
+def come(aliases: Aliases, columns: Sequence[int], device: torch.device) -> Mark:
+    """Begin the upload of the weights of a partition, and return the mark of its end."""
+    memory = aliases.host_memory
+    assert memory is not None
+    up = memory.up(device)
+    with up.use():
+        memory.came(device, sum([aliases.fill(j) for j in columns]))
+        return up.mark()
+
+
+def leave(aliases: Aliases, j: int, computing: Stream) -> None:
+    """Take the weights of column ``j`` from its device, when the computation is through with them."""
+    memory = aliases.host_memory
+    assert memory is not None
+    up = memory.up(computing.device)
+    up.wait(computing.mark())
+    with up.use():
+        memory.went(computing.device, aliases.empty(j))
+
+
+def bring_down(aliases: Aliases, j: int, computing: Stream) -> None:
+    """Begin the download of the gradients of column ``j``."""
+    memory = aliases.host_memory
+    assert memory is not None
+    down = memory.down(computing.device)
+    down.wait(computing.mark())
+    with down.use():
+        aliases.bring_down(j, down)
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            yield value
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operations on weights of other partitions, and those that change weights, in a ``with`` block.
+
+    Args:
+        aliases: the aliases of the parameters
+        present: returns the present column
+    """
+
+    def __init__(self, aliases: Aliases, present: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._aliases, self._present = aliases, present
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors(args, kwargs):
+            self._aliases.verify_present(tensor, self._present(), f"'{func}'")
+        for argument, value in zip(func._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(value):
+                    self._aliases.refuse_changed(tensor)
+        return func(*args, **kwargs)
+
+
+class OnDemand(TorchDispatchMode):
+    """Lets weights come when an operation needs them, in a ``with`` block; those that were used last stay.
+
+    For a run without a program, forward and backward: one piece after the other, in the order of the model.
+
+    Args:
+        aliases: the aliases of the parameters
+        streams: where each column computes
+    """
+
+    def __init__(self, aliases: Aliases, streams: Sequence[Stream]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        assert aliases.host_memory is not None
+        self._aliases, self._streams, self._memory = aliases, streams, aliases.host_memory
+        #: The columns whose weights are there, the one that was used last behind the others.
+        self._there: list[int] = []
+        self._lock = threading.Lock()  # Backward runs in a thread for each device.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        columns = {self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)} - {None}
+        if columns:
+            with self._lock:
+                for j in sorted(columns):
+                    self._need(j, columns)
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        for j in self._there:
+            self._end(j)
+        self._there = []
+        for device in {stream.device for stream in self._streams}:
+            self._memory.up(device).synchronize()
+            self._memory.down(device).synchronize()
+
+    def _need(self, j: int, needed: set[int]) -> None:
+        if j in self._there:
+            self._there.remove(j)
+            self._there.append(j)
+            return
+        device = self._streams[j].device
+        own = [k for k in self._there if self._streams[k].device == device]
+        for k in [k for k in own if k not in needed][: max(0, len(own) + 1 - self._memory.slots)]:
+            self._end(k)
+            self._there.remove(k)
+        # In the thread and on the stream of the operation.
+        self._memory.streams.current(device).wait(come(self._aliases, [j], device))
+        self._there.append(j)
+
+    def _end(self, j: int) -> None:
+        computing = self._memory.streams.current(self._streams[j].device)
+        torch.clear_autocast_cache()
+        bring_down(self._aliases, j, computing)
+        leave(self._aliases, j, computing)
