@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
 
-__all__ = ["OnDemand", "Residence", "Watch"]
+__all__ = ["OnDemand", "Residence", "watch"]
 
 
 class _OnDevice:
@@ -110,7 +110,7 @@ class Residence:
 
     def watching(self, j: int) -> AbstractContextManager[object]:
         """Look at each operation in a ``with`` block, if this mini-batch is watched."""
-        return Watch(self._aliases, lambda: j) if self._watches else nullcontext()
+        return watch(self._aliases, lambda: j) if self._watches else nullcontext()
 
     def end(self) -> None:
         """Take all weights from the devices, and wait for all copies: the caller may change what is in host memory."""
@@ -185,26 +185,46 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
             yield value
 
 
-class Watch(TorchDispatchMode):
-    """Refuses operations on weights of other partitions, and those that change weights, in a ``with`` block.
+class _Here(threading.local):
+    present: Callable[[], int] | None = None
+
+
+#: The column that this thread computes in.
+_here = _Here()
+
+
+@contextmanager
+def watch(aliases: Aliases, present: Callable[[], int]) -> Iterator[None]:
+    """Refuse operations on weights of other partitions, and those that change weights, in a ``with`` block.
 
     Args:
         aliases: the aliases of the parameters
-        present: returns the present column
+        present: returns the column that this thread computes in
     """
+    outer, _here.present = _here.present, present
+    try:
+        with _Watch(aliases):
+            yield
+    finally:
+        _here.present = outer
 
-    def __init__(self, aliases: Aliases, present: Callable[[], int]) -> None:
+
+class _Watch(TorchDispatchMode):
+    """See `watch`. A recomputation takes this mode along, perhaps into another thread, where it is another column's."""
+
+    def __init__(self, aliases: Aliases) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._aliases, self._present = aliases, present
+        self._aliases = aliases
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors(args, kwargs):
-            self._aliases.verify_present(tensor, self._present(), f"'{func}'")
-        for argument, value in zip(func._schema.arguments, args):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(value):
-                    self._aliases.refuse_changed(tensor)
+        if _here.present is not None:
+            for tensor in _tensors(args, kwargs):
+                self._aliases.verify_present(tensor, _here.present(), f"'{func}'")
+            for argument, value in zip(func._schema.arguments, args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in _tensors(value):
+                        self._aliases.refuse_changed(tensor)
         return func(*args, **kwargs)
 
 

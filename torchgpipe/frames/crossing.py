@@ -79,7 +79,7 @@ class Crossing:
     @property
     def is_needed(self) -> bool:
         """Whether any tensor can need an import or a copy; without both, the model may run as if alone."""
-        return bool(self._cells) or self._moves
+        return bool(self._cells) or self._moves or self._aliases.host_memory is not None
 
     def note_changes(self) -> None:
         """Note the imports and copies that a module of this column has changed in place."""
@@ -123,7 +123,13 @@ class Crossing:
                     f"{tuple(tensor.shape)} from an earlier partition; change a copy (tensor.clone()), or give a "
                     "balance that keeps both in one partition"
                 )
-        return self._brought(tensor)
+        if self._aliases.host_memory is None:
+            return self._brought(tensor)
+        brought = self._aliases.at(tensor, self._frame.column)
+        if brought is None:
+            brought = self._brought(tensor)
+            self._aliases.verify_present(brought, self._frame.column, "the model")
+        return brought
 
     def bring_operand(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in an operation between two modules.

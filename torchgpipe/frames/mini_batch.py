@@ -28,6 +28,7 @@ from torchgpipe.engine.cut import Arrival
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import End, Kind, recorded
+from torchgpipe.engine.residence import watch
 from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
@@ -72,8 +73,12 @@ class MiniBatch:
         buffers: the ids of the model's buffers
         owner: the identity of the pipeline
         facts: returns what a note about memory is made from
+        watched: called when each operation on weights that live in host memory has been looked at; None if there is no
+            need to look
 
     Attributes:
+        watches: whether to look at each operation on weights that live in host memory
+        partitions: for each column, the number of what comes and goes together: each by itself
         random_numbers: the random numbers
         crossed: what the first micro-batch has carried from column to column
     """
@@ -96,9 +101,13 @@ class MiniBatch:
         buffers: Set[int],
         owner: Owner,
         facts: Callable[[], MiniBatchFacts],
+        watched: Callable[[], None] | None = None,
     ) -> None:
+        self.watches = watched is not None
+        self._watched = watched or (lambda: None)
         self._facts = facts
         self._m, self._n = len(inputs), len(columns.devices)
+        self.partitions = range(self._n)
         self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
         self._finish: Finish | None = finish
@@ -144,6 +153,7 @@ class MiniBatch:
         """
         try:
             self._executor().run(self._agenda, self._ambient)
+            self._watched()
             if self._cells and self._verified is not None:
                 self._verified()
         finally:
@@ -153,6 +163,8 @@ class MiniBatch:
         """Run all forward actions."""
         try:
             self._executor().run(_only(self._agenda, "F"), self._ambient)
+            if not self._cells:
+                self._watched()
         finally:
             self._drop()
 
@@ -171,6 +183,7 @@ class MiniBatch:
             for j in reversed(range(self._n)):
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
+        self._watched()
         if self._verified is not None:
             self._verified()
 
@@ -201,8 +214,12 @@ class MiniBatch:
                     f"an input of shape {tuple(tensor.shape)} of a pipelined model was changed in place after forward, "
                     "so backward would compute with other values; change a copy, or call backward() before"
                 )
+        if self._aliases.host_memory is not None:
+            for j in range(self._n):
+                self._aliases.verify_unchanged(j)
         with self._aliases.installed(), self.random_numbers.callers_generator.kept():
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
+        self._watched()
         if self._verified is not None:
             self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
@@ -277,9 +294,14 @@ class MiniBatch:
         def finish(output: Any) -> None:
             take = self._finish
             assert take is not None
+            if self._aliases.host_memory is not None:
+                where = f"micro-batch {i} of the model"
+                self._aliases.verify_returned([tensor for _, tensor in each(output)], where)
             take(i, traveller.bring(output), cells[-1].export if cells else _no_export)
 
-        traveller.run(model, finish)
+        # In a thread of its own, a frame does not run in the modes of a worker.
+        with watch(self._aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
+            traveller.run(model, finish)
         for j, cell in enumerate(cells):
             cell.span = frame.span(j)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
+from torchgpipe.engine.host_memory import verify_home
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.values import dotted
 from torchgpipe.model.placement import give_memory, move_parameter
@@ -15,7 +16,7 @@ __all__ = ["move"]
 
 
 def move(module: nn.Module, settings: Settings) -> None:
-    """Move every parameter and buffer to its device.
+    """Move every parameter and buffer to its device, or only buffers if weights live in host memory.
 
     What is on the meta device gets memory there, filled with nan until weights are loaded. So a model that no single
     memory can hold comes into being in parts.
@@ -38,7 +39,12 @@ def move(module: nn.Module, settings: Settings) -> None:
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 full = dotted(prefix, name)
-                _move(full, parameter, settings.devices[settings.column_of(full)])
+                if settings.offload is not None:
+                    verify_home([(full, parameter)])
+                    device = torch.device("cpu")
+                else:
+                    device = settings.devices[settings.column_of(full)]
+                _move(full, parameter, device)
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 device = settings.devices[settings.column_of(dotted(prefix, name))]

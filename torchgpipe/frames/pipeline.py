@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
-from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.aliases import Aliases, Slot
 from torchgpipe.engine.execute import with_gradients
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.label import labelled
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
+from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
@@ -37,7 +39,7 @@ from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.replay.seeds import Draws
-from torchgpipe.schedule import Program, Schedule, places_of, program, program_of
+from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
 
@@ -53,6 +55,7 @@ class Pipeline:
         identity: stands for this pipeline where a reference to it would be a cycle
         streams: the source of streams; a test can exchange it
         recorder: the listener to what runs when, if there is one
+        host_memory: takes weights to devices, if they live in host memory
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,6 +75,9 @@ class Pipeline:
         #: For the training modes of all modules, what the model draws from.
         self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
+        #: What mini-batches there were whose operations on weights were looked at; see `Watch`.
+        self._watched: set[Any] = set()
+        self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
 
     def __reduce__(self) -> Any:
@@ -92,7 +98,7 @@ class Pipeline:
         scalars = mean_or_sum(settings, named, sizes)
         parts = self._brought(arguments, rows, parts)
         exported = Exported(len(parts), backward=backward)
-        actions = program("GPipe", len(parts), places_of(settings.devices))
+        actions = self._in_two_halves(len(parts))
         with self.aliased(module, backward=backward) as aliases:
             facts = partial(self._facts, module, None, actions, backward=backward)
             mini_batch = self._mini_batch(
@@ -151,6 +157,8 @@ class Pipeline:
         """
         devices, streams = self.settings.devices, self.streams
         own = devices[door.column]
+        if self.host_memory is not None:
+            return self._call_from_host_memory(door, args, kwargs)
         given = [there for _, tensor in each((args, kwargs)) if (there := streams.device_of(tensor)) is not None]
         if not any([streams.moves(there, own) for there in given]):
             return door.call_module(args, kwargs)
@@ -158,6 +166,25 @@ class Pipeline:
             output = door.call_module(*mapped((args, kwargs), self.to(own), objects=True))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(given[0])) if given[0] in devices else output
+
+    def _call_from_host_memory(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Call a module of the spine while its weights are on its device, without a graph."""
+        modules, column = list(door.module.modules()), door.column
+        trained = [one for child in modules for one in child._parameters.values() if one is not None]
+        if torch.is_grad_enabled() and any([one.requires_grad for one in trained]):
+            raise RuntimeError(
+                f"'{door.name}' is called outside of the model's forward, where nothing brings its weights back from "
+                "host memory for backward; call it in torch.no_grad(), or call the model"
+            )
+        slots = [(child, name, column) for child in modules for name in child._parameters]
+        columns = Columns(self.settings.devices, self.streams)
+        with self._lock:
+            aliases = self._aliases_of(slots, backward=False)
+            with aliases.installed(), visiting(InOnePiece(columns, self.identity)):
+                with OnDemand(aliases, columns.computing), columns.computing[column].use():
+                    output = door.call_module(*mapped((args, kwargs), self.to(columns.devices[column]), objects=True))
+            aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
+        return output
 
     # ------------------------------------------------------------------------------------------------------- pieces
 
@@ -216,8 +243,26 @@ class Pipeline:
         devices = self.settings.devices
         # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
         columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
-        watched = range(0 if alone else columns)
-        return Aliases(slots, devices, self.streams, self._lock, backward=backward, watched=watched)
+        return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))
+
+    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: Container[int] = ()) -> Aliases:
+        memory = self.host_memory
+        if memory is not None:
+            memory.streams = self.streams
+        devices = self.settings.devices
+        return Aliases(
+            slots, devices, self.streams, self._lock, backward=backward, watched=watched, host_memory=memory
+        )
+
+    def _in_two_halves(self, m: int) -> Program:
+        """Return the program of ``loss.backward()``: all forward, then all backward, last micro-batches first."""
+        places = places_of(self.settings.devices)
+        if self.host_memory is None:
+            return program("GPipe", m, places)
+        return [
+            [Action(kind, i if kind == "F" else m - 1 - i, j) for half in "FB" for kind, i, j in own if kind == half]
+            for own in program("LayerMajor", m, places)
+        ]
 
     def _mini_batch(
         self,
@@ -241,6 +286,8 @@ class Pipeline:
         bring = self.to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
         random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
+        kind = backward, self._structure, _modes(module), len(parts[0].args), tuple(parts[0].kwargs)
+        watches = self.host_memory is not None and kind not in self._watched
         return MiniBatch(
             plain,
             inputs,
@@ -257,6 +304,7 @@ class Pipeline:
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
             facts=facts,
+            watched=(lambda: self._watched.add(kind)) if watches else None,
         )
 
     def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
@@ -328,11 +376,13 @@ class Pipeline:
         generates = arguments.kwargs.get("use_cache") is True or any(
             map(is_cache, (*arguments.args, *arguments.kwargs.values()))
         )
+        streamed = ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            self._tell("calls with a cache, as in generate(), pass the partitions in one piece, without a speed-up", 8)
+            how = f"without a speed-up{streamed}"
+            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {how}", 8)
         elif rows == 0:
             said = self.settings.splitter.unsplit(arguments)
-            self._tell(f"a call passes the partitions in one piece, without a speed-up, as {said}", 8)
+            self._tell(f"a call passes the partitions in one piece, without a speed-up{streamed}, as {said}", 8)
         return generates or rows == 0
 
     def micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
@@ -361,15 +411,20 @@ class Pipeline:
             tell_of_few(rows, self.settings.chunks, stacklevel)
 
     def _tell(self, what: str, stacklevel: int) -> None:
-        if what not in self._told and len(self.settings.devices) > 1:
+        if what not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
             self._told.add(what)
             warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
 
     def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
-        if not Columns(self.settings.devices, self.streams).copies:
+        if not Columns(self.settings.devices, self.streams).copies and self.host_memory is None:
             return plain(*arguments.args, **arguments.kwargs)
-        with self.in_one_piece(module, backward=False):
-            return plain(*arguments.args, **arguments.kwargs)
+        if self.host_memory is not None:
+            arguments = Arguments(*mapped(tuple(arguments), self.to(self.settings.devices[0])))
+        with self.in_one_piece(module, backward=False) as aliases:
+            output = plain(*arguments.args, **arguments.kwargs)
+            if self.host_memory is not None:
+                aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+            return output
 
     @contextmanager
     def in_one_piece(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
@@ -385,6 +440,8 @@ class Pipeline:
             if columns.copies:
                 stack.enter_context(visiting(visitor))
                 stack.enter_context(visitor)
+            if self.host_memory is not None:
+                stack.enter_context(OnDemand(aliases, columns.computing))
             yield aliases
 
     def mini_batch_for_proof(

@@ -14,6 +14,7 @@ from torch import nn
 from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
+from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_slots
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.door import here, remove_door
 from torchgpipe.frames.inputs import Arguments, arguments_of
@@ -25,9 +26,10 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.comparison import Comparison
+from torchgpipe.model.placement import move_buffers
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
-from torchgpipe.schedule.programs import APART
+from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
 __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
 
@@ -48,13 +50,16 @@ def pipelined(
     devices: Iterable[Device] | None = None,
     partitions: int | None = None,
     balance: str | Sequence[int] | Mapping[str, int] = "time",
-    schedule: Schedule = "1F1B",
+    schedule: Schedule = USUAL,
     loss_fn: Callable[..., Any] | None = None,
     weight: Callable[..., Any] | None = None,
     reduce: str | None = None,
     no_chunk: Collection[str] = (),
     checkpoint: bool | Collection[str] = (),
     verify: bool | Collection[str] = True,
+    offload: bool = False,
+    slots: int = 2,
+    pin: int | None = None,
 ) -> M:
     """Pipeline any module over several devices, in place. ::
 
@@ -85,7 +90,7 @@ def pipelined(
         partitions: the number of partitions (default: one for each device)
         balance: ``'time'``, ``'parameters'`` or ``'size'``: what to balance; or the number of parts of the spine in
             each partition; or a dict from names of modules to the partitions that begin there
-        schedule: for ``step``; see :class:`GPipe`
+        schedule: for ``step``; see :class:`GPipe` (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
         loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the mean loss, or a pair of
             the mean loss and other values (default: the output's own ``loss``)
         weight: for ``step``, returns the weight of a micro-batch in the mean, given its target, or without ``loss_fn``
@@ -94,10 +99,15 @@ def pipelined(
             the sum where ``num_items_in_batch`` is given, or else the weighted mean)
         no_chunk: names of arguments that every micro-batch gets whole
         checkpoint: names of modules that keep only their inputs, and run again at backward; True or ``'always'`` for
-            all of the spine, False or ``'never'`` for none
+            all of the spine, False or ``'never'`` for none (default: none, or under ``offload`` all)
         verify: whether to run the sample through the pipeline and the plain model, and compare outputs, changed buffers
             and the gradients of all parameters; or the names of outputs, such as a loss that balances experts over the
             batch, that may differ between rows together and apart, with a warning
+        offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
+            leave afterwards, so a model may be larger than all devices. Give several partitions for each device
+        slots: under ``offload``, the partitions whose parameters have room on a device at a time
+        pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
+            that is free), which CUDA copies beside the computation
 
     Returns:
         ``module``
@@ -121,6 +131,9 @@ def pipelined(
         no_chunk=no_chunk,
         checkpoint=checkpoint,
         verify=verify,
+        offload=offload,
+        slots=slots,
+        pin=pin,
     )
 
 
@@ -158,12 +171,22 @@ def _pipelined(
     balance: str | Sequence[int] | Mapping[str, int],
     schedule: Schedule,
     reduce: str | None,
+    checkpoint: bool | Collection[str],
     verify: bool | Collection[str],
+    offload: bool,
+    slots: int,
+    pin: int | None,
     apart: bool = False,
     **others: Any,
 ) -> M:
     verify_module(module)
     count = verify_chunks(chunks)
+    schedule = given_or_usual(schedule, offload=offload)
+    limits = verify_slots(slots, pin) if offload else None
+    if offload:
+        verify_home(module.named_parameters())
+        # All micro-batches pass a partition before the next one, so all their activations would be kept.
+        checkpoint = True if isinstance(checkpoint, tuple) and not checkpoint else checkpoint
     if reduce not in (None, "mean", "sum"):
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
     places, fixed = _devices(devices, partitions, balance)
@@ -175,12 +198,16 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        apart=apart or schedule in APART,
+        apart=apart or schedule in APART or offload,
         chunks=count,
         schedule=schedule,
         reduce=reduce,
+        checkpoint=checkpoint,
+        offload=limits,
         **others,
     )
+    if offload:
+        verify_fits(_sizes(module, settings), slots)
     settings.may_differ = () if isinstance(verify, bool) else [verify] if isinstance(verify, str) else verify
     program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
     move(module, settings)
@@ -196,6 +223,19 @@ def _pipelined(
             cast(Any, module).unpipelined()
             raise
     return module
+
+
+def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.device, int]]:
+    """Return the label, the device and the bytes of the weights of each column."""
+    own: list[dict[torch.Tensor, None]] = [{} for _ in settings.devices]
+    for child, name, column in settings.slots(module):
+        parameter = child._parameters[name]
+        if parameter is not None:
+            own[column][parameter] = None
+    return [
+        (label, device, sum([parameter.nbytes for parameter in parameters]))
+        for label, device, parameters in zip(settings.labels, settings.devices, own)
+    ]
 
 
 def _prove(module: Any, sample: Arguments) -> None:
@@ -280,7 +320,8 @@ def verify_module(module: Any) -> None:
 def _tell_trainers(module: Any, settings: Settings) -> None:
     """Note the devices where trainers look, so that they neither move nor wrap the module."""
     told = _device_map(settings)
-    if len({device for device in told.values() if device.type != "cpu"}) > 1:
+    on_accelerators = {device for device in told.values() if device.type != "cpu"}
+    if len(on_accelerators) > 1 or (on_accelerators and settings.offload is not None):
         module.hf_device_map = told
 
 
@@ -360,7 +401,10 @@ class _Pipelined(nn.Module):
         return layout
 
     def unpipelined(self) -> Any:
-        """Give the module its own class back, and return it; its parameters stay where they are."""
+        """Give the module its own class back, and return it; its parameters stay where they are.
+
+        Under ``offload`` they are in host memory, and buffers go there, too.
+        """
         if type(self).__mro__[1] is not _Pipelined:
             raise RuntimeError(
                 f"{type(self).__name__} has got another class on top of the pipeline, perhaps by a parametrization or "
@@ -373,17 +417,22 @@ class _Pipelined(nn.Module):
         if vars(self).get("hf_device_map") == _device_map(settings):
             del self.hf_device_map
         self.__class__ = _plain(self)
+        if settings.offload is not None:
+            move_buffers(self, torch.device("cpu"))
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The pipeline manages the place of parameters and buffers; only their dtype may change.
-        for device in set(vars(self)[_SETTINGS].devices):
+        settings: Settings = vars(self)[_SETTINGS]
+        for device in {*settings.devices, *([torch.device("cpu")] if settings.offload is not None else [])}:
             probe = torch.empty(0, device=device)
             moved = fn(probe).device
             if moved != probe.device and not moved.type == probe.device.type == "cpu":
                 raise TypeError(
                     f"denied to move a pipelined {type(self).__name__}, whose partitions are on "
-                    f"{[*map(str, vars(self)[_SETTINGS].devices)]}; call unpipelined() first"
+                    f"{[*map(str, settings.devices)]}"
+                    + ", with weights in host memory" * (settings.offload is not None)
+                    + "; call unpipelined() first"
                 )
         # A class that overrides this method, as that of YOLOv5, may not know of `recurse`.
         return super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -405,6 +454,7 @@ class _Pipelined(nn.Module):
         own = super().extra_repr()
         devices = [str(partition.device) for partition in settings.layout.partitions]
         ours = f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"
+        ours += f", offload=True, slots={settings.offload[0]}" if settings.offload is not None else ""
         return f"{own}, {ours}" if own else ours
 
 

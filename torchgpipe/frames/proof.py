@@ -155,7 +155,7 @@ class Proof:
         random_numbers = RandomNumbers(None)
         outputs: list[Any] = []
         loss = self._loss()
-        with untouched(self._module), self._in_one_piece() as aliases:
+        with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
             buffers = Buffers(self._module)
             for i, part in enumerate(self._parts):
                 with random_numbers.of(i, self._settings.devices[0]):
@@ -171,7 +171,7 @@ class Proof:
         return _Run(outputs, total, changed, gradients, random_numbers.drawn)
 
     def _together(self) -> tuple[Any, Tensor | None]:
-        with untouched(self._module), self._in_one_piece():
+        with untouched(self._module, self._settings.devices), self._in_one_piece():
             output = self._call(self._arguments)
             loss = self._loss([sum(self._sizes)])
             if loss is None:
@@ -263,7 +263,7 @@ class Proof:
                 export(tensor).add(grad)
             outputs[i] = mapped(output, Tensor.detach)
 
-        with untouched(self._module), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
+        with untouched(self._module, self._settings.devices), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
             expected = apart.gradients or {}
             largest = largest_of(expected.values())

@@ -48,6 +48,7 @@ class Settings:
         on_meta: whether the model was on the meta device
         layout: the layout, for people
         may_differ: the names of outputs that may differ between rows together and rows apart
+        offload: the slots, and the bytes that may be pinned, if weights live in host memory
     """
 
     chunks: int
@@ -72,6 +73,7 @@ class Settings:
     on_meta: bool
     layout: Layout
     may_differ: Collection[str] = ()
+    offload: tuple[int, int | None] | None = None
 
     def column_of(self, name: str) -> int:
         """Return the column of a module, parameter or buffer, given its name in the model."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,13 @@ _HOOKS = [name for name in _OF_EVERY_MODULE if "hooks" in name]
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Put buffers, attributes, training modes and random states back after a ``with`` block."""
+def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Put buffers, attributes, training modes and random states back after a ``with`` block.
+
+    Args:
+        module: the module
+        devices: where it computes, beside the devices of its parameters
+    """
     buffers = Buffers(module)
     # Lazy layers come into being in their first run.
     restore = [
@@ -35,9 +40,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
         for child in module.modules()
         if not any([one is not None and is_lazy(one) for one in child._parameters.values()])
     ]
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
+    own = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
     of_python, of_numpy = python_random_states()
-    with restored_generators(devices, list(module.modules())):
+    with restored_generators({*own, *devices}, list(module.modules())):
         try:
             yield
         finally:

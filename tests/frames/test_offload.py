@@ -1,0 +1,431 @@
+"""Weights in host memory: results are those of the resident pipeline, and devices hold no more than the slots."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import torchgpipe
+from tests.conftest import Devices
+from torchgpipe.frames.pipelined import pipelined_apart, runs_of
+from torchgpipe.schedule import Action, Program, program
+from torchgpipe.schedule.residency import residency
+
+ON_LATE = True
+
+WORDS, WIDTH, PARTITIONS = 7, 6, 6
+
+
+class Block(nn.Module):
+    """A block, with what can go wrong: at the given count of calls, it fails in forward or backward."""
+
+    calls, fails_at, in_backward = 0, -1, False
+
+    def __init__(self, dropout: float, norms: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if norms else nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Fault.apply(self.dropout(torch.tanh(self.linear(self.norm(x)))))
+
+
+class Fault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        count(in_backward=False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        count(in_backward=True)
+        return grad.clone()
+
+
+class Failure(Exception):
+    pass
+
+
+def count(*, in_backward: bool) -> None:
+    if Block.in_backward == in_backward:
+        Block.calls += 1
+        if Block.calls == Block.fails_at:
+            raise Failure
+
+
+class Model(nn.Module):
+    """A language model in small, whose embedding may be its head, too, and is used in glue."""
+
+    def __init__(self, *, tied: bool = False, frozen: int = 0, dropout: float = 0.0, norms: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(dropout, norms) for _ in range(PARTITIONS - 2)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        for block in self.blocks[:frozen]:
+            block.requires_grad_(False)
+        self.glued = tied
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits + functional.linear(x, self.embed.weight) if self.glued else logits
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randint(WORDS, (rows,)), torch.randint(WORDS, (rows,))
+
+
+def pair(model: nn.Module, devices: list[str], **options: Any) -> tuple[Any, Any]:
+    """Return the model resident, and in host memory."""
+    slots = options.pop("slots", 2)
+    given: dict[str, Any] = {"partitions": PARTITIONS, "chunks": 4, "schedule": "LayerMajor", "checkpoint": False}
+    given |= {"devices": devices, "loss_fn": functional.cross_entropy, "verify": False, **options}
+    sample = data(2)[0]
+    # Every partition by itself, as in host memory: the gradients of tied weights are added partition by partition.
+    resident = pipelined_apart(copy.deepcopy(model), sample, **given)
+    return resident, torchgpipe.pipelined(copy.deepcopy(model), sample, offload=True, slots=slots, **given)
+
+
+def trained(model: Any, ids: Tensor, target: Tensor, how: str, *, steps: int = 2, autocast: bool = False) -> list[Any]:
+    """Train, accumulating two mini-batches for a step, and return all that can be seen on the host."""
+    torch.manual_seed(3)
+    device = runs_of(model).settings.devices[-1]  # type: ignore[union-attr]
+    kind = device.type
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    seen: list[Any] = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(2):
+            with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+                loss = model.step(ids, target=target) if how == "step" else None
+                output = model(ids) if how == "backward" else None
+            if loss is None:
+                loss = functional.cross_entropy(output.float(), target.to(device))
+                loss.backward()
+        seen += [loss.detach(), *[one.grad for one in model.parameters()], *model.buffers()]
+        seen = [None if one is None else one.detach().cpu().clone() for one in seen]
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        seen.append(model(ids).cpu())
+    model.train()
+    return [*seen, *[one.detach().cpu() for one in model.parameters()]]
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def is_empty(model: Any) -> bool:
+    """Return whether no weights are on devices, and all parameters on the host."""
+    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    return not any(memory._there.values()) and {one.device.type for one in model.parameters()} == {"cpu"}
+
+
+def in_halves(m: int, places: list[int]) -> list[Program]:
+    """Return the forward and the backward half of LayerMajor."""
+    return [
+        [[one for one in own if (one.kind == "F") == forward] for own in program("LayerMajor", m, places)]
+        for forward in (True, False)
+    ]
+
+
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
+@given(draw=st.data())
+def test_it_equals_the_resident_pipeline_bit_for_bit(devices: Devices, draw: st.DataObject) -> None:
+    n = draw.draw(st.integers(1, 2))
+    there = devices(n)
+    n = len(set(there))
+    model = Model(
+        tied=draw.draw(st.booleans()),
+        frozen=draw.draw(st.sampled_from([0, 2])),
+        dropout=draw.draw(st.sampled_from([0.0, 0.3])),
+        norms=draw.draw(st.booleans()),
+    )
+    how = draw.draw(st.sampled_from(["step", "backward"]))
+    named = ["LayerMajor", "GPipe", "1F1B"] if n == 1 else ["LayerMajor", "Interleaved1F1B"]
+    schedule = draw.draw(st.sampled_from(named)) if how == "step" else "LayerMajor"
+    options = {"checkpoint": draw.draw(st.booleans()), "schedule": schedule, "slots": draw.draw(st.integers(1, 4))}
+    autocast = draw.draw(st.booleans())
+    resident, model_at_home = pair(model, there, **options)
+    ids, target = data()
+    ours, theirs = (trained(one, ids, target, how, autocast=autocast) for one in (model_at_home, resident))
+    assert equal(ours, theirs)
+    assert is_empty(model_at_home)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, how: str, slots: int) -> None:
+    class Equal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(PARTITIONS)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+    there = devices(2)
+    names = list(dict.fromkeys(there))
+    places = [names.index(there[j % 2]) for j in range(PARTITIONS)]
+    options: dict[str, Any] = {"loss_fn": functional.mse_loss, "verify": False, "slots": slots, "offload": True}
+    model = torchgpipe.pipelined(
+        Equal(), torch.randn(2, WIDTH), chunks=4, partitions=PARTITIONS, devices=names, **options
+    )
+    x = torch.randn(8, WIDTH)
+    if how == "step":
+        model.step(x, target=torch.randn(8, WIDTH))
+        programs: list[Program] = [program("LayerMajor", 4, places)]
+    else:
+        model(x).sum().backward()
+        programs = in_halves(4, places)
+    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    size = 4 * (WIDTH * WIDTH + WIDTH)
+    plans = [residency(one, slots) for one in programs]
+    assert memory.uploads == sum(one.uploads for one in plans)
+    assert memory.bytes_up == sum(one.bytes_up([size] * PARTITIONS) for one in plans) == size * memory.uploads
+    assert memory.bytes_down == size * PARTITIONS
+    assert set(memory.peaks.values()) == {slots * size}
+
+
+def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
+    model = pair(Model(), devices(1))[1]
+    seen = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        there = [one.linear.weight.untyped_storage().nbytes() > 0 for one in model.blocks]
+        seen.append((list(model.blocks).index(module), there))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+    model.step(*data()[:1], target=data()[1])
+    assert len(seen) == 4 * (PARTITIONS - 2)
+    for k, there in seen:
+        assert there[k]
+        assert sum(there) <= 2
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_failure_at_any_action_leaves_everything_as_it_was(devices: Devices, how: str) -> None:
+    resident, model = pair(Model(), devices(2))
+    ids, target = data()
+    Block.fails_at = -1
+    for one in (resident, model):
+        trained(one, ids, target, how, steps=1)
+    threads = 4 * (PARTITIONS - 2)
+    for in_backward in (False, True):
+        for at in (1, 2, threads // 2, threads):
+            grads = [one.grad for one in model.parameters()]
+            before = [one.detach().clone() for one in (*model.parameters(), *grads)]
+            Block.calls, Block.fails_at, Block.in_backward = 0, at, in_backward
+            try:
+                with pytest.raises(Failure):
+                    trained(model, ids, target, how, steps=1) if not grads else once(model, ids, target, how)
+            finally:
+                Block.fails_at = -1
+            assert all(one.grad is grad for one, grad in zip(model.parameters(), grads))
+            assert equal([one.detach() for one in (*model.parameters(), *grads)], before)
+            assert is_empty(model)
+    assert equal(*[trained(one, ids, target, how, steps=1) for one in (model, resident)])
+
+
+def once(model: Any, ids: Tensor, target: Tensor, how: str) -> None:
+    if how == "step":
+        model.step(ids, target=target)
+    else:
+        output = model(ids)
+        functional.cross_entropy(output, target.to(output.device)).backward()
+
+
+def test_the_proof_runs_and_copies_are_pipelined(devices: Devices) -> None:
+    there = devices(2)
+    names = list(dict.fromkeys(there))
+    sample, (ids, target) = data(2)[0], data()
+    plain = Model(tied=True, norms=True)
+    model: Any = torchgpipe.pipelined(
+        plain, sample, chunks=4, partitions=PARTITIONS, devices=names, loss_fn=functional.cross_entropy, offload=True
+    )
+    assert model is plain
+    assert runs_of(model).settings.schedule == "LayerMajor"  # type: ignore[union-attr]
+    assert model.verify(ids, target=target).is_equal
+    assert all(one.grad is None for one in model.parameters())
+    assert is_empty(model)
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(model.state_dict())
+    assert equal(trained(copied, ids, target, "step"), trained(model, ids, target, "step"))
+    module = model.unpipelined()
+    assert {one.device.type for one in (*module.parameters(), *module.buffers())} == {"cpu"}
+    functional.cross_entropy(module(ids), target).backward()
+
+
+def test_retained_graphs_and_optimizers_in_hooks(devices: Devices) -> None:
+    resident, model = pair(Model(), devices(2))
+    ids, target = data()
+    for one in (resident, model):
+        output = one(ids)
+        loss = functional.cross_entropy(output, target.to(output.device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert equal([one.grad for one in model.parameters()], [one.grad.cpu() for one in resident.parameters()])
+    heard = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one, name=name: heard.append(name))
+    for how in ("step", "backward"):
+        once(model, ids, target, how)
+    assert sorted(heard) == sorted(2 * [name for name, _ in model.named_parameters()])
+
+
+def test_methods_beside_forward_bring_their_weights(devices: Devices) -> None:
+    model = pair(Model(), devices(2))[1]
+    plain = copy.deepcopy(model).unpipelined()
+    ids = data()[0]
+    with torch.no_grad():
+        assert torch.equal(model.blocks[2](model.embed(ids)).cpu(), plain.blocks[2](plain.embed(ids)))
+    assert is_empty(model)
+    with pytest.raises(RuntimeError, match=r"'embed' is called outside of the model's forward.*torch.no_grad\(\)"):
+        model.embed(ids)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+class Stealing(Model):
+    """A block uses the weight of another one, which is no module of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks[2].other = [self.blocks[0]]
+        self.way = way
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        kept = self.embed.weight.t()
+        for k, block in enumerate(self.blocks):
+            x = block(x)
+            if k == 0 and self.way == "module":
+                self.blocks[2].forward = self._stolen
+        logits = self.head(x)
+        if self.way == "glue":
+            return logits + x @ kept
+        return (logits, self.head.weight) if self.way == "output" else logits
+
+    def _stolen(self, x: Tensor) -> Tensor:
+        return x + self.blocks[0].linear.bias
+
+
+@pytest.mark.parametrize("way", ["module", "glue", "output"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_weight_outside_of_its_partition_is_refused(devices: Devices, way: str, verify: bool) -> None:
+    options: dict[str, Any] = {"devices": list(dict.fromkeys(devices(1))), "offload": True, "verify": verify}
+    said = {"module": "uses the weight 'bias' of a Linear", "glue": "uses the weight 'weight' of a Embedding"}
+    with pytest.raises((ValueError, RuntimeError), match=said.get(way, "returns the weight 'weight' of a Linear")):
+        model: Any = torchgpipe.pipelined(
+            Stealing(way), data(2)[0], chunks=2, partitions=PARTITIONS, checkpoint=False, **options
+        )
+        output = model(data()[0])
+        assert not verify
+        output.sum().backward()
+
+
+def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, target = data()
+    there = devices(1)
+
+    def made(model: nn.Module, **options: Any) -> Any:
+        given: dict[str, Any] = {"chunks": 2, "partitions": PARTITIONS, "devices": there, "verify": False}
+        return torchgpipe.pipelined(model, ids, offload=True, **given | options)
+
+    class Special(nn.Parameter):
+        pass
+
+    odd = Model()
+    odd.head.weight = Special(odd.head.weight.detach())
+    with pytest.raises(ValueError, match="'head.weight' is a Special"):
+        made(odd)
+    with pytest.raises(ValueError, match="slots must be 1 or more"):
+        made(Model(), slots=0)
+    with pytest.raises(TypeError, match="pin must be an integer"):
+        made(Model(), pin="1GiB")
+    monkeypatch.setattr("torchgpipe.engine.host_memory.memory_in_use", lambda device: (0, 0, 300))
+    with pytest.raises(ValueError, match=r"takes \d+ B in 2 slots of .* with 300 B: give more partitions, fewer slots"):
+        made(Model())
+    monkeypatch.undo()
+    model = made(Model())
+    if there[0].startswith("late"):
+        with pytest.raises(TypeError, match="denied to move a pipelined Model.*with weights in host memory"):
+            model.to(there[0])
+        with pytest.raises(ValueError, match=r"'embed.weight' is on late:0, but under offload=True.*model.cpu\(\)"):
+            made(Model().to(there[0]))
+    output = model(ids)
+    with torch.no_grad():
+        model.blocks[1].linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="'weight' of a Linear was changed between forward and backward"):
+        output.sum().backward()
+    assert is_empty(model)
+
+
+def test_a_weight_that_forward_changes_is_refused(devices: Devices) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.clamps = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if self.clamps:
+                self.second.weight.data.clamp_(-0.1, 0.1)
+            return self.second(x)
+
+    model: Any = torchgpipe.pipelined(
+        Changing(), torch.randn(2, WIDTH), chunks=2, partitions=2, devices=devices(1), offload=True, verify=False
+    )
+    model.clamps = True
+    before = model.second.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="changes the weight 'weight' of a Linear|in partition 0 uses the weight"):
+        model(torch.randn(4, WIDTH))
+    assert torch.equal(model.second.weight, before)
+
+
+def test_the_host_waits_before_weights_may_change(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair(Model(), devices(1))[1]
+    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    waited = []
+    for way in ("up", "down"):
+        made = getattr(memory, way)
+
+        def stream(device: torch.device, made: Any = made, way: str = way) -> Any:
+            one = made(device)
+            monkeypatch.setattr(type(one), "synchronize", lambda self: waited.append(way))
+            return one
+
+        monkeypatch.setattr(memory, way, stream)
+    model.step(data()[0], target=data()[1])
+    assert len(waited) >= 2
+
+
+def test_a_schedule_action_is_a_step(devices: Devices) -> None:
+    """A program of the user's own runs, too."""
+    model, ids = Model(), data(4)[0]
+    own = [[Action(kind, i, j) for i in range(2) for kind, order in (("F", 1), ("B", -1)) for j in range(6)[::order]]]
+    resident, at_home = pair(model, devices(1), chunks=2, schedule=own)
+    assert equal(*[trained(one, ids, data(4)[1] * 0, "step") for one in (at_home, resident)])
+    assert pickle.loads(pickle.dumps(runs_of(at_home).host_memory)).slots == 2  # type: ignore[union-attr]
