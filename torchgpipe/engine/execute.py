@@ -155,9 +155,7 @@ class Executor:
         """Let weights come and go in a ``with`` block, and wind up after an error."""
         front = self._front
         if self._aliases.host_memory is not None:
-            self._residence = Residence(
-                self._aliases, front.streams, actions, front.partitions, watches=front.watches
-            )
+            self._residence = Residence(self._aliases, front.streams, actions, front.partitions, watches=front.watches)
         try:
             try:
                 yield

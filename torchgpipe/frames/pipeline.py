@@ -250,9 +250,7 @@ class Pipeline:
         if memory is not None:
             memory.streams = self.streams
         devices = self.settings.devices
-        return Aliases(
-            slots, devices, self.streams, self._lock, backward=backward, watched=watched, host_memory=memory
-        )
+        return Aliases(slots, devices, self.streams, self._lock, backward=backward, watched=watched, host_memory=memory)
 
     def _in_two_halves(self, m: int) -> Program:
         """Return the program of ``loss.backward()``: all forward, then all backward, last micro-batches first."""
@@ -437,8 +435,9 @@ class Pipeline:
         columns = Columns(self.settings.devices, self.streams)
         visitor = InOnePiece(columns, self.identity)
         with self.aliased(module, backward=backward, alone=True) as aliases, ExitStack() as stack:
-            if columns.copies:
+            if columns.copies or self.host_memory is not None:
                 stack.enter_context(visiting(visitor))
+            if columns.copies:
                 stack.enter_context(visitor)
             if self.host_memory is not None:
                 stack.enter_context(OnDemand(aliases, columns.computing))

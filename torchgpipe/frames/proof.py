@@ -160,6 +160,7 @@ class Proof:
             for i, part in enumerate(self._parts):
                 with random_numbers.of(i, self._settings.devices[0]):
                     output = self._call(part)
+                    aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
                     roots = self._roots(i, output, loss)
                     outputs.append(mapped(output, _kept))
                 backward = backward and _differentiated(roots)
@@ -171,8 +172,9 @@ class Proof:
         return _Run(outputs, total, changed, gradients, random_numbers.drawn)
 
     def _together(self) -> tuple[Any, Tensor | None]:
-        with untouched(self._module, self._settings.devices), self._in_one_piece():
+        with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
             output = self._call(self._arguments)
+            aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
             loss = self._loss([sum(self._sizes)])
             if loss is None:
                 return mapped(output, Tensor.detach), None
@@ -263,7 +265,10 @@ class Proof:
                 export(tensor).add(grad)
             outputs[i] = mapped(output, Tensor.detach)
 
-        with untouched(self._module, self._settings.devices), pipeline.aliased(self._module, backward=True, watches=True) as aliases:
+        with (
+            untouched(self._module, self._settings.devices),
+            pipeline.aliased(self._module, backward=True, watches=True) as aliases,
+        ):
             buffers = Buffers(self._module)
             expected = apart.gradients or {}
             largest = largest_of(expected.values())
