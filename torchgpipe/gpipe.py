@@ -412,8 +412,8 @@ class GPipe(nn.Module):
         if self._host_memory is not None:
             raise RuntimeError(
                 "verify() runs the layers without a program, so it cannot bring weights from host memory; make a GPipe "
-                "of a smaller model of the same layers without offload, or use torchgpipe.pipelined(..., offload=True), "
-                "whose proof can"
+                "of a smaller model of the same layers without offload, or use torchgpipe.pipelined(..., offload=True),"
+                " whose proof can"
             )
         first = self.devices[0] if self._partitions else torch.device("cpu")
         loss_fn, weight = self._loss

@@ -364,8 +364,7 @@ def test_a_weight_outside_of_its_partition_is_refused(devices: Devices, way: str
 
 
 def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, target = data()
-    there = devices(1)
+    ids, there = data()[0], devices(1)
 
     def made(model: nn.Module, **options: Any) -> Any:
         given: dict[str, Any] = {"chunks": 2, "partitions": PARTITIONS, "devices": there, "verify": False}
@@ -376,9 +375,9 @@ def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatc
 
     odd = Model()
     odd.head.weight = Special(odd.head.weight.detach())
-    with pytest.raises(ValueError, match="'head.weight' is a Special"):
+    with pytest.raises(ValueError, match=r"'head\.weight' is a Special"):
         made(odd)
-    with pytest.raises(ValueError, match="slots must be 1 or more"):
+    with pytest.raises(ValueError, match=r"slots must be 1 or more"):
         made(Model(), slots=0)
     with pytest.raises(TypeError, match="pin must be an integer"):
         made(Model(), pin="1GiB")
@@ -388,7 +387,7 @@ def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatc
     monkeypatch.undo()
     model = made(Model())
     if there[0].startswith("late"):
-        with pytest.raises(TypeError, match="denied to move a pipelined Model.*with weights in host memory"):
+        with pytest.raises(TypeError, match=r"denied to move a pipelined Model.*with weights in host memory"):
             model.to(there[0])
         with pytest.raises(ValueError, match=r"'embed.weight' is on late:0, but under offload=True.*model.cpu\(\)"):
             made(Model().to(there[0]))
@@ -418,7 +417,7 @@ def test_a_weight_that_forward_changes_is_refused(devices: Devices) -> None:
     )
     model.clamps = True
     before = model.second.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="changes the weight 'weight' of a Linear|in partition 0 uses the weight"):
+    with pytest.raises(RuntimeError, match=r"changes the weight 'weight' of a Linear|in partition 0 uses the weight"):
         model(torch.randn(4, WIDTH))
     assert torch.equal(model.second.weight, before)
 

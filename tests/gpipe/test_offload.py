@@ -96,7 +96,7 @@ def test_what_it_cannot_do_is_refused(devices: Devices) -> None:
         model(x)
     with pytest.raises(RuntimeError, match="without a program"):
         model.verify(x)
-    with pytest.raises(ValueError, match="'0.weight' is a UninitializedParameter"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is a UninitializedParameter"):
         GPipe(nn.Sequential(nn.LazyLinear(2)), [1], offload=True, devices=own)
     copied = copy.deepcopy(model)
     assert torch.equal(copied.step(x, y), model.step(x, y))

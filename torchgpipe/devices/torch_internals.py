@@ -297,8 +297,8 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
 # BatchNormBase: the base of all batch norms. `DeferredBatchNorm` takes its parameters and buffers from it, and users'
 # own batch norms are recognised by it. Since 2.0. A tuple of the public batch norms could take its place.
 
-# TorchDispatchMode: the base of modes that see each operation below autograd. Weights that come when they are needed, and
-# reads of those that have left, are seen there. Since 2.0. Without it, neither would be seen in functions of autograd.
+# TorchDispatchMode: the base of modes that see each operation below autograd. There, weights are brought when they are
+# needed, and reads of those that have left are refused. Since 2.0. Function modes do not see functions of autograd.
 
 # pytree: nested containers and the registration of new kinds. Since 2.4 or a little earlier, when keys were added. The
 # package optree does the same.

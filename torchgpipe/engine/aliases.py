@@ -290,8 +290,8 @@ class Aliases:
         place = self._places.get(storage_key(tensor))
         if place is not None:
             raise RuntimeError(
-                f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, and "
-                "the change would be lost; change parameters between two calls, such as after optimizer.step()"
+                f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, "
+                "and the change would be lost; change parameters between two calls, such as after optimizer.step()"
             )
 
     def _key_of(self, parameter: Tensor) -> int:

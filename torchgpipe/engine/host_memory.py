@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class HostMemory:
     @torch.no_grad()
     def fill(self, alias: Tensor, parameter: Tensor) -> None:
         """Give an alias memory, and the values of its parameter, on the current stream."""
-        if alias.device.type != "cpu":
+        if alias.device.type == "cuda":
             self._pins.pin(parameter)
         extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
         alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
@@ -120,24 +120,27 @@ class _Pins:
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self._left: int | None = budget
-        self._known: WeakSet[Any] = WeakSet()
+        #: The storages that have been looked at, by the keys of those that are alive.
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
 
     def pin(self, tensor: Tensor) -> None:
         """Lock the memory of a tensor, once, within the budget."""
         storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        if not torch.cuda.is_available() or tensor.is_pinned():
-            return
-        if self._left is None:
-            self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        if storage.nbytes() > self._left:
-            return
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)) == 0:
-            self._left -= storage.nbytes()
-            finalize(storage, runtime.cudaHostUnregister, storage.data_ptr())
+        with self._lock:
+            if storage._cdata in self._known:
+                return
+            self._known.add(storage._cdata)
+            finalize(storage, self._known.discard, storage._cdata)
+            if tensor.is_pinned():
+                return
+            if self._left is None:
+                self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            runtime: Any = torch.cuda.cudart()
+            address, bytes = storage.data_ptr(), storage.nbytes()
+            if bytes <= self._left and int(runtime.cudaHostRegister(address, bytes, 0)) == 0:
+                self._left -= bytes
+                finalize(storage, runtime.cudaHostUnregister, address)
 
 
 def bytes_of(module: nn.Module) -> int:
@@ -187,8 +190,8 @@ def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
             )
         if parameter.device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"'{name}' is on {parameter.device}, but under offload=True weights live in host memory; load the model "
-                "on the CPU, or move it there: model.cpu()"
+                f"'{name}' is on {parameter.device}, but under offload=True weights live in host memory; load the "
+                "model on the CPU, or move it there: model.cpu()"
             )
 
 

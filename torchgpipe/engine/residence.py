@@ -25,7 +25,6 @@ from torch import Tensor
 from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import TorchDispatchMode, pytree
 from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency

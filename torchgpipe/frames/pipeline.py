@@ -180,9 +180,13 @@ class Pipeline:
         columns = Columns(self.settings.devices, self.streams)
         with self._lock:
             aliases = self._aliases_of(slots, backward=False)
-            with aliases.installed(), visiting(InOnePiece(columns, self.identity)):
-                with OnDemand(aliases, columns.computing), columns.computing[column].use():
-                    output = door.call_module(*mapped((args, kwargs), self.to(columns.devices[column]), objects=True))
+            with (
+                aliases.installed(),
+                visiting(InOnePiece(columns, self.identity)),
+                OnDemand(aliases, columns.computing),
+                columns.computing[column].use(),
+            ):
+                output = door.call_module(*mapped((args, kwargs), self.to(columns.devices[column]), objects=True))
             aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
         return output
 
