@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BatchNormBase",
-    "TorchDispatchMode",
+    "DispatchMode",
     "active_data_parallel",
     "apply_directly",
     "at_end_of_pass",
@@ -297,11 +297,21 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
 # BatchNormBase: the base of all batch norms. `DeferredBatchNorm` takes its parameters and buffers from it, and users'
 # own batch norms are recognised by it. Since 2.0. A tuple of the public batch norms could take its place.
 
-# TorchDispatchMode: the base of modes that see each operation below autograd. There, weights are brought when they are
-# needed, and reads of those that have left are refused. Since 2.0. Function modes do not see functions of autograd.
-
 # pytree: nested containers and the registration of new kinds. Since 2.4 or a little earlier, when keys were added. The
 # package optree does the same.
+
+
+class DispatchMode(TorchDispatchMode):
+    """The base of modes that see each operation below autograd.
+
+    There, weights are brought when they are needed, and reads of those that have left are refused. Since 2.0; the
+    method since 2.6. Function modes do not see functions of autograd. Without the method, PyTorch would import its
+    compiler, which takes seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def caches_parametrizations() -> bool:

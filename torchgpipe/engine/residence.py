@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.stream import Mark, Stream
-from torchgpipe.devices.torch_internals import TorchDispatchMode, pytree
+from torchgpipe.devices.torch_internals import DispatchMode, pytree
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.schedule import Action
@@ -208,7 +208,7 @@ def watch(aliases: Aliases, present: Callable[[], int]) -> Iterator[None]:
         _here.present = outer
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """See `watch`. A recomputation takes this mode along, perhaps into another thread, where it is another column's."""
 
     def __init__(self, aliases: Aliases) -> None:
@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class OnDemand(TorchDispatchMode):
+class OnDemand(DispatchMode):
     """Lets weights come when an operation needs them, in a ``with`` block; those that were used last stay.
 
     For a run without a program, forward and backward: one piece after the other, in the order of the model.
