@@ -301,7 +301,7 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
 # package optree does the same.
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The base of modes that see each operation below autograd.
 
     There, weights are brought when they are needed, and reads of those that have left are refused. Since 2.0; the

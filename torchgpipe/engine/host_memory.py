@@ -136,11 +136,16 @@ class _Pins:
                 return
             if self._left is None:
                 self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             address, bytes = storage.data_ptr(), storage.nbytes()
             if bytes <= self._left and int(runtime.cudaHostRegister(address, bytes, 0)) == 0:
                 self._left -= bytes
-                finalize(storage, runtime.cudaHostUnregister, address)
+                finalize(storage, self._unpin, runtime, address, bytes)
+
+    def _unpin(self, runtime: Any, address: int, bytes: int) -> None:
+        # Called wherever the last reference to the memory goes, so it takes no lock.
+        runtime.cudaHostUnregister(address)
+        self._left = (self._left or 0) + bytes
 
 
 def bytes_of(module: nn.Module) -> int:

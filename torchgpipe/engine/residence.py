@@ -247,7 +247,8 @@ class OnDemand(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        columns = {self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)} - {None}
+        found = [self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)]
+        columns = {column for column in found if column is not None}
         if columns:
             with self._lock:
                 for j in sorted(columns):
