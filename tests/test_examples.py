@@ -24,7 +24,7 @@ EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 
 def test_offload(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLES / "offload.py"))["main"]
-    main("--width 4 --layers 2 --steps 2".split())
+    main(["--width", "4", "--layers", "2", "--steps", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:2]] == ["weights on cpu", "weights in host memory"]
     assert lines[2] == "the losses are equal"
