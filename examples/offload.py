@@ -30,8 +30,7 @@ class Model(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y.transpose(1, 2)
+        return self.head(x).transpose(1, 2)
 
 
 def train(model: Any, steps: int) -> list[float]:

@@ -19,7 +19,7 @@ from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
 
-ON_LATE = True
+pytestmark = pytest.mark.on_late
 
 WORDS, WIDTH, PARTITIONS = 7, 6, 6
 

@@ -18,7 +18,7 @@ from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency
 from torchgpipe.skip import pop, skippable, stash
 
-ON_LATE = True
+pytestmark = pytest.mark.on_late
 
 BALANCE, WIDTH = [2, 1, 2, 1], 6
 
