@@ -134,6 +134,15 @@ def test_code_of_other_libraries_is_python() -> None:
             compile("\n" * (snippet.line - 1) + snippet.code, str(page), "exec")
 
 
+@pytest.mark.parametrize("page", RST, ids=lambda page: page.name)
+def test_code_is_not_wider_than_a_page(page: Path) -> None:
+    """At 1280 pixels a line of 90 letters fits; errors are wrapped, and a setup is not shown."""
+    text = re.sub(r"\.\. testsetup::\n\n(?:   .*\n|\n)+", "", page.read_text())
+    code = [snippet for snippet in snippets.in_rst(text) if not snippet.code.startswith(">>>")]
+    lines = [line for snippet in [*code, *snippets.of_others(text)] for line in snippet.code.splitlines()]
+    assert not [line for line in lines if len(line) > 90]
+
+
 def marked(page: Path) -> Any:
     """Return a page for `parametrize`; those that import a client take seconds."""
     imports = re.search(r"^ +(?:from|import) transformers\b", page.read_text(), flags=re.MULTILINE)

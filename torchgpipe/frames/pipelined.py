@@ -75,9 +75,9 @@ def pipelined(
                 return x
 
         model, sample = Model(), torch.randn(2, 8)
-        torchgpipe.pipelined(model, sample, chunks=4, loss_fn=lambda output, target: output.mean())
-        model(torch.randn(16, 8)).sum().backward()    # the loop does not change
-        loss = model.step(torch.randn(16, 8))         # or: forward and backward under a schedule
+        torchgpipe.pipelined(model, sample, chunks=4, loss_fn=lambda output, _: output.mean())
+        model(torch.randn(16, 8)).sum().backward()  # the loop does not change
+        loss = model.step(torch.randn(16, 8))  # or: forward and backward
 
     The module's own forward runs unchanged, once for each micro-batch, in a thread that stops where a partition begins.
     Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The sample proves it, or the
