@@ -27,14 +27,6 @@ def test_train_and_eval_reach_the_layers(pipe: Pipe) -> None:
     assert all(layer.training for layer in module.modules())
 
 
-def test_zero_grad(pipe: Pipe) -> None:
-    model = pipe(make_model(2), [1, 1], chunks=2)
-    model(make_input()).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    model.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_apply_visits_every_module_once(pipe: Pipe) -> None:
     module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
     model = pipe(module, [1, 1])

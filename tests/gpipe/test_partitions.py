@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.conftest import Pipe
 from tests.gpipe.helpers import make_input, make_model
-from tests.plain import assert_same, outcome, plain_outcome
 
 
 def test_hooks_on_partitions_act_for_each_micro_batch(pipe: Pipe) -> None:
@@ -50,27 +46,6 @@ def test_backward_hooks_on_layers_and_partitions_fire_for_each_micro_batch(pipe:
     )
     model(make_input(5)).sum().backward()
     assert sizes == {"layer": [1, 2, 2], "partition": [1, 2, 2]}
-
-
-# torch.compile reads every input's `.grad` and suppresses the warning about it, unless warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["workers"], indirect=True)
-def test_compiled_partitions(pipe: Pipe) -> None:
-    module, x = make_model(3), make_input()
-    expected = plain_outcome(module, x, chunks=2)
-    model = pipe(copy.deepcopy(module), [1, 2], chunks=2)
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward  # as backend="eager" does
-
-    for partition in model.partitions:
-        partition.compile(backend=backend)
-    assert_same(outcome(model, x), expected)
-    assert len(graphs) >= 2, "both partitions were compiled"
-    torch.compiler.reset()
 
 
 def test_partitions_are_in_the_mode_of_the_model(pipe: Pipe) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.model.partition import layers_of, split
@@ -31,26 +31,6 @@ def test_partitions_hold_consecutive_layers_under_their_names(balance: list[int]
     assert [item for partition in partitions for item in partition.named_children()] == list(module.named_children())
 
 
-def test_a_partition_is_a_sequential() -> None:
-    (partition,) = split(layers_of(nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 3))), [3])
-    x = torch.randn(4, 1)
-    assert isinstance(partition, nn.Sequential)
-    assert partition(x).shape == (4, 3)
-
-
-def test_the_first_layer_of_a_partition_may_take_several_arguments() -> None:
-    class Add(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return x + y, y
-
-    class Second(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[1]
-
-    (partition,) = split(layers_of(nn.Sequential(Add(), Second())), [2])
-    assert partition(torch.tensor(1), torch.tensor(2)) == 2
-
-
 # Views on the layers of a pipeline
 
 
@@ -62,14 +42,6 @@ def test_partitions_are_views() -> None:
     assert second[-1] is model[2]
     assert model.partitions[0] is first, "hooks stay where they are"
     assert not list(model.named_parameters(prefix="partitions.0"))[6:], "and nothing is registered twice"
-
-
-def test_a_view_follows_the_layers_of_its_pipeline() -> None:
-    model = GPipe(make_model(3), [1, 2], devices=CPUS)
-    partition = model.partitions[1]
-    setattr(model, "2", nn.Identity())
-    assert isinstance(model.partitions[1][1], nn.Identity)
-    assert model.partitions[1] is partition
 
 
 @pytest.mark.parametrize("write", ["index", "attribute", "add_module", "register_module"])

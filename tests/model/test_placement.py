@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -46,24 +45,3 @@ def test_parameters_are_moved_in_place_so_that_an_optimizer_keeps_them() -> None
     parameters = list(module.parameters())
     place(split(layers_of(module), [1, 1]), CPUS[:2])
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
-
-
-def test_a_parameter_cannot_be_on_two_devices() -> None:
-    module = make_model(3)
-    module[2].weight = module[0].weight
-    with pytest.raises(ValueError, match=r"'0\.weight' \(partition 0 on cpu:0\).*'2\.weight' \(partition 1 on cpu:1\)"):
-        place(split(layers_of(module), [1, 2]), CPUS[:2])
-    place(split(layers_of(module), [1, 2]), [CPUS[0], CPUS[0]])
-    place(split(layers_of(module), [3]), CPUS[:1])
-
-
-def test_nothing_is_moved_if_anything_is_wrong() -> None:
-    class Unable(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, device="meta"))
-
-    module = nn.Sequential(nn.Linear(1, 1, device="meta"), Unable())
-    with pytest.raises(ValueError, match=r"'1' \(Unable\)"):
-        place(split(layers_of(module), [1, 1]), CPUS[:2])
-    assert module[0].weight.is_meta

@@ -12,21 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchgpipe.model.verify import verify_balance, verify_compiled, verify_module
-
-
-def test_a_sequential_can_be_partitioned() -> None:
-    verify_module(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    verify_module(nn.Sequential())
-
-
-def test_equal_layers_are_no_duplicates() -> None:
-    verify_module(nn.Sequential(nn.ReLU(), nn.ReLU()))
-
-
-def test_any_other_module_cannot() -> None:
-    with pytest.raises(TypeError, match="ModuleList"):
-        verify_module(nn.ModuleList())
+from torchgpipe.model.verify import verify_balance, verify_compiled
 
 
 @given(counts=st.lists(st.integers(1, 4), max_size=5))
@@ -41,7 +27,8 @@ def test_any_other_balance_is_refused(counts: list[int], layers: int) -> None:
         verify_balance(counts, layers)
     except ValueError as error:
         assert not fits
-        assert str(layers) in str(error)
+        first = str(error).splitlines()[0]
+        assert str(layers) in first and (str(sum(counts)) in first or str(counts) in first)
     else:
         assert fits
 
