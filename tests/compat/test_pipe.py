@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-import torchgpipe
 from tests.conftest import Devices
 from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, run_plain
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe
 from torchgpipe.pipe import BalanceError, LocalRRef, NoChunk, Pipe, PipeSequential, WithDevice
 from torchgpipe.skip import pop, skippable, stash
 
@@ -84,14 +84,6 @@ def layers() -> list[nn.Module]:
 
 
 # The plain model
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_a_pipeline_computes_what_the_plain_model_does(devices: Devices, checkpoint: str, chunks: int) -> None:
-    plain = layers()
-    model = Pipe(placed(copy.deepcopy(plain), devices(5)), chunks, checkpoint)
-    x = torch.rand(7, 3, requires_grad=True)
-    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=chunks))
 
 
 @pytest.mark.late
@@ -168,24 +160,6 @@ def expected_places(plain: list[nn.Module], places: list[str | None]) -> list[st
     return result
 
 
-def test_random_layers_draw_the_same_again_at_recomputation() -> None:
-    kept = {}
-    for mode in MODES:
-        torch.manual_seed(0)
-        model = Pipe(placed([nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)], ["cpu:0", "cpu:1", "cpu:2"]), 3, mode)
-        kept[mode] = pipe_outcome(model, torch.ones(6, 3))
-    assert_same(kept["always"], kept["never"])
-    assert_same(kept["except_last"], kept["never"])
-
-
-def test_in_evaluation_mode_nothing_is_checkpointed(devices: Devices) -> None:
-    seen = []
-    model = Pipe(placed([nn.Linear(3, 3), Apply(lambda x: (seen.append(is_recomputing()), x)[1])], devices(2)), 2)
-    model.eval()
-    value_of(model, torch.rand(4, 3)).sum().backward()
-    assert seen == [False, False]
-
-
 def test_deferred_batch_norm_is_that_of_the_mini_batch(devices: Devices) -> None:
     plain = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
     model = Pipe(placed(copy.deepcopy(plain), devices(3)), chunks=2, deferred_batch_norm=True)
@@ -239,28 +213,6 @@ def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devic
     finally:
         gc.enable()
     assert kept.shape == (4, 3)
-
-
-def test_a_timeline_is_recorded(devices: Devices) -> None:
-    model = Pipe(placed([nn.Linear(3, 3), Fork(), Join()], devices(3)), chunks=2)
-    x = torch.rand(4, 3)
-    expected = pipe_outcome(model, x)
-    with torchgpipe.record(model) as timeline:
-        recorded = pipe_outcome(model, x)
-    assert_same(recorded, expected)
-    cells = {(span.micro_batch, span.partition) for span in timeline.spans if span.kind == "forward"}
-    assert cells == {(i, j) for i in range(2) for j in range(len(model.devices))}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # raised by the compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["workers"], indirect=True)
-def test_partitions_are_compiled_each_by_itself(devices: Devices) -> None:
-    plain = layers()
-    model = Pipe(placed(copy.deepcopy(plain), devices(5)), 2)
-    model.compile(backend="eager")
-    x = torch.rand(4, 3, requires_grad=True)
-    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
 
 
 @pytest.mark.slow
@@ -318,25 +270,6 @@ def test_with_device_is_transparent_outside_of_a_pipeline() -> None:
     assert torch.equal(wrapped(x, input2=y), layer(x, y))
 
 
-def test_a_layer_on_two_devices_is_refused_with_its_devices() -> None:
-    class Scattered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.here = nn.Linear(1, 1)
-            self.there = nn.Linear(1, 1, device="meta")
-
-    module = nn.Sequential(OrderedDict(a=Scattered(), b=nn.Linear(1, 1), c=Scattered()))
-    with pytest.raises(ValueError, match=r"all parameters on a single device, please use \.to\(\)") as caught:
-        Pipe(module)
-    assert "layer 'a' (Scattered) is on cpu, meta; layer 'c' (Scattered) is on cpu, meta" in str(caught.value)
-    Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # one device for the whole layer
-
-
-def test_a_layer_on_the_meta_device_has_to_be_placed() -> None:
-    with pytest.raises(ValueError, match=r"WithDevice\(layer, device\): layer '1' \(Linear\) is on meta"):
-        Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
-
-
 def test_the_module_is_not_changed() -> None:
     module = placed(layers(), ["cpu:0", None, "cpu:1", None, None])
     before = [(name, type(child)) for name, child in module.named_modules()]
@@ -346,54 +279,105 @@ def test_the_module_is_not_changed() -> None:
     assert model[1] is module[1]
 
 
-# Errors of the constructor
+# Errors
 
 
-def test_only_a_sequential_is_accepted() -> None:
-    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned"):
-        Pipe(nn.ModuleList([nn.Linear(1, 1)]))
+class Scattered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = nn.Linear(1, 1)
+        self.there = nn.Linear(1, 1, device="meta")
 
 
-@pytest.mark.parametrize("wrap", [lambda layer: layer, lambda layer: WithDevice(layer, "cpu:1")])
-def test_a_layer_that_occurs_twice_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    layer = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="module with duplicate children is not supported"):
-        Pipe(nn.Sequential(layer, wrap(layer)))
-
-
-def test_a_parameter_on_two_devices_is_refused() -> None:
+def tied() -> list[nn.Module]:
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     b.weight = a.weight
-    with pytest.raises(ValueError, match="module with duplicate parameters"):
-        Pipe(placed([a, b], ["cpu:0", "cpu:1"]))
-    Pipe(placed([a, b], ["cpu:1", "cpu:1"]))
+    return [a, b]
 
 
-@pytest.mark.parametrize("chunks", [0, -1])
-def test_chunks_are_positive(chunks: int) -> None:
-    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
-        Pipe(nn.Sequential(), chunks)
+def called(*layers: nn.Module, inputs: Sequence[Any] = (torch.ones(2, 1),), **options: Any) -> Any:
+    return Pipe(nn.Sequential(*layers), **options)(*inputs)
 
 
-def test_the_checkpoint_mode_is_one_of_three() -> None:
-    with pytest.raises(ValueError, match="checkpoint is not one of 'always', 'except_last', or 'never'"):
-        Pipe(nn.Sequential(), checkpoint="INVALID")
+LAYER = nn.Linear(1, 1)
+NO_TENSOR = "at least one tensor.*but got {}; .*model\\(x, y\\)"
+DIFFERENT = Apply(lambda x: (x, x) if len(x) == 3 else (x, "text"))
+
+#: A call, the class of its error, and what it says. `gpipe/test_refusals.py` has what GPipe refuses as well.
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: Pipe(nn.ModuleList([LAYER])), TypeError, r"module must be nn\.Sequential to be partitioned"),
+    (lambda: called(LAYER, LAYER), ValueError, "module with duplicate children is not supported"),
+    (lambda: called(LAYER, WithDevice(LAYER, "cpu:1")), ValueError, "module with duplicate children"),
+    (lambda: Pipe(placed(tied(), ["cpu:0", "cpu:1"])), ValueError, "module with duplicate parameters"),
+    (lambda: Pipe(nn.Sequential(), checkpoint="INVALID"), ValueError, "checkpoint is not one of 'always', "),
+    (
+        lambda: Pipe(nn.Sequential(OrderedDict(partitions=LAYER))),
+        ValueError,
+        r"names of attributes of Pipe.*'partitions'",
+    ),
+    (
+        lambda: Pipe(nn.Sequential(OrderedDict(a=Scattered(), b=LAYER, c=Scattered()))),
+        ValueError,
+        r"all parameters on a single device, please use \.to\(\).*"
+        r"layer 'a' \(Scattered\) is on cpu, meta; layer 'c' \(Scattered\) is on cpu, meta",
+    ),
+    (
+        lambda: called(LAYER, nn.Linear(1, 1, device="meta")),
+        ValueError,
+        r"WithDevice\(layer, device\): layer '1' \(Linear\) is on meta",
+    ),
+    (lambda: called(LAYER, inputs=()), TypeError, NO_TENSOR.format("nothing")),
+    (lambda: called(LAYER, inputs=("hello", True)), TypeError, NO_TENSOR.format("str, bool")),
+    (lambda: called(LAYER, inputs=((torch.rand(2), "hello"),)), TypeError, NO_TENSOR.format("tuple")),
+    (lambda: called(LAYER, inputs=([torch.rand(2)], [torch.rand(2)])), TypeError, NO_TENSOR.format("list, list")),
+    (lambda: called(LAYER, inputs=(NoChunk(torch.rand(2)),)), TypeError, NO_TENSOR.format("NoChunk")),
+    (
+        lambda: called(Apply(lambda x, n, y: x), chunks=2, inputs=(torch.rand(4, 2), "text", torch.rand(3, 2))),
+        ValueError,
+        r"same size in dimension 0.*\[0\] is \(4, 2\), \[2\] is \(3, 2\).*NoChunk",
+    ),
+    *[
+        (
+            lambda value=value: called(LAYER, Apply(lambda x: value)),
+            TypeError,
+            r"the output of layer '1' \(Apply\) must have a tensor in it.*micro-batch 0 of 1",
+        )
+        for value in ("hello", (), None, ("hello", [5]))
+    ],
+    (
+        lambda: called(DIFFERENT, chunks=2, inputs=(torch.rand(5, 2),)),
+        ValueError,
+        r"micro-batch 0 but .* micro-batch 1; return the same structure",
+    ),
+    (
+        lambda: called(LAYER, inputs=(torch.rand(1), torch.rand(1))),
+        TypeError,
+        r"forward\(\) takes 2 positional arguments but 3 were given"
+        r".*partition 0 \(layers '0'\.\.'0'\) on cpu, during forward",
+    ),
+    (
+        lambda: Pipe(nn.Sequential(LAYER)).cpu(),
+        TypeError,
+        "denied to move parameters and buffers, because Pipe should manage device placement",
+    ),
+    (
+        lambda: Pipe(nn.Sequential(LAYER)).load_state_dict({"partitions.0.first.weight": torch.zeros(1, 1)}),
+        RuntimeError,
+        r"'partitions\.0\.first\.weight' has no number of a layer",
+    ),
+]
 
 
-def test_a_name_that_the_pipeline_needs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"names of attributes of Pipe.*'partitions'"):
-        Pipe(nn.Sequential(OrderedDict(partitions=nn.Linear(1, 1))))
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
+def test_what_is_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert re.search(text, " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))
 
 
-def test_skips_that_do_not_match_are_refused() -> None:
-    @skippable(stash=["nobody"])
-    class Stash(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("nobody", x)
-            return x
-
-    with pytest.raises(TypeError, match="nobody"):
-        Pipe(nn.Sequential(WithDevice(Stash(), "cpu:1")))
+def test_what_is_not_refused() -> None:
+    Pipe(placed(tied(), ["cpu:1", "cpu:1"]))
+    Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # one device for the whole layer
 
 
 def test_balance_error_can_be_caught() -> None:
@@ -401,18 +385,6 @@ def test_balance_error_can_be_caught() -> None:
 
 
 # Arguments
-
-
-def test_several_inputs_are_the_arguments_of_the_first_layer(devices: Devices) -> None:
-    model = Pipe(placed([Apply(lambda x, y, z: (x + y + z, x * y)), Apply(lambda a, b: a - b)], devices(2)), chunks=2)
-    x, y, z = torch.rand(3, 5, 2)
-    assert torch.equal(value_of(model, x, y, z), x + y + z - x * y)
-
-
-def test_too_many_arguments_are_the_error_of_the_layer() -> None:
-    with pytest.raises(TypeError, match=r"forward\(\) takes 2 positional arguments but 3 were given") as caught:
-        Pipe(nn.Sequential(nn.Linear(1, 1)))(torch.rand(1), torch.rand(1))
-    assert "partition 0 (layers '0'..'0') on cpu, during forward" in caught.value.__notes__[0]
 
 
 def test_a_list_is_one_argument_wherever_the_layers_are(devices: Devices) -> None:
@@ -510,34 +482,6 @@ def test_keyword_inputs_are_those_of_the_first_layer(devices: Devices, checkpoin
         model(x, mask=mask[:3])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "types"),
-    [
-        ((), "nothing"),
-        (("hello", True), "str, bool"),
-        (((torch.rand(2), "hello"),), "tuple"),
-        (([torch.rand(2)], [torch.rand(2)]), "list, list"),
-        ((NoChunk(torch.rand(2)),), "NoChunk"),
-    ],
-)
-def test_one_input_at_least_is_a_tensor(inputs: tuple[Any, ...], types: str) -> None:
-    with pytest.raises(TypeError, match=rf"at least one tensor.*but got {types}; .*model\(x, y\)"):
-        Pipe(nn.Sequential(nn.Linear(1, 1)))(*inputs)
-
-
-def test_tensors_have_one_batch_size() -> None:
-    with pytest.raises(ValueError, match=r"same size in dimension 0.*\[0\] is \(4, 2\), \[2\] is \(3, 2\).*NoChunk"):
-        Pipe(nn.Sequential(Apply(lambda x, n, y: x)), chunks=2)(torch.rand(4, 2), "text", torch.rand(3, 2))
-
-
-@pytest.mark.parametrize("value", ["hello", (), None, ("hello", [5])])
-def test_a_layer_at_the_end_of_a_partition_returns_a_tensor(value: Any) -> None:
-    model = Pipe(nn.Sequential(nn.Linear(1, 1), Apply(lambda x: value)))
-    with pytest.raises(TypeError, match=r"the output of layer '1' \(Apply\) must have a tensor in it") as caught:
-        model(torch.rand(2, 1))
-    assert "micro-batch 0 of 1" in caught.value.__notes__[0]
-
-
 # Outputs
 
 
@@ -566,12 +510,6 @@ def test_a_sequence_of_one_stays_a_sequence(make: Callable[[Tensor], Any]) -> No
     x = torch.rand(4, 2)
     (output,) = value_of(Pipe(nn.Sequential(Apply(make)), chunks=2), x)
     assert torch.equal(output, x)
-
-
-def test_micro_batches_that_come_out_differently_are_refused() -> None:
-    model = Pipe(nn.Sequential(Apply(lambda x: (x, x) if len(x) == 3 else (x, "text"))), chunks=2)
-    with pytest.raises(ValueError, match=r"micro-batch 0 but .* micro-batch 1; return the same structure"):
-        model(torch.rand(5, 2))
 
 
 def test_an_empty_pipeline_returns_its_input() -> None:
@@ -644,48 +582,6 @@ def test_a_pipeline_has_the_attributes_of_the_removed_one() -> None:
     assert (default.chunks, default.checkpoint) == (1, "except_last")
 
 
-def test_a_pipeline_is_like_a_sequential() -> None:
-    a, b, c = nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)
-    model = Pipe(placed([a, b, c], ["cpu:0", None, "cpu:1"]))
-    assert len(model) == 3
-    assert list(model) == [a, b, c]
-    assert [model[0], model[1], model[-1]] == [a, b, c]
-    with pytest.raises(IndexError):
-        model[3]
-    assert type(model[:2]) is PipeSequential
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda model: model.cuda(),
-        lambda model: model.cpu(),
-        lambda model: model.to("cpu"),
-        lambda model: model.to(0),
-        lambda model: model.to(device=torch.device("cpu")),
-        lambda model: model.to(torch.rand(1)),
-        lambda model: model.to(tensor=torch.rand(1)),
-    ],
-)
-def test_moving_is_denied(move: Callable[[Pipe], Any]) -> None:
-    message = r"denied to move parameters and buffers, because Pipe should manage device placement"
-    with pytest.raises(TypeError, match=message):
-        move(Pipe(nn.Sequential(nn.Linear(1, 1))))
-
-
-def test_casting_is_not_denied() -> None:
-    model = Pipe(nn.Sequential(nn.Linear(1, 1)))
-    assert model.half()[0].weight.dtype == torch.half
-    assert model.to(torch.double)[0].weight.dtype == torch.double
-    assert model.to(dtype=torch.float)[0].weight.dtype == torch.float
-
-
-def test_parameters_have_the_names_that_they_have_in_the_module() -> None:
-    module = nn.Sequential(OrderedDict(a=nn.Linear(3, 3), b=nn.Tanh(), c=nn.Sequential(nn.Linear(3, 3)), d=on("cpu:1")))
-    names = ["a.weight", "a.bias", "c.0.weight", "c.0.bias", "d.weight", "d.bias"]
-    assert list(Pipe(module).state_dict()) == names
-
-
 def test_a_state_dict_of_the_removed_pipe_can_be_loaded() -> None:
     """PyTorch's Pipe counted the layers of each partition from 0, and the layers inside a Sequential one by one.
 
@@ -730,12 +626,6 @@ def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], 
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict(old, strict=strict)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_state_dict_without_numbers_of_layers_is_refused() -> None:
-    model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False)))
-    with pytest.raises(RuntimeError, match=r"'partitions\.0\.first\.weight' has no number of a layer"):
-        model.load_state_dict({"partitions.0.first.weight": torch.zeros(1, 1)})
 
 
 def test_layers_are_taken_by_their_order_where_names_would_exchange_them() -> None:
