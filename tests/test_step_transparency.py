@@ -16,16 +16,17 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tests.skip.test_transparency
-from tests.conftest import VARIANTS
+from tests.conftest import ALL_VARIANTS, VARIANTS
 from tests.layers import Apply
 from tests.plain import loss_of, tensors
-from tests.test_transparency import Case, cases
+from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe
 from torchgpipe.schedule import Action, Program, program, simulate
 from torchgpipe.schedule.action import needs, splits_of
@@ -280,12 +281,12 @@ class Run:
                 def hear(grad: Tensor, name: str = name) -> Tensor | None:
                     if self.silent:
                         return None
-                    heard.append((name, grad.detach().clone()))
+                    heard.append((name, grad.detach().to("cpu", copy=True)))
                     return grad * 2
 
                 def after(parameter: Tensor, name: str = f"{name}, accumulated") -> None:
                     assert parameter.grad is not None
-                    heard.append((name, parameter.grad.detach().clone()))
+                    heard.append((name, parameter.grad.detach().to("cpu", copy=True)))
 
                 if k % 2:
                     parameter.register_hook(hear)
@@ -293,14 +294,14 @@ class Run:
                     parameter.register_post_accumulate_grad_hook(after)
             if parameter.requires_grad and k in self.present:
                 values = torch.randint(-3, 4, parameter.shape, generator=generator)
-                parameter.grad = values.to(parameter.dtype)
+                parameter.grad = values.to(parameter)
         losses, inputs = [], []
         for value in copy.deepcopy(self.inputs):
             rows = next(x for x in tensors(value)).shape[0]
-            losses.append(step(value, torch.arange(rows, dtype=torch.float64)))
+            losses.append(step(value, torch.arange(rows, dtype=torch.float64)).cpu())
             inputs += [x.grad for x in tensors(value)]
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return Result(losses, inputs, grads, {name: b.clone() for name, b in model.named_buffers()}, heard)
+        grads = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
+        return Result(losses, inputs, grads, {name: b.to("cpu", copy=True) for name, b in model.named_buffers()}, heard)
 
 
 def linear(actions: Program) -> list[Action]:
@@ -329,9 +330,16 @@ def pieces(value: Any, m: int) -> list[Any]:
 
 
 @st.composite
-def runs(draw: st.DrawFn, *, exact: bool = False, random: bool = False, **options: Any) -> Run:
-    """Draw a model, and a way to step it."""
-    case: Case = draw(cases(exact=exact, random=random, **options).filter(_fits))
+def runs(
+    draw: st.DrawFn,
+    *,
+    exact: bool = False,
+    random: bool = False,
+    allowed: Callable[[list[str]], bool] = lambda names: True,
+    **options: Any,
+) -> Run:
+    """Draw a model of layers that are allowed, and a way to step it."""
+    case: Case = draw(cases(exact=exact, random=random, **options).filter(lambda c: _fits(c) and allowed(c.names)))
     n = len(case.balance)
     shared = exact and len(set(map(id, _parameters(case.module)))) < len(list(_parameters(case.module)))
     variant = draw(st.sampled_from(sorted(VARIANTS)))
@@ -383,6 +391,13 @@ def test_any_model_steps_as_the_plain_model(run: Run) -> None:
     assert_same(run.stepped(), run.plain())
 
 
+@pytest.mark.late
+@given(run=runs(training=st.just(True), allowed=NOT_ON_LATE.isdisjoint))
+def test_any_model_waits_for_its_streams(run: Run) -> None:
+    run.device = ALL_VARIANTS["late"]
+    assert_same(run.stepped(), run.plain())
+
+
 @given(run=runs(exact=True))
 def test_any_model_with_shared_weights_steps_as_the_plain_model(run: Run) -> None:
     """No sum is rounded, so that a program may also split backward in any order."""
@@ -413,8 +428,11 @@ def test_autocast(run: Run) -> None:
     assert_same(run.stepped(), run.plain())
 
 
+@pytest.mark.parametrize("device", [None, pytest.param(ALL_VARIANTS["late"], marks=pytest.mark.late)], ids=str)
 @given(case=tests.skip.test_transparency.cases(), data=st.data())
-def test_any_skips_step_as_in_the_plain_model(case: tests.skip.test_transparency.Case, data: st.DataObject) -> None:
+def test_any_skips_step_as_in_the_plain_model(
+    case: tests.skip.test_transparency.Case, device: Callable[[int], str] | None, data: st.DataObject
+) -> None:
     variant = data.draw(st.sampled_from(sorted(VARIANTS)))
     run = Run(
         module=case.module,
@@ -422,11 +440,13 @@ def test_any_skips_step_as_in_the_plain_model(case: tests.skip.test_transparency
         placing=data.draw(
             placings(len(case.balance), exact=False, own=False, one_device=variant == "inline"), label="placing"
         ),
-        device=VARIANTS[variant],
+        device=device or VARIANTS[variant],
         chunks=case.chunks,
         checkpoint=case.checkpoint,
         inputs=[case.input],
-        prepare=lambda module: module.train(case.training),
+        prepare=lambda module: module.train(
+            case.training or device is not None
+        ),  # `late` lacks batch norms in evaluation
     )
     assert_same(run.stepped(), run.plain(whole=True))
 

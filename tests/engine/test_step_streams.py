@@ -1,22 +1,20 @@
 """A step on several devices with streams: every copy, wait and mark is in its place.
 
-On `late`, a missing one is a race, which fails the test.
+On `late`, a missing one is a race, which fails the test. Models and programs of any kind run there in
+`test_step_transparency`.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.engine.test_streams import MODES, Pop, Stash, pipelines
+from tests.engine.test_streams import MODES, Pop, Stash
 from tests.layers import Apply
-from tests.test_step_transparency import Placing, placings
+from tests.test_step_transparency import Placing, Run, assert_same
 from torchgpipe import GPipe
 from torchgpipe.schedule import program
 from torchgpipe.skip import Namespace
@@ -26,26 +24,6 @@ pytestmark = pytest.mark.late
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output.sin() * target).sum()
-
-
-def assert_like_plain(module: nn.Sequential, balance: list[int], placing: Placing, x: Tensor, **options: Any) -> None:
-    """Compare the gradients, to the last few bits: the programs sum them in several orders."""
-    plain, y = copy.deepcopy(module), torch.randn(len(x), 3, dtype=torch.float64)
-    devices = [f"late:{place}" for place in placing.places]
-    schedule: Any = placing.schedule or (lambda m, places: placing.make(m))
-    model = GPipe(module, balance, devices=devices, schedule=schedule, loss_fn=loss_fn, **options)
-    mine, its = (x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2))
-    for _ in range(2):
-        loss = model.step(mine, y)
-    for _ in range(2):
-        parts = its.clone().chunk(options["chunks"]), y.chunk(options["chunks"])
-        expected = torch.stack([loss_fn(plain(a), b) for a, b in zip(*parts)]).mean()
-        if expected.requires_grad:
-            expected.backward()
-    torch.testing.assert_close(loss.cpu(), expected.detach(), check_dtype=False)
-    for p, q in zip(module.parameters(), plain.parameters()):
-        torch.testing.assert_close(None if p.grad is None else p.grad.cpu(), q.grad)
-    torch.testing.assert_close(mine.grad, its.grad)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -61,18 +39,8 @@ def test_skips_across_devices(schedule: Any, checkpoint: str) -> None:
     places = {"Interleaved1F1B": [0, 1, 0, 1], "V-Half": [0, 1, 1, 0]}.get(schedule, [0, 1, 2, 3])
     placing = Placing(places, lambda m: program(schedule, m, places), schedule)
     x = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
-    assert_like_plain(module, [1, 1, 1, 1], placing, x, chunks=4, checkpoint=checkpoint)
-
-
-@given(data=st.data())
-def test_any_pipeline(data: st.DataObject) -> None:
-    layers, balance = data.draw(pipelines())
-    module = nn.Sequential(*layers).double()
-    # Batch norms count micro-batches in the order of the program, and skips of a plain model come one after the other.
-    placing = data.draw(placings(len(balance), exact=True))
-    mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 4))
-    x = torch.randn(2 * chunks, 3, dtype=torch.float64, requires_grad=data.draw(st.booleans()))
-    assert_like_plain(module, balance, placing, x, chunks=chunks, checkpoint=mode)
+    run = Run(module, [1, 1, 1, 1], placing, lambda j: f"late:{j}", 4, checkpoint, [x, x])
+    assert_same(run.stepped(), run.plain(whole=True))
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)

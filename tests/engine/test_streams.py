@@ -1,7 +1,7 @@
 """The pipeline on several devices with streams: every wait and every record is in its place.
 
 On `late`, a missing one is a race, which fails the test. A superfluous one gives right numbers but removes overlap; see
-`test_overlap`.
+`test_overlap`. Skips of any kind are in `skip/test_transparency`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
-from torchgpipe import GPipe, NoChunk, is_recomputing
+from tests.test_transparency import NOT_ON_LATE, Case, cases
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -51,26 +52,6 @@ def linears(n: int, width: int = 3) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)])
 
 
-class Nest(nn.Module):
-    """Turn a tensor into nested containers."""
-
-    def forward(self, x: Tensor) -> Any:
-        return {"twice": [x * 2, None], "count": torch.arange(len(x), device=x.device), "x": (x,)}
-
-
-class Shift(nn.Module):
-    """Turn containers into other containers, with integers, None, and one tensor that is passed on unchanged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, value: Any) -> Any:
-        (x,) = value["x"]
-        twice, nothing = value["twice"]
-        return {"twice": [twice * self.weight, nothing], "count": value["count"] + 1, "x": (x,)}
-
-
 @skippable(stash=["skip"])
 class Stash(nn.Module):
     def forward(self, x: Tensor) -> Any:
@@ -85,15 +66,6 @@ class Pop(nn.Module):
         return x + skip.tanh()
 
 
-class Flatten(nn.Module):
-    """Turn containers into a tensor."""
-
-    def forward(self, value: Any) -> Tensor:
-        (x,) = value["x"]
-        twice, _ = value["twice"]
-        return torch.relu(twice + x * value["count"][:, None])
-
-
 # Forward and backward equal those of the plain model.
 
 
@@ -105,80 +77,12 @@ def test_chain(mode: str, chunks: int, balance: list[int]) -> None:
     assert_like_plain(model, module, torch.randn(7, 3, requires_grad=True))
 
 
-@pytest.mark.parametrize("devices", [[0, 1, 0], [0, 0, 1], [1, 0, 0], [2, 1, 0, 1]], ids=str)
-def test_several_partitions_on_a_device(mode: str, devices: list[int]) -> None:
-    module = linears(len(devices))
-    model = pipeline(module, [1] * len(devices), devices=devices, checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
-
-
-def test_one_device(mode: str) -> None:
-    module = linears(2)
-    model = pipeline(module, [1, 1], devices=[0, 0], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context: Callable[[], Any]) -> None:
     module, x = linears(3), torch.randn(8, 3)
     model = pipeline(module, [1, 1, 1])
     with context():
         torch.testing.assert_close(model(x).cpu(), run_plain(module, x, chunks=4), rtol=0, atol=0)
-
-
-def test_eval() -> None:
-    module = linears(3).eval()
-    assert_like_plain(pipeline(module, [1, 1, 1]), module, torch.randn(8, 3, requires_grad=True))
-
-
-def test_nested_containers(mode: str) -> None:
-    module = nn.Sequential(Nest(), Shift(), Shift(), Flatten())
-    model = pipeline(module, [1, 1, 1, 1], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
-
-
-def test_several_inputs_and_outputs(mode: str) -> None:
-    module = nn.Sequential(
-        Apply(lambda x, y: (x * y["factor"], y["whole"] + 0)),
-        Apply(lambda pair: {"sum": pair[0].sum(1) + pair[1].sum(), "x": pair[0].sin()}),
-    )
-    x, factor, whole = (torch.randn(*shape, requires_grad=True) for shape in [(8, 3), (8, 1), (5,)])
-    model = pipeline(module, [1, 1], checkpoint=mode)
-    assert_like_plain(model, module, x, {"factor": factor, "whole": NoChunk(whole)})
-
-
-@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("input_requires_grad", [False, True])
-def test_frozen_partitions(mode: str, frozen: list[int], input_requires_grad: bool) -> None:
-    module = linears(3)
-    for j in frozen:
-        module[j].requires_grad_(False)
-    model = pipeline(module, [1, 1, 1], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=input_requires_grad))
-
-
-def test_output_that_is_not_used(mode: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), Apply(lambda x: (x * 2, x * 3)), Apply(lambda pair: pair[1] * 2))
-    model = pipeline(module, [1, 1, 1], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
-
-
-def test_output_that_is_the_input(mode: str) -> None:
-    module = nn.Sequential(nn.Identity(), nn.Linear(3, 3), nn.Identity(), Apply(lambda x: x.view(-1)))
-    model = pipeline(module, [1, 1, 1, 1], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
-
-
-def test_in_place(mode: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.ELU(inplace=True), nn.Linear(3, 3), nn.ELU(inplace=True))
-    model = pipeline(module, [1, 2, 1], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
-
-
-def test_running_statistics(mode: str) -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    model = pipeline(module, [1, 1, 1], checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3, requires_grad=True))
 
 
 def test_deferred_batch_norm(mode: str) -> None:
@@ -211,28 +115,6 @@ def test_autocast(mode: str) -> None:
     off: dict[str, Any] = {"dtype": torch.bfloat16, "cache_enabled": False}
     with torch.autocast("cpu", **off), torch.autocast("late", **off):
         assert_like_plain(model, module, x)
-
-
-def test_training(mode: str) -> None:
-    """The gradients of checkpointed micro-batches are added to ``.grad`` one by one, in another order of summation."""
-    width, tolerance = 3, 0.0 if mode == "never" else 1e-6
-
-    def train(model: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        x, y = torch.ones(8, width), torch.zeros(8, width)
-        for step in range(4):
-            loss = nn.functional.mse_loss(run(x * step).cpu(), y)
-            loss.backward()
-            if step % 2:  # accumulate the gradients of two steps
-                optimizer.step()
-                optimizer.zero_grad()
-        return [parameter.detach().cpu() for parameter in model.parameters()]
-
-    module = linears(3, width)
-    model, plain = pipeline(module, [1, 1, 1], checkpoint=mode), copy.deepcopy(module)
-    actual = train(model, model)
-    expected = train(plain, lambda x: run_plain(plain, x, chunks=4))
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_second_backward() -> None:
@@ -288,40 +170,9 @@ def test_skips(mode: str, devices: list[int], frozen: bool) -> None:
     assert_like_plain(model, module, torch.randn(8, 3))
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(3, 3),
-    "frozen": lambda: nn.Linear(3, 3).requires_grad_(False),
-    "tanh": nn.Tanh,
-    "in place": lambda: nn.Sequential(nn.Linear(3, 3), nn.ELU(inplace=True)),
-    "norm": lambda: nn.BatchNorm1d(3),
-    "identity": nn.Identity,
-    "branches": lambda: nn.Sequential(Apply(lambda x: (x, x * 2)), Apply(lambda pair: pair[0] * pair[1])),
-}
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[nn.Module], list[int]]:
-    """Draw layers with skips, and a balance."""
-    layers = [LAYERS[name]() for name in draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=5))]
-    for _ in range(draw(st.integers(0, 2))):
-        namespace = Namespace()
-        ends = draw(st.tuples(*[st.integers(0, len(layers))] * 2))
-        layers.insert(max(ends), Pop().isolate(namespace))
-        layers.insert(min(ends), Stash().isolate(namespace))
-    balance = [1]
-    for _ in layers[1:]:
-        balance = [*balance, 1] if draw(st.booleans()) else [*balance[:-1], balance[-1] + 1]
-    return layers, balance
-
-
-@given(data=st.data())
-def test_any_pipeline(data: st.DataObject) -> None:
-    layers, balance = data.draw(pipelines())
-    devices = data.draw(st.lists(st.integers(0, 2), min_size=len(balance), max_size=len(balance)))
-    mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 5))
-    module = nn.Sequential(*layers)
-    x = torch.randn(2 * chunks, 3, requires_grad=data.draw(st.booleans()))
-    assert_like_plain(pipeline(module, balance, devices=devices, chunks=chunks, checkpoint=mode), module, x)
+@given(case=cases(training=st.just(True)).filter(lambda case: NOT_ON_LATE.isdisjoint(case.names)))
+def test_any_pipeline(case: Case) -> None:
+    assert_same(case.piped(GPipe, lambda n: [f"late:{j % 4}" for j in range(n)]), case.plain())
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)

@@ -225,6 +225,14 @@ def test_any_skips_give_what_the_plain_model_gives(case: Case) -> None:
     assert_same(case.piped(), case.plain())
 
 
+@pytest.mark.late
+@given(case=cases(), numbers=st.lists(st.integers(0, 2), min_size=7, max_size=7))
+def test_skips_wait_for_their_streams(case: Case, numbers: list[int]) -> None:
+    case.devices = [f"late:{number}" for number in numbers[: len(case.balance)]]
+    case.training = True  # The accelerator of the tests lacks batch norms in evaluation.
+    assert_same(case.piped(), case.plain())
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @settings(max_examples=settings.default.max_examples // 4)
 @given(case=cases())
