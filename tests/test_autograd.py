@@ -599,15 +599,6 @@ class Unused(nn.Module):
         return input * self.used
 
 
-def test_unused_parameters_have_no_gradient(pipe: Pipe, checkpoint: str) -> None:
-    """The gradient is None, not zeros: an optimizer with weight decay would change the parameters."""
-    layers = nn.Sequential(Unused(), Unused(), nn.Tanh())
-    model = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)
-    model(torch.rand(3, 2)).sum().backward()
-    assert [layer.used.grad is None for layer in layers[:2]] == [False, False]
-    assert [layer.unused.grad for layer in layers[:2]] == [None, None]
-
-
 def test_hooks_of_unused_parameters_are_not_called(pipe: Pipe, checkpoint: str) -> None:
     """There is no gradient to call the hooks with, though all parameters of a partition enter its Checkpoint."""
     layers = nn.Sequential(Unused(), Unused(), nn.Tanh())

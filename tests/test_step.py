@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import Devices, Pipe
+from tests.conftest import Devices
 from tests.layers import Apply
 from tests.skip.layers import pair
-from tests.test_transparency import Case, cases
 from torchgpipe import GPipe, NoChunk, is_recomputing
 from torchgpipe.replay import seeds
 from torchgpipe.schedule import program
@@ -55,36 +51,6 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         other = actual[name]
         same = other is value is None or (other is not None and value is not None and torch.equal(other, value))
         assert same, f"{name} differs"
-
-
-@given(case=cases(training=st.just(True)), schedule=st.sampled_from(SCHEDULES))
-def test_any_model_gives_what_the_plain_model_gives(pipe: Pipe, devices: Devices, case: Case, schedule: str) -> None:
-    assume(len(case.inputs) == 1 and isinstance(case.inputs[0], Tensor) and len(case.inputs[0]) > 0)
-    x: Tensor = case.inputs[0]
-    m = len(x.chunk(case.chunks))
-
-    def loss_fn(output: Any, _: Any) -> Tensor:
-        loss = case.loss(output)
-        return torch.zeros((), dtype=torch.float64) if loss is None else loss
-
-    plain, mine, its = case.set_mode(copy.deepcopy(case.module)), copy.deepcopy(x), copy.deepcopy(x)
-    with torch.set_grad_enabled(True):
-        expected = plain_step(
-            plain,
-            [part.clone() for part in mine.chunk(case.chunks)],
-            lambda _, output: loss_fn(output, None) * (1 / m),
-            schedule,
-        )
-    model: Any = case.pipeline(pipe, devices)
-    places = [model.devices.index(device) for device in model.devices]
-    contiguous = all(a == b or b not in places[: k + 1] for k, (a, b) in enumerate(itertools.pairwise(places)))
-    assume(schedule == "GPipe" or contiguous)
-    model._schedule, model._loss = schedule, (loss_fn, lambda _: 1)
-    loss = model.step(its, torch.zeros(len(x)))
-    assert torch.equal(loss, expected.to(loss))
-    assert_equal(grads_of(model), grads_of(plain))
-    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
-    assert_equal({"input": its.grad}, {"input": mine.grad})
 
 
 # ------------------------------------------------------------------------------------------------ particular models

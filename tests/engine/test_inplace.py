@@ -113,15 +113,6 @@ def test_several_inputs_changed_in_place(pipe: Pipe, checkpoint: str, nest: Any)
     assert_same(outcome(model, value), plain_outcome(module, value, chunks=2))
 
 
-def test_dropout_in_place_at_the_start_of_a_partition(pipe: Pipe, checkpoint: str) -> None:
-    model = pipe(nn.Sequential(nn.Dropout(0.5, inplace=True)), [1], chunks=3, checkpoint=checkpoint)
-    x = torch.ones(30, 20, requires_grad=True)
-    output = model(x)
-    output.sum().backward()
-    assert torch.equal(output.detach(), x.grad)
-    assert 0.2 < (output == 0).double().mean() < 0.8
-
-
 def test_a_layer_may_change_in_place_what_a_layer_of_its_partition_has_made(pipe: Pipe, checkpoint: str) -> None:
     module, x = nn.Sequential(make_linear(), SecretlyDouble(), make_linear(), SecretlyDouble()), make_input()
     model = pipe(copy.deepcopy(module), [2, 2], chunks=2, checkpoint=checkpoint)
@@ -132,12 +123,6 @@ def test_without_checkpointing_a_layer_may_change_what_another_partition_has_mad
     """As in the plain model, a layer may change the output of another partition on the same device."""
     module, x = nn.Sequential(make_linear(), SecretlyDouble(), make_linear(), SecretlyDouble()), make_input()
     model = pipe(copy.deepcopy(module), [1, 1, 1, 1], chunks=2, checkpoint="never")
-    assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
-
-
-def test_in_evaluation_layers_may_work_in_place_too(pipe: Pipe, checkpoint: str) -> None:
-    module, x = nn.Sequential(make_linear(), SecretlyDouble(), make_linear()).eval(), make_input()
-    model = pipe(copy.deepcopy(module), [1, 2], chunks=2, checkpoint=checkpoint)
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
 
 

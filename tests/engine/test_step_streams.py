@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.test_streams import MODES, Pop, Stash
+from tests.engine.test_streams import MODES
 from tests.layers import Apply
+from tests.skip.layers import Pop, Stash
 from tests.test_step_transparency import Placing, Run, assert_same
 from torchgpipe import GPipe
 from torchgpipe.schedule import program

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
+from tests.skip.layers import Pop, Stash
 from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
@@ -50,20 +51,6 @@ def assert_like_plain(model: GPipe, module: nn.Sequential, *inputs: Any) -> None
 
 def linears(n: int, width: int = 3) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)])
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 2)
-        return x.sin()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip.tanh()
 
 
 # Forward and backward equal those of the plain model.

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.conftest import Pipe
-from torchgpipe.skip import pop, skippable, stash
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x.sin()
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
+from tests.skip.layers import Pop, Stash
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 def test_all_is_compared_and_nothing_left_behind(pipe: Pipe, mode: str) -> None:
-    layers = [Stash(), nn.Linear(4, 4), nn.BatchNorm1d(4), Pop(), nn.Linear(4, 3)]
+    layers = [Stash(lambda x: x), nn.Linear(4, 4), nn.BatchNorm1d(4), Pop(torch.add), nn.Linear(4, 3)]
     model = pipe(nn.Sequential(*layers), [2, 3], chunks=3, checkpoint=mode, loss_fn=functional.cross_entropy)
     calls: list[str] = []
     for parameter in model.parameters():

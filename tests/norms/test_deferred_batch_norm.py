@@ -156,25 +156,6 @@ def test_like_the_whole_mini_batch(
         assert_same_statistics(model, whole)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_example_of_the_original(pipe: Pipe, checkpoint: str, grad: bool) -> None:
-    whole = nn.BatchNorm2d(3)
-    model = pipe(nn.Sequential(copy.deepcopy(whole)), [1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
-    x = torch.rand(4, 3, 10, 10, requires_grad=grad)
-    model(x).mean().backward()
-    whole(x).mean().backward()
-    assert_same_statistics(model, whole, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_with_one_chunk(pipe: Pipe, checkpoint: str) -> None:
-    whole = nn.BatchNorm2d(3)
-    model = pipe(nn.Sequential(copy.deepcopy(whole)), [1], chunks=1, checkpoint=checkpoint, deferred_batch_norm=True)
-    x = torch.rand(4, 3, 10, 10)
-    model(x).square().mean().backward()
-    whole(x).square().mean().backward()
-    assert torch.equal(model[0].weight.grad, whole.weight.grad)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("batch", [0, 1])
 def test_an_empty_mini_batch_and_a_single_value(pipe: Pipe, checkpoint: str, batch: int) -> None:
     """As in PyTorch, an empty mini-batch is counted, and a single value per channel cannot be normalised."""

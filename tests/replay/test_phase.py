@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchgpipe
 from tests.conftest import Pipe
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.phase import current_phase, enter_phase
@@ -81,25 +80,6 @@ def test_nothing_is_checkpointed_where_nothing_needs_a_gradient(pipe: Pipe) -> N
     assert second.phases == [CHECKPOINTING, CHECKPOINTING, RECOMPUTING, RECOMPUTING]
 
 
-def test_a_layer_with_side_effects_counts_once(pipe: Pipe, checkpoint: str) -> None:
-    """The use in the documentation."""
-
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counter = 0
-
-        def forward(self, input: Tensor) -> Tensor:
-            if not is_recomputing():
-                self.counter += 1
-            return input
-
-    counter = Counter()
-    model = pipe(nn.Sequential(nn.Linear(1, 1), counter), [1, 1], chunks=4, checkpoint=checkpoint)
-    model(torch.ones(4, 1)).sum().backward()
-    assert counter.counter == 4
-
-
 def test_the_phase_ends_with_an_exception(pipe: Pipe, checkpoint: str) -> None:
     class Fail(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -155,8 +135,3 @@ def test_phases_nest_and_end() -> None:
             raise ZeroDivisionError
         assert phase() == CHECKPOINTING
     assert phase() == PLAIN
-
-
-def test_both_are_public() -> None:
-    assert torchgpipe.is_checkpointing is is_checkpointing
-    assert torchgpipe.is_recomputing is is_recomputing

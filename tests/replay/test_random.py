@@ -10,17 +10,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.conftest import Devices, Pipe
+from tests.conftest import Pipe
 from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.replay.random import RandomStates, _Generator, sharing_generator
@@ -120,30 +117,6 @@ def test_a_seed_gives_the_same_with_one_device_and_with_several(checkpoint: str)
         assert_same(step(workers, x), expected)
 
 
-@settings(max_examples=settings.default.max_examples // 2)
-@given(data=st.data())
-@pytest.mark.parametrize("mode", CHECKPOINTED)
-def test_any_layers(devices: Devices, mode: str, data: st.DataObject) -> None:
-    """Whatever draws where."""
-    layers = nn.Sequential(nn.Linear(2, 2))
-    for name in data.draw(st.lists(st.sampled_from([*DRAWS, "Linear", "Tanh", "Dropout"]), min_size=1, max_size=6)):
-        modules = {"Linear": nn.Linear(2, 2), "Tanh": nn.Tanh(), "Dropout": nn.Dropout(0.5)}
-        layers.append(modules.get(name) or Draw(DRAWS[name]))
-    layers.double()
-    cuts = data.draw(st.sets(st.integers(1, len(layers) - 1), max_size=3))
-    ends = [0, *sorted(cuts), len(layers)]
-    balance = [end - start for start, end in pairwise(ends)]
-    chunks = data.draw(st.integers(1, 4))
-    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2).requires_grad_()
-
-    models = [
-        GPipe(layers, balance, devices=devices(len(balance)), chunks=chunks, checkpoint=checkpoint)
-        for checkpoint in (mode, "never")
-    ]
-    seed = data.draw(st.integers(0, 1000))
-    assert_same(step(models[0], x, seed), step(models[1], x, seed))
-
-
 @pytest.mark.parametrize("checkpoint", CHECKPOINTED)
 def test_a_frozen_partition_draws_between_two_trained_ones(checkpoint: str) -> None:
     """It has nothing to differentiate, so nothing is noted there; the cells behind it must look at the states anew."""
@@ -170,14 +143,6 @@ def test_the_gradient_goes_through_the_mask_of_the_output(pipe: Pipe, checkpoint
 
 
 # ------------------------------------------------------------------------------------- the caller's generator
-
-
-def test_backward_leaves_the_random_stream_alone(pipe: Pipe, checkpoint: str) -> None:
-    model = pipe(random_layers(), [3, 3, 2], chunks=3, checkpoint=checkpoint)
-    output = model(torch.rand(6, 2, dtype=torch.float64))
-    before = torch.get_rng_state()
-    output.sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_failing_backward_leaves_the_random_stream_alone(pipe: Pipe) -> None:
