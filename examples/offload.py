@@ -30,7 +30,8 @@ class Model(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x).transpose(1, 2)
+        y: Tensor = self.head(x)
+        return y.transpose(1, 2)
 
 
 def train(model: Any, steps: int) -> list[float]:

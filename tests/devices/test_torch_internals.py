@@ -424,6 +424,24 @@ def test_fake_tensors() -> None:
         assert output.device.type == "cpu"
 
 
+def test_operations_are_seen_below_autograd() -> None:
+    seen: list[list[Any]] = []
+
+    class Note(internals.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(internals.written(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with relied_on("an operation tells what it writes to", "a weight in host memory loses what a forward changes"):
+        x, y = torch.ones(2), torch.ones(2)
+        with Note():
+            x + y
+            x.add_(y)
+            torch.add(x, y, out=y)
+        assert [len(own) for own in seen] == [0, 1, 1]
+        assert seen[1][0] is x and seen[2][0] is y
+
+
 # ----------------------------------------------------------------------------------------------- all are in one file
 
 FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in sorted((ROOT / package).rglob("*.py"))]

@@ -12,7 +12,7 @@ cannot change them quietly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -73,6 +73,7 @@ __all__ = [
     "versions",
     "will_run",
     "without_dispatch_modes",
+    "written",
 ]
 
 # ------------------------------------------------------------------------------------------------ the autograd engine
@@ -312,6 +313,20 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation below autograd writes to, given the operation and its arguments.
+
+    The schema of the operation tells. Since 2.0. Without it, a weight that a forward changes in place would lose the
+    change as soon as the weight leaves its device.
+    """
+    given = {**kwargs, **{argument.name: value for argument, value in zip(func._schema.arguments, args)}}
+    return [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+    ]
 
 
 def caches_parametrizations() -> bool:

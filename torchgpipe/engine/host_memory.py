@@ -120,7 +120,7 @@ class _Pins:
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self._left: int | None = budget
-        #: The storages that have been looked at, by the keys of those that are alive.
+        #: The addresses of the memories that have been looked at, and are alive.
         self._known: set[int] = set()
         self._lock = threading.Lock()
 
@@ -128,16 +128,16 @@ class _Pins:
         """Lock the memory of a tensor, once, within the budget."""
         storage = tensor.untyped_storage()
         with self._lock:
-            if storage._cdata in self._known:
+            address, bytes = storage.data_ptr(), storage.nbytes()
+            if address in self._known:
                 return
-            self._known.add(storage._cdata)
-            finalize(storage, self._known.discard, storage._cdata)
+            self._known.add(address)
+            finalize(storage, self._known.discard, address)
             if tensor.is_pinned():
                 return
             if self._left is None:
                 self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            address, bytes = storage.data_ptr(), storage.nbytes()
             if bytes <= self._left and int(runtime.cudaHostRegister(address, bytes, 0)) == 0:
                 self._left -= bytes
                 finalize(storage, self._unpin, runtime, address, bytes)

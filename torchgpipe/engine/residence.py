@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.stream import Mark, Stream
-from torchgpipe.devices.torch_internals import DispatchMode, pytree
+from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.schedule import Action
@@ -220,10 +220,8 @@ class _Watch(DispatchMode):
         if _here.present is not None:
             for tensor in _tensors(args, kwargs):
                 self._aliases.verify_present(tensor, _here.present(), f"'{func}'")
-            for argument, value in zip(func._schema.arguments, args):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in _tensors(value):
-                        self._aliases.refuse_changed(tensor)
+            for tensor in _tensors(written(func, args, kwargs)):
+                self._aliases.refuse_changed(tensor)
         return func(*args, **kwargs)
 
 
