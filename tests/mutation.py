@@ -57,7 +57,7 @@ class Mutation(NamedTuple):
     place: str
     old: str
     new: str
-    tests: str = "engine/streams"
+    tests: str = "engine/streams engine/overlap"
 
     def apply(self, sources: Mapping[Path, str]) -> tuple[Path, str]:
         """Return the file that changes, and its mutated source.
@@ -694,7 +694,7 @@ MUTATIONS = [
     Mutation(
         "... or to its node",
         "has_hooks",
-        "len(handle.hooks_dict_ref()) > 1",
+        "len(hooks) > 1",
         "False",
         "autograd engine/gradient_listeners",
     ),

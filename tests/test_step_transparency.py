@@ -428,7 +428,9 @@ def test_autocast(run: Run) -> None:
     assert_same(run.stepped(), run.plain())
 
 
-@pytest.mark.parametrize("device", [None, pytest.param(ALL_VARIANTS["late"], marks=pytest.mark.late)], ids=str)
+@pytest.mark.parametrize(
+    "device", [None, pytest.param(ALL_VARIANTS["late"], marks=pytest.mark.late)], ids=["cpu", "late"]
+)
 @given(case=tests.skip.test_transparency.cases(), data=st.data())
 def test_any_skips_step_as_in_the_plain_model(
     case: tests.skip.test_transparency.Case, device: Callable[[int], str] | None, data: st.DataObject
