@@ -25,7 +25,11 @@ def choose() -> Picture:
     picture = Picture("Which way: DistributedDataParallel, GPipe, pipelined or DistributedGPipe", WIDTH, 350)
     questions = [
         ("Does training fit on one GPU?", "yes", ["DistributedDataParallel:", "a copy on each GPU"]),
-        ("On the GPUs of one machine?", "no", ["in host memory: offload=True; on several", "machines: DistributedGPipe, FSDP2"]),
+        (
+            "On the GPUs of one machine?",
+            "no",
+            ["in host memory: offload=True; on several", "machines: DistributedGPipe, FSDP2"],
+        ),
         ("Is it an nn.Sequential?", "yes", ["GPipe(layers, balance)"]),
     ]
     downs = ["no", "yes", "no"]

@@ -11,28 +11,33 @@ from tests.mutation import Mutation
 SOURCE = """\
 class A:
     def f(self):  # moved, and written in another way
-        if (self.x
-                and self.y): self.z( 1 ); return 2
+        self.z.wait( 1,
+            2 )
+        with self.lock, other():
+            return self.tie(1, x)
 
     def g(self):
-        self.z(1); return 2
+        with self.lock: return 2
 """
 
 
-def apply(place: str, old: str, new: str, *sources: str) -> str:
-    return Mutation("", place, old, new).apply({Path(str(k)): source for k, source in enumerate(sources)})[1]
+def apply(place: str, part: str, *sources: str, keeps: int = 0) -> str:
+    given = {Path(str(k)): source for k, source in enumerate(sources)}
+    return Mutation("", place, part, keeps=keeps).apply(given)[1]
 
 
-def test_a_mutation_is_found_by_the_name_of_the_place_and_the_syntax_tree() -> None:
-    expected = "if self.x and self.y:\n            return 3"
-    assert expected in apply("A.f", "self.z(1)\nreturn 2", "return 3", "x = 1", SOURCE)
-    assert "if self.x:" in apply("A.f", "self.x and self.y", "self.x", SOURCE)
-    assert apply("x", "1", "2", "x = 1", SOURCE) == "x = 2"
+def test_a_call_is_found_by_the_function_around_it_and_by_what_is_called() -> None:
+    assert "self.z" not in apply("A.f", "self.z.wait", "x = 1", SOURCE)
+    assert "return 1" in apply("A.f", "self.tie", SOURCE)
+    assert "return x" in apply("A.f", "self.tie", SOURCE, keeps=-1)
+    assert "with other():" in apply("A.f", "self.lock", SOURCE)
+    assert "with self.lock:" in apply("A.f", "other", SOURCE)
+    assert apply("A.g", "self.lock", SOURCE).endswith("if True:\n            return 2")
 
 
-@pytest.mark.parametrize("old", ["self.z(2)", "self.z(1)\nreturn", "self.z"])
-def test_a_stale_mutation_is_an_error(old: str) -> None:
-    with pytest.raises(ValueError, match=r"is stale: its code occurs 0 times in A\.g"):
-        apply("A.g", old, "pass", SOURCE)
-    with pytest.raises(ValueError, match=r"2 times in A\.g"):
-        apply("A.g", "return 2", "pass", SOURCE, SOURCE)
+@pytest.mark.parametrize("part", ["self.z", "wait", "self.z.wait(1, 2)", "x"])
+def test_a_stale_mutation_is_an_error(part: str) -> None:
+    with pytest.raises(ValueError, match=r"is stale: .* is in 0 functions A\.f"):
+        apply("A.f", part, SOURCE)
+    with pytest.raises(ValueError, match=r"2 functions A\.g"):
+        apply("A.g", "self.lock", SOURCE, SOURCE)
