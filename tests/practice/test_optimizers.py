@@ -140,6 +140,8 @@ def train_without_clipping(model: nn.Module, run: Run, kind: Callable[..., Optim
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
 def test_a_gpu_and_the_cpu_in_one_optimizer(options: dict[str, bool], scale: float) -> None:
     """The norm is one number over the parameters of both devices; each parameter is unscaled and updated in place."""
+    if options and scale:
+        pytest.skip("PyTorch brings what GradScaler has found from device to device, and does not wait for it")
     plain, layers = make_layers().double(), make_layers().double()
     model = GPipe(layers, [3, 3], devices=[DEVICE, "cpu"], chunks=CHUNKS)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, **options) for net in (plain, model)]
