@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--late") and late.available():
         # Before the workers of xdist start, and before the first backward. It stays the current accelerator of this
         # process, so other tests, which expect none, run without it.
+        os.environ.setdefault("LATE_MEMORY", "512")  # MiB, so that a test can fill it
         late.load()
     if config.getoption("--rounding"):
         stack = ExitStack()

@@ -32,6 +32,9 @@ if LATE:
 CHUNKS = 3
 WIDTH = 64
 
+#: Where the input is.
+HOMES = ["cpu"] if LATE else ["cpu", GPU]
+
 every_devices = pytest.mark.parametrize("devices", DEVICES, ids=lambda devices: "-".join(devices))
 every_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -138,7 +141,7 @@ def assert_same_step(model: GPipe, layers: nn.Sequential, devices: list[str], x:
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("home", ["cpu", GPU])
+@pytest.mark.parametrize("home", HOMES)
 @every_mode
 @every_devices
 def test_a_training_step_is_that_of_the_plain_model(devices: list[str], mode: str, home: str) -> None:
@@ -488,8 +491,8 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())])
 
 
-#: A mini-batch is 32 MiB between two layers; on `late`, where the CPU computes, 1 MiB.
-ROWS = 1 << (15 if not LATE else 10)
+#: A mini-batch is 32 MiB between two layers; on `late`, where the CPU computes, 256 KiB.
+ROWS = 1 << (15 if not LATE else 8)
 
 
 @pytest.fixture
@@ -673,7 +676,7 @@ if LATE:
     }
 
 
-@pytest.mark.parametrize("home", ["cpu", GPU])
+@pytest.mark.parametrize("home", HOMES)
 @every_mode
 @pytest.mark.parametrize(
     "schedule, devices",
