@@ -138,13 +138,6 @@ MUTATIONS = [
         "a backward of a program waits for its gradient", "Executor._backward", "wait_back", "engine/step_streams"
     ),
     Mutation(
-        "gradients of frames go on behind their streams",
-        "MiniBatch.run_backward_half",
-        "self._columns.streams.current(computing.device).wait",
-        "frames/pipelined frames/cuda",
-    ),
-    Mutation("a gradient that is copied is not added to meanwhile", "copy_back", "route.target.wait", "late/owners"),
-    Mutation(
         "anomaly mode looks at a gradient that has arrived",
         "copy_back",
         "route.grads_arriving.synchronize",
@@ -162,7 +155,6 @@ MUTATIONS = [
     Mutation("a worker is on the stream of its device", "_Crew._serve_tasks", "worker.stream.use"),
     Mutation("with one device, the caller is on its stream", "Pipeline.run", "self._calls[0].stream.use"),
     Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/step_streams"),
-    Mutation("a recomputation is on the stream of its device", "PartitionCall._recomputing", "self.stream.use"),
     Mutation(
         "a skip comes to the device of its pop", "_receive", "portal.receive", "skip/portal engine/streams", keeps=-1
     ),
@@ -189,7 +181,6 @@ MUTATIONS = [
         "a step runs backward outside of autocast", "Executor._backward", "self._ambient.without_autocast", "step"
     ),
     Mutation("workers leave autocast together", "_Crew._serve_tasks", "self._leaving.wait", "replay/ambient"),
-    Mutation("no worker is left when a call ends", "_Crew.work", "join", "engine/threads"),
     Mutation(
         "the running statistics are those of the first run",
         "PartitionCall._recomputing",
@@ -210,7 +201,6 @@ MUTATIONS = [
     # Locks
     Mutation("steps of one model come one after the other", "run_step", "lock", "step step_faults engine/threads"),
     Mutation("one thread at a time copies a generator's state", "_note", "_copying", "replay/random"),
-    Mutation("... and puts it back", "_replay", "_copying", "replay/random"),
     Mutation(
         "a norm counts one run at a time",
         "exclusive",
@@ -223,18 +213,7 @@ MUTATIONS = [
         "exclusive",
         "replay/statistics norms/deferred_batch_norm",
     ),
-    Mutation("... nor the other way round", "PartitionCall._recomputing", "exclusive", "replay/statistics"),
     Mutation("layers with seeds draw one after the other", "LayerSeeds._seeded", "sharing", "step late/seeds"),
-    Mutation(
-        "an inner pipeline does not wait for the outer one",
-        "Frame._go",
-        "own_locks",
-        "frames/hard_cases frames/pipelined",
-    ),
-    Mutation(
-        "an interrupted call waits for its workers", "_Crew._abandon", "worker.working", "engine/threads step_faults"
-    ),
-    Mutation("... and for its frames", "Frame.cancel", "self._working", "frames/hard_cases engine/threads"),
 ]
 
 

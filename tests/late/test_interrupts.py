@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe, is_recomputing
 
-late = pytest.importorskip("late")
+pytestmark = pytest.mark.late
 
 
 class Interrupted(nn.Module):
