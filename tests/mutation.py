@@ -143,6 +143,12 @@ MUTATIONS = [
         "route.grads_arriving.synchronize",
         "late/owners",
     ),
+    Mutation(
+        "a gradient that a parameter shares is added to when it is copied",
+        "copy_back",
+        "route.target.wait",
+        "late/owners",
+    ),
     Mutation("memory of the caller's is copied when the call ends", "release", "source.wait", "late/owners"),
     Mutation("... of a forward", "Pipeline._run_in_workers", "release", "late/owners"),
     Mutation("... of a program", "Executor.run", "release", "late/owners"),
