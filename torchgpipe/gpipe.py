@@ -303,20 +303,23 @@ class GPipe(nn.Module):
 
         program = program_of("LayerMajor", len(batches), self._places)
         with mini_batch(len(batches), self):
-            return self._run_program(batches, program, "LayerMajor", finish, gathered)
+            return self._run_program(self._views(len(batches)), batches, program, "LayerMajor", finish, gathered)
 
     def _run_program(
         self,
+        views: tuple[list[Partition], list[torch.device], list[int]],
         inputs: list[Batch],
         program: Program,
         schedule: Schedule,
         finish: Callable[[int, Batch], Tensor],
         gathered: Callable[[], Any],
     ) -> Any:
-        views, devices, stops = self._views(len(inputs))
-        kind = torch.is_grad_enabled(), *[(id(module), module.training) for module in self.modules()]
+        partitions, devices, stops = views
+        kind: Any = None  # The first mini-batch of a kind is watched, see `residence`.
+        if self._host_memory is not None:
+            kind = torch.is_grad_enabled(), *[(id(module), module.training) for module in self.modules()]
         result = run_step(
-            views,
+            partitions,
             devices,
             inputs,
             program,
@@ -329,7 +332,7 @@ class GPipe(nn.Module):
             schedule=schedule,
             lock=self._lock,
             host_memory=self._host_memory,
-            watches=kind not in self._watched,
+            watches=kind is not None and kind not in self._watched,
         )
         self._watched.add(kind)
         return result
@@ -383,11 +386,11 @@ class GPipe(nn.Module):
             self._begin(input, 3)
             own_weight = mean.prepare(inputs)
             program = program_of(self._schedule, len(inputs), self._places)
-            self._views(len(inputs))  # An error of this replica belongs here.
+            views = self._views(len(inputs))
         mean.total = replicas.total(own_weight)
         finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))
         with mini_batch(len(inputs), self, replicas.group):
-            values = self._run_program(inputs, program, self._schedule, finish, mean.values)
+            values = self._run_program(views, inputs, program, self._schedule, finish, mean.values)
         loss = mean.sum()
         replicas.add(loss, "the loss")
         return (loss, values) if mean.has_values else loss

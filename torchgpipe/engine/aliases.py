@@ -155,7 +155,7 @@ class Aliases:
         if self.host_memory is not None:
             if not name:  # The model uses it outside of its module, while partition j is on its device.
                 self.host_memory.fill(alias, parameter)
-                name = next(name for key, (_, name) in self._places.items() if key == self._key_of(parameter))
+                name = self._places[self._key_of(parameter)][1]
             self._places[storage_key(alias)] = j, name
         if vars(parameter):
             vars(alias).update(vars(parameter))

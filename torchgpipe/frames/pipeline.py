@@ -288,8 +288,10 @@ class Pipeline:
         bring = self.to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
         random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
-        kind = backward, self._structure, _modes(module), len(parts[0].args), tuple(parts[0].kwargs)
-        watches = self.host_memory is not None and kind not in self._watched
+        watched = None
+        if self.host_memory is not None:
+            kind = backward, self._structure, _modes(module), len(parts[0].args), tuple(parts[0].kwargs)
+            watched = None if kind in self._watched else lambda: self._watched.add(kind)
         return MiniBatch(
             plain,
             inputs,
@@ -306,7 +308,7 @@ class Pipeline:
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
             facts=facts,
-            watched=(lambda: self._watched.add(kind)) if watches else None,
+            watched=watched,
         )
 
     def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
