@@ -1,7 +1,7 @@
 """Draw what happens inside, from small runs on the CPU.
 
-Most runs are on streams with clocks, those of the tests. They tell the stream of each operation, and which operations of
-other streams are certain to be finished before. So these pictures show an order, and no measured time.
+Most runs are on streams with clocks, those of the tests. They tell the stream of each operation, and which operations
+of other streams are certain to be finished before. So these pictures show an order, and no measured time.
 """
 
 from __future__ import annotations
