@@ -20,7 +20,7 @@ from tests.layers import Apply
 from torchgpipe.pipe import PipeSequential
 from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.skip.tracker import current_skip_tracker
-from torchgpipe_balancing import Profile, measure, profile, times
+from torchgpipe_balancing import Profile, measure, profile
 
 
 def quick(module: nn.Sequential, sample: Any, **options: Any) -> Profile:
@@ -196,8 +196,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (measure, times):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(measure, "time", clock)
     return clock
 
 

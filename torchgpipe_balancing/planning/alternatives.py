@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
-from torchgpipe_balancing.planning.costs import CellCosts, Costs
+from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, Problem
 from torchgpipe_balancing.planning.search import Search
 
@@ -117,59 +117,43 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
         question: what to plan for
         keep: how many alternatives are wanted; of as many that begin as the quickest, those are improved that are near
     """
-    attempts = []
-    for chunks in question.chunks or default_chunks(question.batch, len(question.devices)):
-        for schedule in question.schedules:
-            problem = problem_of(question, schedule, chunks)
-            if problem is not None:
-                cells = question.costs.cells_at(rows_of(question.batch, chunks))
-                attempts.append(_Attempt(schedule, chunks, problem, cells, Search(problem)))
-    fitting = sorted([one for one in attempts if one.search.fits], key=lambda one: one.seconds)[:keep]
-    for attempt in fitting:
-        if attempt.seconds <= _FAR * fitting[0].seconds:
-            attempt.search.improve()
-    made = sorted([one.alternative() for one in fitting], key=lambda one: (one.seconds, max(one.memory)))
-    nearest = sorted([one for one in attempts if not one.search.fits], key=lambda one: one.search.excess)[:_NEAREST]
-    misfits = [(one, _lacking(question, one)) for one in [attempt.alternative() for attempt in nearest]]
-    return Tried(made, misfits)
+    counts = question.chunks or default_chunks(question.batch, len(question.devices))
+    problems = [problem_of(question, schedule, chunks) for chunks in counts for schedule in question.schedules]
+    searches = [(problem, Search(problem)) for problem in problems if problem is not None]
+
+    def seconds(one: tuple[Problem, Search]) -> float:
+        return one[0].predicted(one[1].seconds)
+
+    fitting = sorted([one for one in searches if one[1].fits], key=seconds)[:keep]
+    first = seconds(fitting[0]) if fitting else 0.0
+    for problem, search in fitting:
+        if problem.predicted(search.seconds) <= _FAR * first:
+            search.improve()
+    made = sorted([_alternative(*one) for one in fitting], key=lambda one: (one.seconds, max(one.memory)))
+    nearest = sorted([one for one in searches if not one[1].fits], key=lambda one: one[1].excess)[:_NEAREST]
+    misfits = [_alternative(*one) for one in nearest]
+    limits = [device.memory for device in question.devices]
+    return Tried(made, [(one, [max(0.0, need - limit) for need, limit in zip(one.memory, limits)]) for one in misfits])
 
 
-class _Attempt(NamedTuple):
-    """A schedule with a number of micro-batches, and the search for its choice."""
-
-    schedule: ScheduleName
-    chunks: int
-    problem: Problem
-    cells: CellCosts
-    search: Search
-
-    @property
-    def seconds(self) -> float:
-        """The predicted seconds of the best choice so far."""
-        return self.cells.predicted(self.search.seconds)
-
-    def alternative(self) -> Alternative:
-        choice = self.search.choice()
-        outcome = self.problem.outcome(choice)
-        m = 1 + max(action.i for own in self.problem.program for action in own)
-        again = m * sum(self.problem.layers[k].forward for k in choice.recomputed)
-        return Alternative(
-            self.schedule,
-            self.chunks,
-            self.problem.places,
-            choice,
-            self.cells.predicted(outcome.seconds),
-            tuple(outcome.memory),
-            tuple(outcome.simulation.peaks),
-            outcome.simulation.bubble,
-            sum(outcome.simulation.busy) - again,
-            again,
-            self.search.tried,
-        )
-
-
-def _lacking(question: Question, one: Alternative) -> list[float]:
-    return [max(0.0, need - device.memory) for need, device in zip(one.memory, question.devices)]
+def _alternative(problem: Problem, search: Search) -> Alternative:
+    choice = search.choice()
+    outcome = problem.outcome(choice)
+    m = 1 + max(action.i for own in problem.program for action in own)
+    recomputing = m * sum(problem.layers[k].forward for k in choice.recomputed)
+    return Alternative(
+        problem.schedule,
+        problem.chunks,
+        problem.places,
+        choice,
+        problem.predicted(outcome.seconds),
+        tuple(outcome.memory),
+        tuple(outcome.simulation.peaks),
+        outcome.simulation.bubble,
+        sum(outcome.simulation.busy) - recomputing,
+        recomputing,
+        search.tried,
+    )
 
 
 def rows_of(batch: int, chunks: int) -> int:
@@ -202,6 +186,10 @@ def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Probl
         latency=costs.latency,
         per_byte=costs.per_byte,
         recomputes=question.recomputes,
+        schedule=schedule,
+        chunks=chunks,
+        factor=cell.factor,
+        step=cell.step,
     )
 
 

@@ -7,29 +7,41 @@ are recorded for each size of a micro-batch:
     a partition a device      the same: what a cell takes beside its layers
 
     cell  =  (sum over the layers, each a partition  -  sum over the devices)  /  (layers - devices)
+
+The speed of a machine changes within seconds. So all pipelines take turns: what slows one of them down for a while
+slows down the others as well.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.device import same_memory
+from torchgpipe.devices.memory import bytes_of
 from torchgpipe.schedule import ScheduleName, program, simulate
+from torchgpipe.timeline.recorder import record
+from torchgpipe.timeline.timeline import Timeline
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.counting import Bytes, counted
-from torchgpipe_balancing.planning.recorded import Recorded, record_steps, synchronize
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["measured"]
+__all__ = ["measured", "timed"]
+
+_KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
+
+#: The fewest rounds, and the steps of a pipeline in each; another step runs before them.
+_ROUNDS, _STEPS = 2, 2
 
 
 def measured(
@@ -59,7 +71,7 @@ def measured(
         cells = [CellCosts()] * len(rows)
         latency = per_byte = 0.0
     else:
-        bench = _Bench(subject, devices, batch, slowness, [1 + _bytes(own) for own in owned])
+        bench = _Bench(subject, devices, batch, slowness, [1 + bytes_of(own) for own in owned])
         sizes = bench.sizes(rows)
         while sizes:
             try:
@@ -81,9 +93,9 @@ def measured(
     layers = [
         LayerCosts(
             tuple(names),
-            parameters=_bytes([one for one in own if isinstance(one, nn.Parameter)]),
-            trained=_bytes([one for one in own if one.requires_grad]),
-            buffers=_bytes([one for one in own if not isinstance(one, nn.Parameter)]),
+            parameters=bytes_of([one for one in own if isinstance(one, nn.Parameter)]),
+            trained=bytes_of([one for one in own if one.requires_grad]),
+            buffers=bytes_of([one for one in own if not isinstance(one, nn.Parameter)]),
             samples=of_layer,
         )
         for names, own, of_layer in zip(subject.layers, owned, zip(*samples), strict=True)
@@ -125,17 +137,13 @@ def _evened(times: Sequence[list[float]], alike: Sequence[object]) -> list[list[
     return found
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum([tensor.nbytes for tensor in tensors])
-
-
 def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> list[float]:
     """Return what stands for the times of a layer on the meta device: the bytes of its parameters times rows.
 
     Each micro-batch counts as a few rows more than it has, or the smallest would always be the best. With so many more,
     about four micro-batches a device are the best of those that are tried by default.
     """
-    seconds = _bytes(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
+    seconds = bytes_of(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
     return [seconds, 2 * seconds, seconds, seconds, 0.0]
 
 
@@ -187,12 +195,23 @@ class _Bench:
         """Return for each size of a micro-batch the times of each layer (F, B, I, W, first B), and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
         names = [_Name(count, one, apart) for count in rows for one in schedules for apart in (True, False)]
-        ways = {name: self._way(name.schedule, self._chunks(name.rows), apart=name.apart) for name in names}
-        found = record_steps(self._subject, ways, lambda name: name.rows, self._devices, seconds)
+        found = {name: _Recorded() for name in names}
+        end = time.perf_counter() + seconds
+        done = 0
+        while done < _ROUNDS or time.perf_counter() < end:
+            for name in names:
+                m = self._chunks(name.rows)
+                model, step = self._subject.pipeline(self._way(name.schedule, m, apart=name.apart))
+                run = partial(step, name.rows * m)
+                timed(model, run, self._devices, 1)
+                with record(model, steps=_STEPS) as timeline:
+                    found[name].steps += timed(model, run, self._devices, _STEPS)
+                found[name].add(timeline)
+            done += 1
         both = [self._times_of(count, found) for count in rows]
         return [times for times, _ in both], [cells for _, cells in both]
 
-    def _times_of(self, rows: int, found: Mapping[_Name, Recorded]) -> tuple[list[list[float]], CellCosts]:
+    def _times_of(self, rows: int, found: Mapping[_Name, _Recorded]) -> tuple[list[list[float]], CellCosts]:
         layers, n = range(len(self._of_layers)), range(len(self._devices))
         fine, coarse = (found[_Name(rows, "1F1B", apart)] for apart in (True, False))
         seconds = {kind: [fine.mean(kind, k) for k in layers] for kind in "FB"}
@@ -217,7 +236,7 @@ class _Bench:
         n = len(self._devices)
         return max(2, n, min(2 * n, self._batch // rows))
 
-    def _simulated(self, run: Recorded, m: int) -> float:
+    def _simulated(self, run: _Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
         actions = program("1F1B", m, range(len(self._devices)))
         firsts = {next(action for action in own if action.kind == "B") for own in actions}
@@ -230,6 +249,56 @@ class _Bench:
         if apart:
             return Way([1] * len(self._of_layers), self._of_layers, m, schedule)
         return Way(self._counts, self._devices, m, schedule)
+
+
+@dataclass
+class _Recorded:
+    """What the steps of a pipeline have shown.
+
+    Attributes:
+        cells: for each kind of action and partition, its seconds, without the first backward of a step
+        firsts: for each partition, the seconds of the first backward of a step
+        steps: the seconds of each step
+        windows: for each step, the seconds from the start of its first cell to the end of its last
+    """
+
+    cells: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    firsts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    steps: list[float] = field(default_factory=list)
+    windows: list[float] = field(default_factory=list)
+
+    def mean(self, kind: str, j: int) -> float:
+        """Return the middle of the seconds of an action in partition ``j``."""
+        return _middle(self.cells[kind, j])
+
+    def first(self, j: int) -> float:
+        """Return how much longer the first backward of a step takes in partition ``j``."""
+        return max(0.0, _middle(self.firsts[j]) - max(self.mean("B", j), self.mean("W", j)))
+
+    @property
+    def step(self) -> float:
+        """The middle of the seconds of a step."""
+        return statistics.median(self.steps)
+
+    @property
+    def window(self) -> float:
+        """The middle of the seconds of the cells of a step."""
+        return statistics.median(self.windows)
+
+    def add(self, timeline: Timeline) -> None:
+        """Add the cells of recorded steps."""
+        spans = [span for span in timeline.spans if span.computes]
+        began = set()
+        for span in spans:  # In the order of time.
+            kind, j = _KINDS[span.kind], span.partition
+            if kind in "BW" and (span.step, j) not in began:
+                began.add((span.step, j))
+                self.firsts[j].append(span.seconds)
+            else:
+                self.cells[kind, j].append(span.seconds)
+        for step in timeline.steps:
+            own = [span for span in spans if span.step == step]
+            self.windows.append(max([span.end for span in own]) - min([span.start for span in own]))
 
 
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
@@ -258,3 +327,37 @@ def _transfers(devices: Sequence[torch.device]) -> tuple[float, float]:
 
     latency = seconds(small)
     return latency, max(0.0, seconds(large) - latency) / (large - small)
+
+
+def timed(model: nn.Module, run: Callable[[], Any], devices: Sequence[torch.device], steps: int) -> list[float]:
+    """Return the seconds of each of so many steps.
+
+    Args:
+        model: the pipeline, which keeps no gradients
+        run: runs a step
+        devices: the devices
+        steps: the number of steps
+    """
+    found = []
+    for _ in range(steps):
+        synchronize(devices)
+        begin = time.perf_counter()
+        run()
+        synchronize(devices)
+        found.append(time.perf_counter() - begin)
+        model.zero_grad()
+    return found
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait for all work of the accelerators among the devices."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+def _middle(values: Sequence[float]) -> float:
+    """Return the mean of the middle half: a mean that a single delay does not change."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0

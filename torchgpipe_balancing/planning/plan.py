@@ -28,14 +28,13 @@ from torchgpipe_balancing.planning.alternatives import (
     most_partitions,
     rows_of,
 )
-from torchgpipe_balancing.planning.check import Check
+from torchgpipe_balancing.planning.check import Check, tried_out
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
 from torchgpipe_balancing.planning.subject import Subject, released, subject_of
 from torchgpipe_balancing.planning.text import described
-from torchgpipe_balancing.planning.trials import tried_out
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]
 

@@ -7,9 +7,10 @@ own, to measure the layers, or as the plan will have it.
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +50,8 @@ class Way(NamedTuple):
     recomputed: Collection[int] = ()
 
 
-class Subject(Protocol):
-    """A model to plan for, copied.
+class Subject(ABC):
+    """A copy of the model to plan for.
 
     Attributes:
         layers: for each layer, the names of the modules that it consists of
@@ -62,17 +63,54 @@ class Subject(Protocol):
     rows: int
     loss: str
 
+    def __init__(self, model: nn.Module, target: Any, options: Mapping[str, Any], *, has_own_loss: bool) -> None:
+        self._model, self._target = model, target
+        self._options = {**({} if has_own_loss else {"loss_fn": _mean_of_all}), **options}
+        self.loss = (
+            "loss_fn"
+            if "loss_fn" in options
+            else "the model's own"
+            if has_own_loss
+            else "none: the mean of the output stands in"
+        )
+
     def module(self, name: str) -> nn.Module:
         """Return a module of the copy."""
+        return self._model.get_submodule(name)
 
     def owned(self) -> list[list[Tensor]]:
         """Return the parameters and buffers of each layer."""
+        owned: list[dict[int, Tensor]] = [{} for _ in self.layers]
+        # A parameter that two partitions share has a gradient in both.
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        for name, tensor in [*parameters, *self._model.named_buffers(remove_duplicate=False)]:
+            owned[self._layer_of(name)][id(tensor)] = tensor
+        return [list(own.values()) for own in owned]
 
     def plain(self, rows: int) -> Any:
         """Run forward of the copy, without a pipeline, on so many rows, and return the loss."""
+        output, loss_fn = self._output(rows), self._options.get("loss_fn")
+        return own_loss(output) if loss_fn is None else loss_fn(output, self._beside(self._targets(rows)))
 
+    @abstractmethod
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
+
+    @abstractmethod
+    def _layer_of(self, name: str) -> int:
+        """Return the position of the layer that a parameter or buffer belongs to."""
+
+    @abstractmethod
+    def _output(self, rows: int) -> Any:
+        """Run forward of the copy on so many rows."""
+
+    def _targets(self, rows: int) -> Any:
+        return resized(self._target, self.rows, rows)
+
+    def _beside(self, value: Any) -> Any:
+        """Return a value with its tensors on the device of the model."""
+        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
+        return mapped(value, lambda tensor: tensor.to(device))
 
 
 def subject_of(model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> Subject:
@@ -147,54 +185,45 @@ def released(devices: Iterable[torch.device]) -> None:
         torch.accelerator.empty_cache()
 
 
-class Layers:
-    """A Sequential, whose layers are those of GPipe. See `Subject`."""
+class Layers(Subject):
+    """A Sequential, whose layers are those of GPipe."""
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
-        self._model: nn.Sequential = _copied(model)
-        self._sample, self._target = sample, target
-        self._options = {"loss_fn": _mean_of_all, **options}
-        self.layers = [[name] for name in layers_of(self._model)]
+        super().__init__(_copied(model), target, options, has_own_loss=False)
+        self._sample = sample
+        self._names = list(layers_of(model))
+        self.layers = [[name] for name in self._names]
         self.rows = _rows(pytree.tree_leaves(sample))
-        self.loss = _source("loss_fn" in options, False)
-
-    def module(self, name: str) -> nn.Module:
-        """See `Subject`."""
-        return self._model.get_submodule(name)
-
-    def owned(self) -> list[list[Tensor]]:
-        """See `Subject`."""
-        return [[*layer.parameters(), *layer.buffers()] for layer in layers_of(self._model).values()]
-
-    def plain(self, rows: int) -> Any:
-        """See `Subject`."""
-        input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
-        with SkipTracker():
-            output = self._model(_beside(self._model, input))
-        return self._options["loss_fn"](output, _beside(self._model, resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
-        model = apply(self._model, self.layers, way, None, self._options)
-        return model, lambda rows: model.step(self._input(rows), resized(self._target, self.rows, rows))
+        model: Any = apply(self._model, self.layers, way, None, self._options)
+        return model, lambda rows: model.step(self._input(rows), self._targets(rows))
+
+    def _layer_of(self, name: str) -> int:
+        return self._names.index(name.partition(".")[0])
+
+    def _output(self, rows: int) -> Any:
+        input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
+        with SkipTracker():
+            return self._model(self._beside(input))
 
     def _input(self, rows: int) -> Any:
         return resized(self._sample, self.rows, rows)
 
 
-class AnyModule:
-    """Any other module, whose layers are the parts of its spine. See `Subject`."""
+class AnyModule(Subject):
+    """Any other module, whose layers are the parts of its spine."""
 
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
-        self._model: nn.Module = _copied(model)
-        self._sample, self._target = arguments_of(sample), target
+        model = _copied(model)
+        self._sample = arguments_of(sample)
         # The sample runs once, before the partitions are on different devices.
-        self._found = study(self._model, self._sample, options.get("no_chunk", ()), rounds=1)
+        self._found = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
+        has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
+        super().__init__(model, target, options, has_own_loss=has_own)
         self._splitter = self._found.splitter
         self.rows = _verified(self._splitter.rows)
-        has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
-        self._options: dict[str, Any] = {**({} if has_own else {"loss_fn": _mean_of_all}), **options}
-        self.loss = _source("loss_fn" in options, has_own)
         self._settings = self._each_part_apart(partitions, options)
         parts = range(len(self._settings.devices))
         self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
@@ -226,27 +255,6 @@ class AnyModule:
         begins = [name.split("..")[0] for name in spine]
         return arranged(len(begins), {name: j for j, name in enumerate(begins) if j}, fixed=True)
 
-    def module(self, name: str) -> nn.Module:
-        """See `Subject`."""
-        return self._model.get_submodule(name)
-
-    def owned(self) -> list[list[Tensor]]:
-        """See `Subject`."""
-        owned: list[dict[int, Tensor]] = [{} for _ in self.layers]
-        # A parameter that two partitions share has a gradient in both.
-        parameters = self._model.named_parameters(remove_duplicate=False)
-        for name, tensor in [*parameters, *self._model.named_buffers(remove_duplicate=False)]:
-            owned[self._settings.column_of(name)][id(tensor)] = tensor
-        return [list(own.values()) for own in owned]
-
-    def plain(self, rows: int) -> Any:
-        """See `Subject`."""
-        args, kwargs = _beside(self._model, self._splitter.resized(self._sample, rows))
-        output, loss_fn = self._model(*args, **kwargs), self._options.get("loss_fn")
-        if loss_fn is None:
-            return own_loss(output)
-        return loss_fn(output, _beside(self._model, resized(self._target, self.rows, rows)))
-
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
         if self._pipeline is not None:
@@ -257,19 +265,16 @@ class AnyModule:
 
         def step(rows: int) -> Any:
             args, kwargs = self._splitter.resized(self._sample, rows)
-            return model.step(*args, target=resized(self._target, self.rows, rows), **kwargs)
+            return model.step(*args, target=self._targets(rows), **kwargs)
 
         return model, step
 
+    def _layer_of(self, name: str) -> int:
+        return self._settings.column_of(name)
 
-def _beside(model: nn.Module, value: Any) -> Any:
-    """Return a value with its tensors on the device of the model."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    return mapped(value, lambda tensor: tensor.to(device))
-
-
-def _source(is_given: bool, has_own: bool) -> str:
-    return "loss_fn" if is_given else "the model's own" if has_own else "none: the mean of the output stands in"
+    def _output(self, rows: int) -> Any:
+        args, kwargs = self._beside(self._splitter.resized(self._sample, rows))
+        return self._model(*args, **kwargs)
 
 
 def _mean_of_all(output: Any, _target: Any) -> Tensor:
