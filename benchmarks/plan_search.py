@@ -105,7 +105,7 @@ def timed(size: int, devices: int) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"schedule": name, "m": m, "seconds": process_time() - start, "tried": made.tried}
             row |= {"gain": None, "recomputed": None}
             if made.fits:
-                row |= {"gain": first / made.seconds - 1, "recomputed": len(made.choice().recomputed)}
+                row |= {"gain": first / made.seconds - 1, "recomputed": len(made.choice.recomputed)}
             rows.append(row)
     return rows
 

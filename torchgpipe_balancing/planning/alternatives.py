@@ -137,8 +137,8 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
 
 
 def _alternative(problem: Problem, search: Search) -> Alternative:
-    choice = search.choice()
-    outcome = problem.outcome(choice)
+    choice = search.choice
+    outcome = search.outcome
     m = 1 + max(action.i for own in problem.program for action in own)
     recomputing = m * sum(problem.layers[k].forward for k in choice.recomputed)
     return Alternative(

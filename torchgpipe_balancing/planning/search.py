@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from torchgpipe_balancing.planning.fitting import Fitting, Span
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
 from torchgpipe_balancing.planning.rehearsal import Array, rehearsal_of
 
-__all__ = ["Found", "Search", "solve"]
+__all__ = ["Search", "solve"]
 
 #: A balance by its cuts: cut j lies before the first layer of partition j, and the last cut behind the last layer.
 Cuts: TypeAlias = tuple[int, ...]
@@ -43,30 +43,15 @@ _BEGINNINGS = 5
 _ROUNDING = 1e-12
 
 
-class Found(NamedTuple):
-    """What a search has found.
-
-    Attributes:
-        choice: the choice; if nothing fits, that with the least largest excess over the memory of a device
-        outcome: what it costs
-        fits: whether every device has the memory that it needs
-    """
-
-    choice: Choice
-    outcome: Outcome
-    fits: bool
-
-
-def solve(problem: Problem) -> Found:
-    """Return a quick choice that fits the devices, or the one that is nearest to fitting.
+def solve(problem: Problem) -> Search:
+    """Search for a quick choice that fits the devices.
 
     Raises:
         ValueError: there are fewer layers than partitions.
     """
     search = Search(problem)
     search.improve()
-    choice = search.choice()
-    return Found(choice, problem.outcome(choice), search.fits)
+    return search
 
 
 class Search:
@@ -101,8 +86,14 @@ class Search:
         if self.fits:
             self._cuts, self.seconds = self._descended(self._cuts, self._seconds)
 
+    @property
+    def outcome(self) -> Outcome:
+        """What the best choice so far costs."""
+        return self._problem.outcome(self.choice)
+
+    @property
     def choice(self) -> Choice:
-        """Return the best choice so far; if nothing fits, the one that is nearest to fitting."""
+        """The best choice so far; if nothing fits, one with the least excess that was found."""
         layers = map(self._fitting.recomputed, self._devices, self._spans(self._cuts))
         return Choice(tuple(end - start for start, end in pairwise(self._cuts)), frozenset().union(*layers))
 

@@ -7,7 +7,6 @@ own, to measure the layers, or as the plan will have it.
 from __future__ import annotations
 
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ class Way(NamedTuple):
     recomputed: Collection[int] = ()
 
 
-class Subject(ABC):
+class Subject:
     """A copy of the model to plan for.
 
     Attributes:
@@ -66,13 +65,8 @@ class Subject(ABC):
     def __init__(self, model: nn.Module, target: Any, options: Mapping[str, Any], *, has_own_loss: bool) -> None:
         self._model, self._target = model, target
         self._options = {**({} if has_own_loss else {"loss_fn": _mean_of_all}), **options}
-        self.loss = (
-            "loss_fn"
-            if "loss_fn" in options
-            else "the model's own"
-            if has_own_loss
-            else "none: the mean of the output stands in"
-        )
+        known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
+        self.loss = "loss_fn" if "loss_fn" in options else known
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the copy."""
@@ -92,17 +86,17 @@ class Subject(ABC):
         output, loss_fn = self._output(rows), self._options.get("loss_fn")
         return own_loss(output) if loss_fn is None else loss_fn(output, self._beside(self._targets(rows)))
 
-    @abstractmethod
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _layer_of(self, name: str) -> int:
         """Return the position of the layer that a parameter or buffer belongs to."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _output(self, rows: int) -> Any:
         """Run forward of the copy on so many rows."""
+        raise NotImplementedError
 
     def _targets(self, rows: int) -> Any:
         return resized(self._target, self.rows, rows)
@@ -193,7 +187,8 @@ class Layers(Subject):
         self._sample = sample
         self._names = list(layers_of(model))
         self.layers = [[name] for name in self._names]
-        self.rows = _rows(pytree.tree_leaves(sample))
+        tensors = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim()]
+        self.rows = _verified(len(tensors[0]) if tensors else 0)
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
@@ -281,10 +276,6 @@ def _mean_of_all(output: Any, _target: Any) -> Tensor:
     """Return a loss that depends on all of the output."""
     parts = [tensor.float().mean() for _, tensor in each(output) if tensor.is_floating_point()]
     return torch.stack(parts).sum()
-
-
-def _rows(tensors: Iterable[Any]) -> int:
-    return _verified(next((len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 0))
 
 
 def _verified(rows: int) -> int:

@@ -93,7 +93,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     for number, one in enumerate(plan.fitting, 1):
         step = _milliseconds(one.seconds) if plan.question.costs.has_times else "-"
         measured = [_milliseconds(one.measured) if one.measured else "-"] * bool(ran)
-        why = "chosen" if number == 1 else _why(plan.best, one)
+        why = "chosen" if number == 1 else _why(plan.question, plan.best, one)
         rows.append([str(number), step, *measured, one.schedule, str(one.chunks), shown_size(max(one.memory)), why])
     yield from table(rows, left=(2 + bool(ran), 5 + bool(ran)))
     for one, excess in plan.misfits:
@@ -101,7 +101,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
         yield f"does not fit: {one.schedule} with {one.chunks} chunks lacks {shown_size(max(excess))} on {device}"
 
 
-def _why(best: Alternative, other: Alternative) -> str:
+def _why(question: Question, best: Alternative, other: Alternative) -> str:
     """Say what makes the largest difference, as measured or else as predicted."""
     ran = bool(best.measured and other.measured)
     seconds = (best.measured, other.measured) if ran else (best.seconds, other.seconds)
@@ -113,15 +113,16 @@ def _why(best: Alternative, other: Alternative) -> str:
         return f"{told} when it ran"
     # Together the differences are the seconds that all devices take longer, so the largest is one that takes longer.
     reasons = [f"{other.bubble:.0%} idle", f"{len(other.choice.recomputed)} recomputed", _work(best, other), "overhead"]
-    differences = [after - before for before, after in zip(_spent(best), _spent(other))]
+    differences = [after - before for before, after in zip(_spent(question, best), _spent(question, other))]
     return f"{told}: {reasons[differences.index(max(differences))]}"
 
 
-def _spent(one: Alternative) -> tuple[float, float, float, float]:
-    """Return the seconds of all devices together: idle, recomputing, working, and beside all that is simulated."""
-    busy = one.working + one.recomputing
+def _spent(question: Question, one: Alternative) -> list[float]:
+    """Return the seconds of all devices together: idle, recomputing, working, and beside cells."""
+    cells, busy = question.costs.cells_at(rows_of(question.batch, one.chunks)), one.working + one.recomputing
     idle = one.bubble * busy / (1 - one.bubble) if one.bubble < 1 else math.inf
-    return idle, one.recomputing, one.working, len(one.memory) * one.seconds - busy - idle
+    simulated = [idle, one.recomputing, one.working]
+    return [*(seconds * cells.factor for seconds in simulated), cells.step * len(question.devices)]
 
 
 def _work(best: Alternative, other: Alternative) -> str:
