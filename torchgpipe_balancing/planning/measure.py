@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -72,16 +71,17 @@ def measured(
         latency = per_byte = 0.0
     else:
         bench = _Bench(subject, devices, batch, slowness, [1 + bytes_of(own) for own in owned])
-        sizes = bench.sizes(rows)
-        while sizes:
+        smallest = rows[0]
+        while rows:
             try:
-                times, cells = bench.times(rows[: len(sizes)], seconds)
+                sizes = bench.sizes(rows)
+                times, cells = bench.times(rows, seconds)
                 break
-            except torch.OutOfMemoryError:
-                sizes.pop()
+            except torch.OutOfMemoryError:  # What larger sizes take follows from the smaller ones.
+                rows = rows[:-1]
         else:
             raise MemoryError(
-                f"memory ran out on {[*map(str, devices)]} while micro-batches of {rows[0]} rows were measured; give "
+                f"memory ran out on {[*map(str, devices)]} while micro-batches of {smallest} rows were measured; give "
                 "a larger number of chunks, or plan on the meta device, which tells what fits"
             )
         latency, per_byte = _transfers(devices)
@@ -102,7 +102,7 @@ def measured(
     ]
     return Costs(
         tuple(layers),
-        tuple(rows[: len(sizes)]),
+        tuple(rows),
         tuple(cells),
         latency,
         per_byte,
@@ -178,15 +178,13 @@ class _Bench:
         self._batch = batch
 
     def sizes(self, rows: Sequence[int]) -> list[list[Bytes]]:
-        """Return the bytes of each layer, for each size of a micro-batch up to the first for which memory runs out."""
+        """Return the bytes of each layer, for each size of a micro-batch."""
         found = []
         for count in rows:
             model, step = self._subject.pipeline(self._way("1F1B", 1, apart=True))
             try:
                 step(count)  # Its first run allocates more.
                 found.append(counted(self._subject, partial(step, count)))
-            except torch.OutOfMemoryError:
-                break  # What larger sizes take follows from the smaller ones.
             finally:
                 model.zero_grad()
         return found
@@ -228,7 +226,8 @@ class _Bench:
             [*(max(0.0, seconds[kind][k] - cell[kind]) / slow for kind in "FBIW"), fine.first(k) / slow]
             for k, slow in enumerate(self._slowness)
         ]
-        rest, factor = coarse.step - coarse.window, coarse.window / self._simulated(coarse, self._chunks(rows))
+        window = statistics.median(coarse.windows)
+        rest, factor = statistics.median(coarse.steps) - window, window / self._simulated(coarse, self._chunks(rows))
         return times, CellCosts(cell["F"], cell["B"], cell["I"], cell["W"], rest, factor)
 
     def _chunks(self, rows: int) -> int:
@@ -251,51 +250,42 @@ class _Bench:
         return Way(self._counts, self._devices, m, schedule)
 
 
-@dataclass
 class _Recorded:
     """What the steps of a pipeline have shown.
 
     Attributes:
-        cells: for each kind of action and partition, its seconds, without the first backward of a step
-        firsts: for each partition, the seconds of the first backward of a step
         steps: the seconds of each step
         windows: for each step, the seconds from the start of its first cell to the end of its last
     """
 
-    cells: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    firsts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    steps: list[float] = field(default_factory=list)
-    windows: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.windows: list[float] = []
+        self._seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def mean(self, kind: str, j: int) -> float:
-        """Return the middle of the seconds of an action in partition ``j``."""
-        return _middle(self.cells[kind, j])
+        """Return the mean of the middle half of the seconds of an action in partition ``j``.
+
+        A single delay does not change it. The first backward of a step is of the kind 'first', and no other.
+        """
+        ordered = sorted(self._seconds[kind, j])
+        cut = len(ordered) // 4
+        return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
 
     def first(self, j: int) -> float:
         """Return how much longer the first backward of a step takes in partition ``j``."""
-        return max(0.0, _middle(self.firsts[j]) - max(self.mean("B", j), self.mean("W", j)))
-
-    @property
-    def step(self) -> float:
-        """The middle of the seconds of a step."""
-        return statistics.median(self.steps)
-
-    @property
-    def window(self) -> float:
-        """The middle of the seconds of the cells of a step."""
-        return statistics.median(self.windows)
+        return max(0.0, self.mean("first", j) - max(self.mean("B", j), self.mean("W", j)))
 
     def add(self, timeline: Timeline) -> None:
         """Add the cells of recorded steps."""
         spans = [span for span in timeline.spans if span.computes]
         began = set()
         for span in spans:  # In the order of time.
-            kind, j = _KINDS[span.kind], span.partition
-            if kind in "BW" and (span.step, j) not in began:
-                began.add((span.step, j))
-                self.firsts[j].append(span.seconds)
-            else:
-                self.cells[kind, j].append(span.seconds)
+            kind, key = _KINDS[span.kind], (span.step, span.partition)
+            is_first = kind in "BW" and key not in began
+            if is_first:
+                began.add(key)
+            self._seconds["first" if is_first else kind, span.partition].append(span.seconds)
         for step in timeline.steps:
             own = [span for span in spans if span.step == step]
             self.windows.append(max([span.end for span in own]) - min([span.start for span in own]))
@@ -354,10 +344,3 @@ def synchronize(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-def _middle(values: Sequence[float]) -> float:
-    """Return the mean of the middle half: a mean that a single delay does not change."""
-    ordered = sorted(values)
-    cut = len(ordered) // 4
-    return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0

@@ -148,28 +148,11 @@ def apply(
         found: what the sample has shown of a model that is no Sequential (default: it runs)
     """
     recomputed = [name for k in sorted(way.recomputed) for name in layers[k]]
+    more = dict(chunks=way.chunks, devices=way.devices, schedule=way.schedule, **options)
     if isinstance(model, nn.Sequential):
-        return GPipe(
-            model,
-            way.balance,
-            devices=way.devices,
-            chunks=way.chunks,
-            checkpoint=recomputed or "never",
-            schedule=way.schedule,
-            **options,
-        )
-    cuts = list(accumulate(way.balance))[:-1]
-    return pipelined_apart(
-        model,
-        sample,
-        found=found,
-        chunks=way.chunks,
-        devices=way.devices,
-        balance={layers[cut][0]: j for j, cut in enumerate(cuts, 1)},
-        schedule=way.schedule,
-        checkpoint=recomputed,
-        **options,
-    )
+        return GPipe(model, way.balance, checkpoint=recomputed or "never", **more)
+    balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(way.balance))[:-1], 1)}
+    return pipelined_apart(model, sample, found=found, balance=balance, checkpoint=recomputed, **more)
 
 
 def released(devices: Iterable[torch.device]) -> None:
@@ -227,23 +210,12 @@ class AnyModule(Subject):
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
         """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
 
+        more: dict[str, Any] = dict.fromkeys(("loss_fn", "weight", "reduce"))
+        more |= {"no_chunk": options.get("no_chunk", ()), "checkpoint": (), "chunks": 1, "schedule": "1F1B"}
+
         def arranged(n: int, balance: Any, *, fixed: bool) -> Settings:
-            return arrange(
-                self._model,
-                self._sample,
-                [torch.device("cpu")] * n,
-                fixed=fixed,
-                balance=balance,
-                no_chunk=options.get("no_chunk", ()),
-                checkpoint=(),
-                apart=True,
-                found=self._found,
-                chunks=1,
-                schedule="1F1B",
-                loss_fn=None,
-                weight=None,
-                reduce=None,
-            )
+            devices, apart = [torch.device("cpu")] * n, {"apart": True, "found": self._found, **more}
+            return arrange(self._model, self._sample, devices, fixed=fixed, balance=balance, **apart)
 
         # A schedule with more partitions than there are parts is left out later.
         spine = arranged(partitions, "parameters", fixed=False).layout.spine
