@@ -107,7 +107,7 @@ class Tried(NamedTuple):
     """
 
     fitting: list[Alternative]
-    misfits: list[tuple[Alternative, list[float]]]
+    misfits: list[tuple[Alternative, tuple[float, ...]]]
 
 
 def alternatives(question: Question, *, keep: int = 10) -> Tried:
@@ -119,40 +119,35 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
     """
     counts = question.chunks or default_chunks(question.batch, len(question.devices))
     problems = [problem_of(question, schedule, chunks) for chunks in counts for schedule in question.schedules]
-    searches = [(problem, Search(problem)) for problem in problems if problem is not None]
-
-    def seconds(one: tuple[Problem, Search]) -> float:
-        return one[0].predicted(one[1].seconds)
-
-    fitting = sorted([one for one in searches if one[1].fits], key=seconds)[:keep]
-    first = seconds(fitting[0]) if fitting else 0.0
-    for problem, search in fitting:
-        if problem.predicted(search.seconds) <= _FAR * first:
+    searches = [Search(problem) for problem in problems if problem is not None]
+    fitting = sorted([one for one in searches if one.fits], key=lambda one: one.predicted)[:keep]
+    for search in fitting:
+        if search.predicted <= _FAR * fitting[0].predicted:
             search.improve()
-    made = sorted([_alternative(*one) for one in fitting], key=lambda one: (one.seconds, max(one.memory)))
-    nearest = sorted([one for one in searches if not one[1].fits], key=lambda one: one[1].excess)[:_NEAREST]
-    misfits = [_alternative(*one) for one in nearest]
+    made = sorted(map(_alternative, fitting), key=lambda one: (one.seconds, max(one.memory)))
+    nearest = sorted([one for one in searches if not one.fits], key=lambda one: one.excess)[:_NEAREST]
     limits = [device.memory for device in question.devices]
-    return Tried(made, [(one, [max(0.0, need - limit) for need, limit in zip(one.memory, limits)]) for one in misfits])
+    return Tried(
+        made,
+        [
+            (one, tuple([max(0.0, need - limit) for need, limit in zip(one.memory, limits)]))
+            for one in map(_alternative, nearest)
+        ],
+    )
 
 
-def _alternative(problem: Problem, search: Search) -> Alternative:
-    choice = search.choice
-    outcome = search.outcome
+def _alternative(search: Search) -> Alternative:
+    problem, choice, outcome = search.problem, search.choice, search.outcome
     m = 1 + max(action.i for own in problem.program for action in own)
     recomputing = m * sum(problem.layers[k].forward for k in choice.recomputed)
+    seconds = problem.predicted(outcome.seconds)
     return Alternative(
-        problem.schedule,
-        problem.chunks,
-        problem.places,
-        choice,
-        problem.predicted(outcome.seconds),
-        tuple(outcome.memory),
-        tuple(outcome.simulation.peaks),
-        outcome.simulation.bubble,
-        sum(outcome.simulation.busy) - recomputing,
-        recomputing,
-        search.tried,
+        *(problem.schedule, problem.chunks, problem.places, choice, seconds, tuple(outcome.memory)),
+        activations=tuple(outcome.simulation.peaks),
+        bubble=outcome.simulation.bubble,
+        working=sum(outcome.simulation.busy) - recomputing,
+        recomputing=recomputing,
+        tried=search.tried,
     )
 
 

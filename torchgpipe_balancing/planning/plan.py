@@ -161,7 +161,7 @@ def plan(
     return Plan(
         question,
         tuple(fitting),
-        tuple((one, tuple(excess)) for one, excess in tried.misfits),
+        tuple(tried.misfits),
         _best_seconds(likely.with_memory(math.inf), tried),
         _best_seconds(likely.with_memory(_GIB), tried),
         _best_seconds(likely.with_devices(len(places) + 1), tried),

@@ -58,13 +58,14 @@ class Search:
     """The search for a choice. It begins with one that fits, if it finds any.
 
     Attributes:
+        problem: the problem
         seconds: of the best choice so far; infinite if it does not fit
         excess: the most bytes by which that choice exceeds the memory of a device; 0 or less if it fits
         tried: the number of balances that were simulated
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self.problem = problem
         self._n, self._size = len(problem.places), len(problem.layers)
         check_partitions(self._size, self._n)
         self._rehearsal = rehearsal_of(tuple(map(tuple, problem.program)), problem.places)
@@ -87,9 +88,14 @@ class Search:
             self._cuts, self.seconds = self._descended(self._cuts, self._seconds)
 
     @property
+    def predicted(self) -> float:
+        """The predicted seconds of the best choice so far."""
+        return self.problem.predicted(self.seconds)
+
+    @property
     def outcome(self) -> Outcome:
         """What the best choice so far costs."""
-        return self._problem.outcome(self.choice)
+        return self.problem.outcome(self.choice)
 
     @property
     def choice(self) -> Choice:
@@ -115,7 +121,7 @@ class Search:
     # ---- A balance to begin with.
 
     def _start(self) -> Cuts:
-        layers, made = self._problem.layers, Random(0)
+        layers, made = self.problem.layers, Random(0)
         cuts = self._even([one.forward + one.backward for one in layers])
         if self._misfit(cuts) <= 0:
             return cuts
@@ -136,7 +142,7 @@ class Search:
 
     def _even(self, loads: Sequence[float]) -> Cuts:
         whole = sum(loads) or 1.0
-        speeds = tuple([1 / self._problem.devices[place].slowness for place in self._problem.places])
+        speeds = tuple([1 / self.problem.devices[place].slowness for place in self.problem.places])
         return _balanced(tuple([round(load / whole * 2**30) for load in loads]), speeds)
 
     def _near(self, cuts: Cuts) -> Cuts:
@@ -155,7 +161,7 @@ class Search:
     def _filled(self, excess: float) -> Cuts | None:
         """Fill the devices from the left, each with as many layers as exceed its memory by no more than this."""
         cuts = [0]
-        for j, place in enumerate(self._problem.places):
+        for j, place in enumerate(self.problem.places):
             start = cuts[-1]
             most = self._size - (self._n - 1 - j)
             # A partition with more layers does not need less memory.
@@ -205,7 +211,7 @@ class Search:
         """Return the prices of the partitions of a device, with the layers recomputed that have to be."""
         key = device, spans
         if key not in self._rows:
-            layers, problem = self._fitting.recomputed(device, spans), self._problem
+            layers, problem = self._fitting.recomputed(device, spans), self.problem
             costs = [
                 problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)
             ]
