@@ -124,7 +124,7 @@ def draw_boxes(
                 f'<rect {place} height="{(box.bottom - box.top) * height:g}" '
                 f'fill="{box.colour}"><title>{_escaped(box.title)}</title></rect>'
             )
-            if wide > max(14, 7 * len(box.number)) and box.number:
+            if wide > max(14, 5 * len(box.number)) and box.number:
                 middle = f'x="{x + wide / 2:.1f}" y="{y + (box.top + box.bottom) / 2 * height + 4:g}"'
                 parts.append(f'<text {middle} text-anchor="middle" fill="{box.ink}">{_escaped(box.number)}</text>')
     size = f'viewBox="0 0 {width} {top + len(rows) * (height + gap)}" width="{width}"'
