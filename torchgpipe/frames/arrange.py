@@ -113,7 +113,10 @@ def arrange(
 
 def _too_short(spine: list[Part], n: int) -> str:
     if not spine:
-        return "there is nothing to split: the model calls no module with parameters"
+        return (
+            "there is nothing to split: the model is a single layer, or calls no module with parameters; wrap it in a "
+            "module whose forward calls several"
+        )
     names = ", ".join([f"'{part.name}'" for part in spine])
     largest = max(spine, key=lambda part: part.parameters)
     return (
@@ -147,21 +150,29 @@ def _counts(spine: list[Part], n: int, balance: str | Sequence[int] | Mapping[st
 
 
 def _counts_of_names(spine: list[Part], n: int, balance: Mapping[str, int]) -> list[int]:
-    starts = {0: 0}
+    """Return the number of parts in each partition: it begins at the first part that is named for it."""
+    parts = [part.name for part in spine]
+    named: dict[int, int] = {}
+    begins = [0, *[len(spine)] * (n - 1)]
     for name, j in balance.items():
         found = [k for k, part in enumerate(spine) if any(f"{own}.".startswith(f"{name}.") for own in part.modules)]
         if not found:
-            raise ValueError(
-                f"balance names '{name}', which is no part of the spine; the parts are {[part.name for part in spine]}"
-            )
-        starts[j] = found[0]
-    begins = [starts.get(j, -1) for j in range(n)]
-    if len(starts) != n or any(a >= b for a, b in pairwise(begins)):
+            raise ValueError(f"balance names '{name}', which is no part of the spine; the parts are {parts}")
+        begins[j] = min(begins[j], found[0])
+        named[found[0]] = j
+    counts = [b - a for a, b in zip(begins, [*begins[1:], len(spine)])]
+    if min(counts) < 1:
         raise ValueError(
-            f"balance must name where each of the partitions 1 to {n - 1} begins, in the order of the spine, but got "
-            f"{dict(balance)}; the parts are {[part.name for part in spine]}"
+            f"balance must name where each of {n} partitions but the first begins, in the order of the spine, but got "
+            f"{dict(balance)}; the parts are {parts}"
         )
-    return [b - a for a, b in zip(begins, [*begins[1:], len(spine)])]
+    for k, j in named.items():
+        if not begins[j] <= k < begins[j] + counts[j]:
+            raise ValueError(
+                f"balance puts '{parts[k]}' into partition {j}, but partition {j} is '{parts[begins[j]]}' to "
+                f"'{parts[begins[j] + counts[j] - 1]}', as a partition has neighbours in the order of the spine: {parts}"
+            )
+    return counts
 
 
 def _divided(spine: list[Part], counts: Sequence[int]) -> list[list[Part]]:

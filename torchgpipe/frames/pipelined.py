@@ -250,7 +250,7 @@ def _prove(module: Any, sample: Arguments) -> None:
     proof = Proof(runs, module, plain, *sample_of(runs, sample))
     comparison = proof.run()
     if comparison.faults:
-        raise ValueError(f"{comparison.faults[0]} (verify=False does without this comparison)")
+        raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
     if proof.differing:
         warnings.warn(
             f"torchgpipe.pipelined: {proof.differing} differ between rows together and rows apart; the pipeline gives "
@@ -265,8 +265,17 @@ def _devices(
 ) -> tuple[list[torch.device], bool]:
     """Return the device of each partition, and whether so many partitions were asked for."""
     n = partitions
-    if n is None and not isinstance(balance, str):
-        n = len(balance) if isinstance(balance, Sequence) else 1 + max(balance.values(), default=0)
+    counts = [*balance.values()] if isinstance(balance, Mapping) else balance
+    if isinstance(counts, str):
+        asked_by = "partitions="
+    elif isinstance(counts, Sequence) and all([type(count) is int and count >= 0 for count in counts]):
+        asked_by = "balance="
+        n = n or (1 + max(counts, default=0) if isinstance(balance, Mapping) else len(counts))
+    else:
+        raise TypeError(
+            "balance must be 'time', 'parameters' or 'size', a list with the number of parts in each partition, or a "
+            f"dict from names to the numbers of partitions, but got {balance!r}"
+        )
     if devices is not None:
         if isinstance(devices, (str, int, torch.device)):
             raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
@@ -277,8 +286,8 @@ def _devices(
         raise ValueError("devices must name at least one device, but is empty")
     if n is not None and (n < 1 or n % len(places)):
         raise ValueError(
-            f"{n} partitions do not go evenly round {len(places)} devices; give a device for each partition, or a "
-            "multiple of the devices as partitions"
+            f"{asked_by} asks for {n} partition{'s' * (n != 1)}, but {n} do not go evenly round {len(places)} devices; "
+            "give a device for each partition, or a multiple of the devices as partitions"
         )
     asked = n is not None or devices is not None or places[0].type != "cpu"
     return places * ((n or len(places)) // len(places)), asked
@@ -291,7 +300,8 @@ def verify_module(module: Any) -> None:
         TypeError: this is no module, or one that is compiled, wrapped or pipelined already.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}")
+        made = "; make the model first, Model()" if isinstance(module, type) else ""
+        raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}{made}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule has no Python forward to stop; pipeline the module that it was made from")
     if is_optimized(module) or own_call(module) is not None:
@@ -310,9 +320,9 @@ def verify_module(module: Any) -> None:
         if isinstance(child, torch.jit.ScriptModule):
             raise TypeError(f"'{name}' is a ScriptModule, which has no Python forward to see; use the plain module")
         if _SETTINGS in vars(child) or isinstance(child, GPipe):
+            undone = "unwrap()" if isinstance(child, GPipe) else "unpipelined()"
             raise TypeError(
-                f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call unpipelined() "
-                "or unwrap() first"
+                f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call {undone} first"
             )
     taken = [name for name in ("step", "verify", "layout", "unpipelined") if hasattr(module, name)]
     if taken:
@@ -428,6 +438,13 @@ class _Pipelined(nn.Module):
             move_buffers(self, torch.device("cpu"))
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("chunks", "schedule", "checkpoint") and not hasattr(self, name):  # It would have no effect.
+            raise AttributeError(
+                f"{name} of a pipelined model cannot be set; call unpipelined(), then pipelined(..., {name}=...)"
+            )
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The pipeline manages the place of parameters and buffers; only their dtype may change.
         settings: Settings = vars(self)[_SETTINGS]
@@ -439,7 +456,7 @@ class _Pipelined(nn.Module):
                     f"denied to move a pipelined {type(self).__name__}, whose partitions are on "
                     f"{[*map(str, settings.devices)]}"
                     + ", with weights in host memory" * (settings.offload is not None)
-                    + "; call unpipelined() first"
+                    + ", where they stay: leave this call out, or call unpipelined() first"
                 )
         # A class that overrides this method, as that of YOLOv5, may not know of `recurse`.
         return super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
