@@ -192,7 +192,7 @@ class _Join:
                 "differs between micro-batches, so it cannot be joined; return a value for each row, or a number, or "
                 "use model.step, whose loss_fn gets the output of each micro-batch"
             )
-        if dim == "coupled":
+        if isinstance(dim, str):
             raise ValueError(
                 f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "
                 "couples the rows of a batch, so it cannot be joined; use model.step with a loss_fn that takes the "
