@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import tests.skip.test_transparency
 from tests.conftest import ALL_VARIANTS, VARIANTS
-from tests.layers import Apply
 from tests.plain import loss_of, tensors
 from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe
@@ -295,11 +294,13 @@ class Run:
             if parameter.requires_grad and k in self.present:
                 values = torch.randint(-3, 4, parameter.shape, generator=generator)
                 parameter.grad = values.to(parameter)
+        present = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         losses, inputs = [], []
         for value in copy.deepcopy(self.inputs):
             rows = next(x for x in tensors(value)).shape[0]
             losses.append(step(value, torch.arange(rows, dtype=torch.float64)).cpu())
             inputs += [x.grad for x in tensors(value)]
+        assert all(parameter.grad is grad for parameter, grad in present), "gradients that are there are added to"
         grads = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
         return Result(losses, inputs, grads, {name: b.to("cpu", copy=True) for name, b in model.named_buffers()}, heard)
 
@@ -451,14 +452,3 @@ def test_any_skips_step_as_in_the_plain_model(
         ),  # `late` lacks batch norms in evaluation
     )
     assert_same(run.stepped(), run.plain(whole=True))
-
-
-# ------------------------------------------------------------------------------------------------ bugs
-
-
-def test_complex_outputs_of_a_micro_batch_that_weighs_nothing() -> None:
-    """Its loss, which is no sum over anything, was complex as well."""
-    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x * 1j))
-    model = GPipe(layers, [2], devices=["cpu"], chunks=2, loss_fn=lambda z, _: z.abs().mean(), weight=lambda t: t.sum())
-    loss = model.step(torch.ones(4, 4), torch.tensor([0, 0, 1, 1]))
-    assert loss.dtype == torch.float64 and loss.isfinite()
