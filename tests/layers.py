@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Apply"]
+__all__ = ["Apply", "Using"]
 
 
 class Apply(nn.Module):
@@ -19,3 +19,15 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.function(*inputs, **keywords)
+
+
+class Using(nn.Module):
+    """A layer that calls ``function(linear, *inputs)`` with a linear map of its own."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(width, width, **options)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.linear, *inputs)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.conftest import Devices, Pipe
-from tests.layers import Apply
+from tests.layers import Apply, Using
 from tests.plain import Outcome, assert_same, loss_of, outcome, run_plain
 from torchgpipe import NoChunk, is_recomputing
 
@@ -40,18 +40,6 @@ Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 # Layers
-
-
-class Using(nn.Module):
-    """A layer that calls ``function(linear, input)`` with a linear map."""
-
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(4, 4, **options)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self.linear, *inputs)
 
 
 class Double(nn.Module):
