@@ -78,12 +78,14 @@ def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Calla
         loss: the function from the output to the tensor that is differentiated, by default `loss_of`
         run: the function to call with the inputs, by default ``model``
     """
-    inputs = copy.deepcopy(inputs)
+    before, inputs = copy.deepcopy(inputs), copy.deepcopy(inputs)
     model.zero_grad(set_to_none=True)
     output = (run or model)(*inputs)
     value = (loss or loss_of)(output)
     if value is not None and value.requires_grad:
         value.backward()
+    for given, kept in zip(tensors(inputs), tensors(before)):
+        _assert_equal(given.detach(), kept.detach(), "the caller's input")
     return Outcome(
         output=_map(_on_host, output),
         input_grads=[_on_host(x.grad) for x in tensors(inputs)],

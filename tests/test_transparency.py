@@ -173,6 +173,10 @@ RECIPES = [
     # Layers that work in place.
     recipe("relu in place", "vector", "vector", lambda: nn.ReLU(inplace=True), "exact", "in place"),
     recipe("double in place", "vector", "vector", Double, "exact", "in place"),
+    recipe(
+        "nested in place", "vector", "vector", lambda: nn.Sequential(nn.Sequential(Double(), nn.Tanh())), "in place"
+    ),
+    recipe("elu in place", "vector", "vector", lambda: nn.ELU(inplace=True), "in place"),
     recipe("leaky relu in place", "image", "image", lambda: nn.LeakyReLU(0.5, inplace=True), "exact", "in place"),
     # Layers that return their input, a view of it, or a flipped copy.
     recipe("identity", "vector", "vector", nn.Identity, "exact"),
