@@ -100,7 +100,7 @@ def doubling(tensor: Tensor) -> Tensor:
 def complexly(tensor: Tensor) -> Tensor:
     """Compute with complex numbers, which PyTorch lacks for bfloat16, or has without their operations."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return (wide * (1 + 2j)).exp().imag
+    return (wide * (1 + 2j)).exp().imag.to(tensor.dtype)
 
 
 class First(nn.Module):
