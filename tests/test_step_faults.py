@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import VARIANTS, Pipe
+from tests.layers import Apply
 from tests.test_faults import Cell, Fault, Plan, note, rows
 from tests.test_step_transparency import Placing, linear, placings
 from tests.test_transparency import MODES
@@ -28,9 +29,6 @@ from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import Action
 
 pytestmark = pytest.mark.on_late
-
-#: The phase that an action is in when a part fails. ``weight`` is the gradient of a weight, ``hook`` a hook of one.
-PARTS = ["forward", "recomputation", "backward", "weight", "loss", "hook"]
 
 
 class Layer(nn.Module):
@@ -235,41 +233,50 @@ def assert_place(
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
-def test_control_c(pipe: Pipe, phase: str) -> None:
+@pytest.mark.parametrize("steps", [True, False], ids=["step", "backward"])
+def test_control_c(pipe: Pipe, phase: str, steps: bool) -> None:
     """A signal arrives while a layer computes: the main thread waits for this layer, or runs it."""
+    waiting: list[None] = []
 
-    class Interrupted(nn.Module):
-        pressed = True
+    def press(_: Any = None) -> None:
+        if waiting:
+            waiting.pop()
+            os.kill(os.getpid(), signal.SIGINT)
 
-        def forward(self, input: Tensor) -> Tensor:
-            if phase == "backward":
-                input = input * 1
-                if input.requires_grad:
-                    input.register_hook(lambda _: self.press())
-            elif is_recomputing() == (phase == "recomputation"):
-                self.press()
-            return input * 1
+    def interrupted(input: Tensor) -> Tensor:
+        output = input * 1
+        if phase == "backward":
+            if output.requires_grad:
+                output.register_hook(press)
+        elif is_recomputing() == (phase == "recomputation"):
+            press()
+        return output
 
-        def press(self) -> None:
-            if not self.pressed:
-                self.pressed = True
-                os.kill(os.getpid(), signal.SIGINT)
+    def run() -> None:
+        if steps:
+            model.step(rows(2))
+        else:
+            model(rows(2)).sum().backward()
 
-    plan, layer = Plan(), Interrupted()
-    layers = nn.Sequential(Layer(plan, 0), layer, Layer(plan, 1))
+    plan = Plan()
+    layers = nn.Sequential(Layer(plan, 0), Apply(interrupted), Layer(plan, 1))
     model = pipe(layers, [1, 1, 1], chunks=2, checkpoint="always", schedule="GPipe", loss_fn=lambda y, _: y.sum())
-    model.step(rows(2))
+    run()
     grads = grads_of(model)
     values = copies(grads)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    layer.pressed = False
+    waiting.append(None)
     try:
         with pytest.raises(KeyboardInterrupt):
-            model.step(rows(2))
+            run()
     finally:
         signal.signal(signal.SIGINT, previous)
     for grad, before, value in zip(grads_of(model), grads, values, strict=True):
-        assert grad is before and torch.equal(grad, value)
+        assert grad is before and (not steps or torch.equal(grad, value))
     with suppress(KeyboardInterrupt):
-        model.step(rows(2))
-    assert_equal(grads_of(model), [2 * value for value in values])
+        run()
+    if steps:
+        assert_equal(grads_of(model), [2 * value for value in values])
+    model.zero_grad()
+    run()
+    assert_equal(grads_of(model), values)
