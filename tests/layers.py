@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Apply", "Using"]
+__all__ = ["Apply", "Chain", "Using"]
 
 
 class Apply(nn.Module):
@@ -31,3 +31,16 @@ class Using(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(self.linear, *inputs)
+
+
+class Chain(nn.Module):
+    """A model of two linear layers that is no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * scale
+        return x
