@@ -22,7 +22,7 @@ from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.skip.layers import Pop, Stash
 from tests.test_transparency import NOT_ON_LATE, Case, cases
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
 
@@ -114,28 +114,35 @@ def test_any_pipeline(case: Case) -> None:
     assert_same(case.piped(GPipe, lambda n: [f"late:{j % 4}" for j in range(n)]), case.plain())
 
 
+@pytest.mark.parametrize("run", ["forward", "step"])
 @pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)
 @pytest.mark.parametrize("last", [nn.Identity, lambda: nn.BatchNorm1d(3)], ids=["plain", "norm"])
 def test_streams_and_devices_are_current_in_the_layers(
-    mode: str, devices: list[int], last: Callable[[], nn.Module]
+    mode: str, devices: list[int], last: Callable[[], nn.Module], run: str
 ) -> None:
-    def current() -> tuple[int, list[int]]:
-        accelerator = torch.accelerator
-        return accelerator.current_device_index(), [accelerator.current_stream(j).stream_id for j in range(2)]
+    def note(phase: str) -> None:
+        current = [torch.accelerator.current_stream(j).stream_id for j in range(2)]
+        seen.add((phase, f"late:{torch.accelerator.current_device_index()}", *current))
 
     def forward(x: Tensor) -> Tensor:
-        seen.append(current())
+        note("recomputation" if is_recomputing() else "forward")
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda grad: note("backward"))
         return x.sin()
 
-    seen: list[Any] = []
+    seen: set[tuple[Any, ...]] = set()
     module = nn.Sequential(*[nn.Sequential(Apply(forward), last()) for _ in range(2)])
-    model = pipeline(module, [1, 1], devices=devices, chunks=1, checkpoint=mode)
-    output = model(torch.randn(2, 3, requires_grad=True))
-    first = [(device.index, current()[1]) for device in model.devices]
-    assert seen == first
-    seen.clear()
-    output.sum().backward()
-    assert sorted(seen) == (sorted(first) if mode == "always" else [])
+    options: dict[str, Any] = {"checkpoint": mode, "chunks": 2, "schedule": "GPipe", "loss_fn": lambda y, _: y.sum()}
+    model = pipeline(module, [1, 1], devices=devices, **options)
+    x = torch.randn(4, 3, requires_grad=True)
+    if run == "step":
+        model.step(x)
+    else:
+        model(x).sum().backward()
+    default = [torch.accelerator.current_stream(j).stream_id for j in range(2)]
+    assert {phase for phase, *_ in seen} >= {"forward", "backward"}
+    assert seen == {(phase, f"late:{j}", *default) for j in devices for phase in {phase for phase, *_ in seen}}
 
 
 # Order of backward

@@ -306,43 +306,6 @@ def layer_of(forward: Callable[..., Any], **names: Any) -> nn.Module:
     return skippable(**names)(type("Mine", (nn.Module,), {"forward": forward}))()
 
 
-def test_several_names() -> None:
-    @skippable(stash=["a", "b"])
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("a", x * 2)
-            yield stash("b", x * 3)
-            return x
-
-    @skippable(stash=["c"], pop=["b", "a"])
-    class Three(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            b = yield pop("b")
-            yield stash("c", b * 10)
-            a = yield pop("a")
-            return torch.stack([x, a, b])
-
-    @skippable(pop=["c"])
-    class One(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            c = yield pop("c")
-            return torch.cat([x, c[None]])
-
-    assert equal(run(Two(), Three(), One())[:, 0], torch.tensor([1.0, 2, 3, 30]))
-
-
-@pytest.mark.parametrize("skip", [None, torch.arange(3), torch.tensor([True]), torch.zeros(0), torch.tensor(2.0)])
-def test_what_can_be_stashed(skip: Tensor | None) -> None:
-    popped: list[Tensor | None] = []
-
-    def keep(x: Tensor, it: Any) -> Tensor:
-        popped.append(it)
-        return x
-
-    run(Stash(lambda x: skip), Pop(keep))
-    assert popped[0] is skip
-
-
 def test_a_forward_without_skips_need_not_be_a_generator() -> None:
     layer = layer_of(lambda self, x: x + 1)
     assert equal(run(layer), torch.full((2,), 2.0)) and isinstance(layer, Skippable)
