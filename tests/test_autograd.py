@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -73,12 +72,6 @@ def equal(
         a is b is None or (a is not None and b is not None and same(a, b))
         for a, b in zip(actual, expected, strict=True)
     )
-
-
-@pytest.fixture
-def same(checkpoint: str) -> Callable[[Tensor, Tensor], bool]:
-    """Return a comparison of gradients that were added to earlier ones, one micro-batch at a time if checkpointed."""
-    return torch.equal if checkpoint == "never" else partial(torch.allclose, rtol=1e-12, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------ hooks
@@ -158,15 +151,6 @@ def test_a_full_backward_hook_changes_the_gradient(model: GPipe, layers: nn.Sequ
     assert_same(outcome(model, batch()), plain_outcome(layers, batch(), chunks=CHUNKS))
 
 
-def test_hooks_of_partitions_and_of_the_pipeline(model: GPipe) -> None:
-    calls: list[str] = []
-    for j, partition in enumerate(model.partitions):
-        partition.register_full_backward_hook(lambda *_, j=j: calls.append(f"partition {j}"))  # type: ignore[misc]
-    model.register_full_backward_hook(lambda *_: calls.append("pipeline"))
-    model(batch()).sum().backward()
-    assert sorted(calls) == sorted([f"partition {j}" for j in range(3)] * CHUNKS + ["pipeline"])
-
-
 # ------------------------------------------------------------------------------------- some gradients of many
 
 
@@ -209,19 +193,6 @@ def test_some_micro_batches_of_the_output(model: GPipe, layers: nn.Sequential) -
         assert_same(actual, expected)
 
 
-def test_gradients_are_added_to_those_that_are_there(
-    model: GPipe, layers: nn.Sequential, same: Callable[[Tensor, Tensor], bool]
-) -> None:
-    x = batch()
-    for _ in range(2):
-        plain(layers, x).square().sum().backward()
-    expected = [parameter.grad for parameter in layers.parameters()]
-    layers.zero_grad()
-    for _ in range(2):
-        model(x).square().sum().backward()
-    assert equal([parameter.grad for parameter in layers.parameters()], expected, same)
-
-
 # --------------------------------------------------------------------------------------------- more than once
 
 
@@ -232,18 +203,6 @@ def test_a_second_backward(model: GPipe, layers: nn.Sequential) -> None:
     expected = torch.autograd.grad(plain(layers, x).square().sum(), inputs)
     for last in (False, False, True):
         assert equal(torch.autograd.grad(loss, inputs, retain_graph=not last), expected)
-
-
-def test_two_losses(model: GPipe, layers: nn.Sequential, same: Callable[[Tensor, Tensor], bool]) -> None:
-    """Two losses are differentiated one after the other through the same graph."""
-
-    def gradients(output: Tensor) -> list[Tensor | None]:
-        layers.zero_grad()
-        output.sum().backward(retain_graph=True)
-        output.square().sum().backward()
-        return [parameter.grad for parameter in layers.parameters()]
-
-    assert equal(gradients(model(batch())), gradients(plain(layers, batch())), same)
 
 
 def test_gradients_of_gradients(pipe: Pipe, layers: nn.Sequential) -> None:

@@ -579,24 +579,3 @@ def test_gradients_accumulate_over_mini_batches_of_different_sizes(pipe: Pipe, c
         loss_of(run_plain(module, x, chunks=4)).backward()
         for actual, expected in zip(model.parameters(), module.parameters(), strict=True):
             assert torch.equal(actual.grad, expected.grad)
-
-
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW])
-def test_training_goes_the_same_way(pipe: Pipe, checkpoint: str, optimizer: Callable[..., Any]) -> None:
-    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-    module.double()
-    model = pipe(copy.deepcopy(module), [2, 2, 2], chunks=3, checkpoint=checkpoint)
-    batches = [(torch.randn(batch, 4).double(), torch.randint(3, (batch,))) for batch in [6, 5, 2, 6]]
-    losses = []
-    for run, parameters in [(model, model), (partial(run_plain, module, chunks=3), module)]:
-        steps = optimizer(parameters.parameters(), lr=0.1)
-        losses.append([])
-        for x, target in batches * 2:
-            loss = nn.functional.cross_entropy(run(x), target)
-            steps.zero_grad()
-            loss.backward()
-            steps.step()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
-    for actual, expected in zip(model.parameters(), module.parameters(), strict=True):
-        assert torch.equal(actual, expected)

@@ -323,13 +323,6 @@ def test_gradients_that_are_not_requested_are_not_computed(pipe: Pipe, checkpoin
     assert log == ["weight"] * CHUNKS
 
 
-def test_nothing_is_handed_over_without_a_gradient(pipe: Pipe, checkpoint: str) -> None:
-    module, model = model_of(pipe, checkpoint)
-    output = model(batch())
-    torch.autograd.backward(output, torch.zeros_like(output))
-    assert all(not parameter.grad.any() for parameter in module.parameters())
-
-
 def test_a_loss_of_an_inner_tensor_of_the_last_micro_batch_is_refused(pipe: Pipe, checkpoint: str) -> None:
     """With 'except_last' the last micro-batch has a graph, which reaches earlier partitions only through the output.
 

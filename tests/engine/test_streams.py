@@ -16,11 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
-from tests.skip.layers import Pop, Stash
 from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
@@ -212,24 +210,6 @@ def test_without_gradients_only_the_output_is_left_on_the_devices() -> None:
     with torch.no_grad():
         output = model(x)
     assert allocated() - before == nbytes([output])
-
-
-def test_skip_leaves_its_source_when_it_has_arrived() -> None:
-    def noted(x: Tensor) -> Tensor:
-        skip = x * 2
-        sources.append(StorageWeakRef(skip.untyped_storage()))
-        return skip
-
-    def popped(x: Tensor, skip: Tensor) -> Tensor:
-        gone.append(sources[len(gone)].expired())
-        return x + skip
-
-    sources: list[StorageWeakRef] = []
-    gone: list[bool] = []
-    model = pipeline(nn.Sequential(Stash(noted), nn.Identity(), Pop(popped)), [1, 1, 1], chunks=3)
-    with torch.no_grad():
-        model(torch.randn(3, 3))
-    assert gone == [True] * 3
 
 
 def test_checkpointing_keeps_what_crosses_the_boundaries() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from tests.gpipe.helpers import Pair, Recorder, assert_transparent, make_input, make_model
+from tests.gpipe.helpers import Pair, Recorder, make_input, make_model
 from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import NoChunk
@@ -32,41 +31,6 @@ def test_a_mini_batch_is_split_as_torch_chunk_does(pipe: Pipe, checkpoint: str, 
     assert output.shape == (batch, 2)
     assert [len(micro_batch) for micro_batch in recorder.seen] == [len(chunk) for chunk in x.chunk(chunks)]
     assert_same(outcome(model, x), expected)
-
-
-def sum_of(value: Any) -> Tensor:
-    """Return any input of a layer as one tensor."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        parts = [sum_of(item) for item in value if item not in (None, ())]
-        return sum(parts[1:], parts[0])
-    return value.to(torch.float64)
-
-
-@pytest.mark.parametrize(
-    "nest",
-    [
-        lambda x, y: x,
-        lambda x, y: (x,),
-        lambda x, y: (x, y),
-        lambda x, y: [x, y],
-        lambda x, y: {"x": x, "y": y},
-        lambda x, y: (x, None),
-        lambda x, y: (x, [y, {"again": x, "nothing": None}], ()),
-        lambda x, y: {"deep": [({"x": x},), None], "y": y},
-        lambda x, y: (x, x),
-        lambda x, y: OrderedDict(y=y, x=x),
-        lambda x, y: Pair(x, (y,)),
-    ],
-)
-def test_nested_inputs(pipe: Pipe, nest: Callable[[Tensor, Tensor], Any]) -> None:
-    recorder = Recorder()
-    value = nest(make_input(5), make_input(5))
-    pipe(nn.Sequential(recorder, Apply(sum_of)), [1, 1], chunks=2, checkpoint="never")(value)
-    assert [type(micro_batch) for micro_batch in recorder.seen] == [type(value)] * 2
-    if not isinstance(value, Pair | OrderedDict):  # the comparison supports neither
-        assert_transparent(pipe, nn.Sequential(Apply(sum_of), *make_model(2)), [1, 2], value)
 
 
 def test_containers_keep_their_types_all_the_way(pipe: Pipe) -> None:

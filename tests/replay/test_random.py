@@ -132,40 +132,6 @@ def test_a_frozen_partition_draws_between_two_trained_ones(checkpoint: str) -> N
 # ------------------------------------------------------------------------------------- the caller's generator
 
 
-def test_a_failing_backward_leaves_the_random_stream_alone(pipe: Pipe) -> None:
-    def fail(input: Tensor) -> Tensor:
-        noise = torch.rand(3)
-        if is_recomputing():
-            raise ValueError("fails")
-        return input * noise.sum()
-
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), Apply(fail))
-    model = pipe(layers, [2, 1], chunks=2, checkpoint="always")
-    output = model(torch.rand(4, 2))
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="fails"):
-        output.sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_what_happens_to_the_stream_before_backward_does_not_matter(pipe: Pipe, checkpoint: str) -> None:
-    """Between forward and backward the caller may draw, seed anew, or run the model again."""
-    layers = random_layers()
-    x = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
-    model = pipe(layers, [3, 3, 2], chunks=3, checkpoint=checkpoint)
-    expected = step(model, x)
-
-    def disturbed(x: Tensor) -> Tensor:
-        output = model(x)
-        torch.rand(1001)
-        torch.manual_seed(11)
-        model(x)
-        return output  # type: ignore[no-any-return]
-
-    torch.manual_seed(7)
-    assert_same(outcome(model, x, run=disturbed), expected)
-
-
 def test_backwards_in_another_order_and_twice(pipe: Pipe, checkpoint: str) -> None:
     model, draw = drawing(pipe, DRAWS["rand"], checkpoint, chunks=1)
     outputs = [model(ones()) for _ in range(3)]

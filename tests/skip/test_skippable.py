@@ -320,15 +320,6 @@ def test_a_forward_with_several_arguments() -> None:
     assert layer(torch.ones(1), torch.zeros(1), factor=3).item() == 3
 
 
-@pytest.mark.parametrize("value", [None, (1, 2), [3], {"a": 4}, StopIteration])
-def test_a_forward_returns_anything(value: Any) -> None:
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return value
-
-    assert layer_of(forward, stash=["skip"])(torch.ones(1)) is value
-
-
 def test_blocks_with_skips_in_them(pipe: Pipe) -> None:
     """A layer may contain both ends, one end, or one end of another layer's skip."""
 

@@ -12,27 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash, pair
-from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker
-
-KEY = SkipKey(None, "skip")
-
-
-def test_a_skip_is_popped_once() -> None:
-    tracker, x, layer = SkipTracker(), torch.zeros(1), nn.Identity()
-    tracker.stash(KEY, x, layer)
-    assert tracker.pop(KEY) is x
-    with pytest.raises(KeyError):
-        tracker.pop(KEY)
-
-
-def test_what_has_arrived_is_popped_and_what_leaves_is_taken() -> None:
-    a, b = SkipKey(None, "a"), SkipKey(None, "b")
-    x, y = torch.zeros(1), torch.ones(1)
-    assert SkipTracker([(KEY, None)]).pop(KEY) is None
-    tracker = SkipTracker([(a, x)])
-    tracker.stash(b, y, nn.Identity())
-    assert tracker.pop(a) is x and tracker.take([b])[0] is y and tracker.take([]) == ()
 
 
 def test_the_innermost_tracker_is_the_current_one_of_its_thread() -> None:
