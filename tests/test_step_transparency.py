@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import tests.skip.test_transparency
 from tests.conftest import ALL_VARIANTS, VARIANTS
-from tests.plain import loss_of, tensors
+from tests.plain import loss_of, mapped, pieces, tensors
 from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe
 from torchgpipe.schedule import Action, Program, program, simulate
@@ -311,25 +311,6 @@ def linear(actions: Program) -> list[Action]:
     return [a for _, _, a in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
 
 
-def pieces(value: Any, m: int) -> list[Any]:
-    """Split tensors into ``m`` micro-batches, copies that are tied to their mini-batch."""
-
-    def split(value: Any) -> list[Any]:
-        if isinstance(value, Tensor):
-            size = -(-len(value) // m)
-            chunks = [chunk.clone() for chunk in value.chunk(m)]
-            assert len(chunks) == m, (len(value), size)
-            return chunks
-        if isinstance(value, dict):
-            columns = [split(item) for item in value.values()]
-            return [dict(zip(value, row)) for row in zip(*columns)]
-        if isinstance(value, (tuple, list)):
-            return [type(value)(row) for row in zip(*map(split, value))]
-        return [value] * m
-
-    return split(value)
-
-
 @st.composite
 def runs(
     draw: st.DrawFn,
@@ -370,18 +351,14 @@ def _fits(case: Case) -> bool:
     return len(case.inputs) == 1 and len(next(tensors(case.inputs[0]))) > 0 and case.names[0] != "arguments"
 
 
+def _first(value: Any, rows: int) -> Any:
+    """Return the first rows of a mini-batch."""
+    return mapped(lambda x: x.detach()[:rows].clone().requires_grad_(x.requires_grad), value)
+
+
 def _parameters(module: nn.Module) -> Any:
     for part in module.modules():
         yield from part._parameters.values()
-
-
-def _first(value: Any, rows: int) -> Any:
-    """Return the first rows of a mini-batch."""
-    if isinstance(value, Tensor):
-        return value.detach()[:rows].clone().requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {key: _first(item, rows) for key, item in value.items()}
-    return type(value)(_first(item, rows) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 # ------------------------------------------------------------------------------------------------ the promise

@@ -31,7 +31,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply, Using
-from tests.plain import Outcome, assert_same, loss_of, outcome, run_plain
+from tests.plain import Outcome, assert_same, loss_of, mapped, outcome, run_plain
 from torchgpipe import NoChunk, is_recomputing
 
 MODES = ["always", "except_last", "never"]
@@ -355,7 +355,7 @@ def cases(
         placing=placing,
         chunks=chunks,
         checkpoint=draw(st.sampled_from(MODES) | st.lists(st.integers(0, len(module) - 1), unique=True)),
-        inputs=copy.deepcopy(_cast(inputs, dtype)),
+        inputs=copy.deepcopy(mapped(partial(_cast, dtype), inputs)),
         training=draw(training),
         used=draw(st.lists(st.sampled_from([True, True, False]), max_size=2)),
     )
@@ -448,16 +448,8 @@ def _make_inputs(draw: st.DrawFn, kind: str, batch: int, exact: bool) -> tuple[A
     return (value,)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value
-        return value.detach().to(dtype).requires_grad_(value.requires_grad)
-    if isinstance(value, NoChunk):
-        return NoChunk(_cast(value.tensor, dtype))
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return type(value)(_cast(item, dtype) for item in value) if isinstance(value, (tuple, list)) else value
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
 
 
 # The promise
