@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.conftest import Devices, Pipe
+from tests.graph import graph
 from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe
@@ -49,18 +50,6 @@ def model(pipe: Pipe, layers: nn.Sequential, checkpoint: str) -> GPipe:
 def plain(layers: nn.Sequential, x: Tensor) -> Tensor:
     output: Tensor = run_plain(layers, x, chunks=CHUNKS)
     return output
-
-
-def graph(*tensors: Tensor) -> set[Any]:
-    """Return all nodes of the autograd graph."""
-    nodes: set[Any] = set()
-    pending = [tensor.grad_fn for tensor in tensors]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            pending.extend(next_node for next_node, _ in node.next_functions)
-    return nodes
 
 
 def equal(

@@ -15,26 +15,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import Pipe
+from tests.graph import graph
 from tests.layers import Using
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 
 Cell = tuple[int, int]
 
 
-def nodes(*tensors: Tensor) -> list[Any]:
-    """Return all nodes of the autograd graph."""
-    found: dict[Any, None] = {}
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found[node] = None
-            pending.extend(next_node for next_node, _ in node.next_functions)
-    return list(found)
-
-
 def kinds(output: Tensor) -> Counter[str]:
-    return Counter(type(node).__name__ for node in nodes(output))
+    return Counter(type(node).__name__ for node in graph(output))
 
 
 class Record:

@@ -7,7 +7,6 @@ micro-batch i. The engine visits a node after all nodes that lead to it. So thes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from tests.graph import graph
 from tests.layers import Apply, Using
 from torchgpipe import GPipe
 from torchgpipe.engine.dependency import fork, join
@@ -132,29 +132,13 @@ class _Mark(torch.autograd.Function):
         return None, grads[0], grads[0].sum().reshape(1, 1)
 
 
-def successors(node: Any) -> Iterator[Any]:
-    return (next_node for next_node, _ in node.next_functions if next_node is not None)
-
-
-def reachable(roots: Any) -> set[Any]:
-    """Return ``roots`` and the nodes that are differentiated after them."""
-    found: set[Any] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(successors(node))
-    return found
-
-
 def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
     """Return the nodes of each cell.
 
     The nodes of a cell in the caller's graph carry a mark. A cell with a graph of its own has one node.
     """
     found: dict[tuple[int, int], set[Any]] = {(i, j): set() for i in range(m) for j in range(n)}
-    for node in reachable([root]):
+    for node in graph(root):
         if type(node).__name__ == "_MarkBackward":
             found[node.cell].add(node)
         if type(node).__name__ in ("CheckpointBackward", "KeepBackward"):
@@ -182,14 +166,14 @@ def test_every_cell_comes_after_the_next_micro_batch(
         if i == m - 1:
             continue
         before = members[i + 1, j]
-        if not its_nodes <= reachable(before):
+        if not its_nodes <= graph(*before).keys():
             # A cell without an input gradient cannot end a lane at its input. The join on its output ends the
             # lane; that join is differentiated just before the cell.
             assert checkpoint != "always"
             assert j == 0
             assert not needs_grad
-            joins = {node for node in reachable([root]) if before & set(successors(node))}
-            assert its_nodes <= reachable(joins), f"{(i, j)} does not wait for {(i + 1, j)}"
+            joins = {node for node in graph(root) if not before.isdisjoint(graph(node)[node])}
+            assert its_nodes <= graph(*joins).keys(), f"{(i, j)} does not wait for {(i + 1, j)}"
 
 
 def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> None:
@@ -204,10 +188,10 @@ def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> N
     for (i, j), its_nodes in members.items():
         (recompute,) = {
             node
-            for node in reachable([root])
-            if type(node).__name__ == "RecomputeBackward" and its_nodes & set(successors(node))
+            for node in graph(root)
+            if type(node).__name__ == "RecomputeBackward" and not its_nodes.isdisjoint(graph(node)[node])
         }
-        waits_for = {cell for cell, nodes in members.items() if recompute in reachable(nodes)}
+        waits_for = {cell for cell, nodes in members.items() if recompute in graph(*nodes)}
         assert {its_i for its_i, its_j in waits_for if its_j == j} == set(range(i + 1, m))
         assert i not in {its_i for its_i, _ in waits_for}
 
@@ -238,8 +222,8 @@ def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
     model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
     model._mechanisms = replace(model._mechanisms, dependency=False)
     output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
-    checkpoints = {node for node in reachable([output.grad_fn]) if type(node).__name__ == "CheckpointBackward"}
+    checkpoints = {node for node in graph(output.grad_fn) if type(node).__name__ == "CheckpointBackward"}
     # Each cell leads at most to the cell before it in its own micro-batch.
-    assert all(len(checkpoints & reachable([node])) <= 2 for node in checkpoints)
+    assert all(len(checkpoints & graph(node).keys()) <= 2 for node in checkpoints)
     output.sum().backward()
     assert layers[0].linear.weight.grad is not None

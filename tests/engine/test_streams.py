@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.graph import graph
 from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.test_transparency import NOT_ON_LATE, Case, cases
@@ -172,18 +173,6 @@ def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> 
         while not hasattr(node, "cell"):  # a Wait, or a Join seen from the side that it does not tie
             node = leads_to[node][0]
         assert node is cell
-
-
-def graph(output: Tensor) -> dict[Any, list[Any]]:
-    """Return the nodes behind a tensor, each with its successors."""
-    pending: list[Any] = [output.grad_fn]
-    leads_to: dict[Any, list[Any]] = {}
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in leads_to:
-            leads_to[node] = [follower for follower, _ in node.next_functions]
-            pending += leads_to[node]
-    return leads_to
 
 
 def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
