@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,9 +26,6 @@ from torchgpipe import GPipe, is_recomputing
 from torchgpipe.replay.random import RandomStates, _Generator, sharing_generator
 
 CHECKPOINTED = ["always", "except_last"]
-
-#: How long a thread waits for another, in seconds, which may in turn have to wait for it.
-PATIENCE = 2
 
 
 class Draw(nn.Module):
@@ -198,60 +194,23 @@ def test_another_thread_that_draws_meanwhile_is_no_silent_error(pipe: Pipe, draw
         assert drawn[True] == drawn[False]
 
 
-def test_another_thread_that_replays_meanwhile_is_no_silent_error(pipe: Pipe) -> None:
-    """A replay sets the generator of all threads to an old state, and back: as if nobody had drawn meanwhile.
-
-    this thread                           the other one
-    a forward
-                                          its first run begins
-    a replay begins: an old state is set
-                                          its layer draws, from that state
-    the replay ends: the state is set back
-                                          its first run ends, and the state is as before
-    """
-    begun, replaying, drawn, replayed = (threading.Event() for _ in range(4))
-
-    def here(input: Tensor) -> Tensor:
-        result = input * torch.rand(())
-        if is_recomputing():
-            replaying.set()
-            drawn.wait(PATIENCE)
-        return result
-
-    def there(input: Tensor) -> Tensor:
-        if not is_recomputing():
-            begun.set()
-            replaying.wait(PATIENCE)
-        mask = torch.rand(())
-        if not is_recomputing():
-            drawn.set()
-            replayed.wait(PATIENCE)
-        return input * mask
-
-    def backward(output: Tensor, x: Tensor) -> str:
-        try:
-            output.sum().backward()
-        except RuntimeError as error:
-            return str(error)
-        assert x.grad is not None
-        return "right" if torch.equal(x.grad * x.detach(), output.detach()) else "wrong"
-
-    models = [pipe(nn.Sequential(nn.Identity(), Apply(layer)), [1, 1], checkpoint="always") for layer in (here, there)]
-    x, y = ones(2), ones(2)
-    output = models[0](x)
+def test_a_replay_in_the_midst_of_another_run_is_no_silent_error() -> None:
+    """A replay sets the generator of all threads to an old state, and back: as if nobody had drawn meanwhile."""
+    here, there = (RandomStates(torch.device("cpu"), [], beside=False, between=True) for _ in range(2))
+    before = here.begin()
+    torch.rand(())
+    drawn = here.end(before)
     torch.rand(())  # so that the replayed state is another one than the present
-    with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(models[1], y)
-        begun.wait(PATIENCE)
-        outcomes = [backward(output, x)]
-        replayed.set()
-        outcomes.append(backward(later.result(), y))
-    assert all(outcome == "right" or "checkpoint='never'" in outcome for outcome in outcomes), outcomes
+    begun = there.begin()
+    with pytest.raises(RuntimeError, match="checkpoint='never'"), here.replay(drawn):
+        torch.rand(()), torch.rand(())  # the second number is that of the other run
+    drawn = there.end(begun)
+    with pytest.raises(RuntimeError, match="checkpoint='never'"), there.replay(drawn):
+        torch.rand(())
 
 
 def test_two_devices_replay_at_the_same_time() -> None:
     """Accelerators recompute in a thread each. A replay on one was taken for a disturbance of the others."""
-    begun, ended = threading.Event(), threading.Event()
 
     def drawn(device: str) -> tuple[RandomStates, torch.Generator, Any]:
         generator = torch.Generator()
@@ -261,18 +220,15 @@ def test_two_devices_replay_at_the_same_time() -> None:
         torch.rand(1, generator=generator)
         return states, generator, states.end(before)
 
-    def replay(states: RandomStates, generator: torch.Generator, drawn: Any, then: Callable[[], Any]) -> bool:
-        state = generator.get_state()
-        with states.replay(drawn):
-            torch.rand(1, generator=generator)
-            then()  # in the midst of the replay
-        return torch.equal(generator.get_state(), state)
-
-    here, there = drawn("cuda:0"), drawn("cuda:1")
-    with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(lambda: begun.wait(PATIENCE) and replay(*there, then=ended.set))
-        assert replay(*here, then=lambda: begun.set() or ended.wait(PATIENCE))
-        assert later.result()
+    ran = [drawn("cuda:0"), drawn("cuda:1")]
+    before = [generator.get_state() for _, generator, _ in ran]
+    replays = [states.replay(draws) for states, _, draws in ran]
+    for replay, (_, generator, _) in zip(replays, ran):
+        replay.__enter__()
+        torch.rand(1, generator=generator)
+    for replay in replays:  # The first ends while the second is under way.
+        replay.__exit__(None, None, None)
+    assert all(torch.equal(generator.get_state(), state) for (_, generator, _), state in zip(ran, before))
 
 
 def test_a_backward_through_a_random_pipeline_within_a_layer_is_refused() -> None:
