@@ -272,3 +272,25 @@ def test_control_c(pipe: Pipe, phase: str, steps: bool) -> None:
     model.zero_grad()
     run()
     assert_equal(grads_of(model), values)
+
+
+def test_a_failing_hook_undoes_what_other_hooks_have_let_pass(pipe: Pipe) -> None:
+    """The gradients of other parameters with hooks had been added to ``.grad`` by then."""
+
+    def fail(_: Tensor) -> None:
+        raise Fault((0, 0), "hook")
+
+    model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, loss_fn=lambda y, _: y.sum())
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 2)
+    for _ in range(2):  # without gradients, and with those of a step
+        grads = grads_of(model)
+        values = copies(grads)
+        for parameter in model.parameters():
+            handle = parameter.register_hook(fail)
+            with pytest.raises(Fault):
+                model.step(torch.ones(4, 2))
+            handle.remove()
+            assert all(grad is before for grad, before in zip(grads_of(model), grads, strict=True))
+            assert_equal(grads_of(model), values)
+        model.step(torch.ones(4, 2))
