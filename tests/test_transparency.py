@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -469,6 +469,7 @@ def test_any_model_with_shared_weights_gives_what_the_plain_model_gives(
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases())
 def test_without_gradients(pipe: Pipe, devices: Devices, context: Context, case: Case) -> None:
     assert_same(case.piped(pipe, devices, within=context), case.plain(within=context))
@@ -502,6 +503,7 @@ def test_random_layers_draw_what_they_draw_without_checkpointing(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_other_precisions(pipe: Pipe, devices: Devices, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(cases(dtype=dtype))
@@ -509,6 +511,7 @@ def test_other_precisions(pipe: Pipe, devices: Devices, dtype: torch.dtype, data
 
 
 @pytest.mark.parametrize("cache", [True, False])
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=cases(dtype=torch.float32))
 def test_autocast(pipe: Pipe, devices: Devices, cache: bool, case: Case) -> None:
     """Backward, with its recomputation, comes after the block.

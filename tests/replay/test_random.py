@@ -428,7 +428,7 @@ from torchgpipe.replay.random import RandomStates
 
 def note():
     states = RandomStates(torch.device("cpu"), [], beside=True, between=True)
-    for _ in range(200):
+    for _ in range(1000):
         states.end(states.begin())
 
 sys.setswitchinterval(1e-5)
