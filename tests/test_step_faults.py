@@ -21,46 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import VARIANTS, Pipe
+from tests.faults import Cell, Fault, Layer, Plan, build, note, rows
 from tests.layers import Apply
-from tests.test_faults import Cell, Fault, Plan, note, rows
 from tests.test_step_transparency import Placing, linear, placings
 from tests.test_transparency import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import Action
 
 pytestmark = pytest.mark.on_late
-
-
-class Layer(nn.Module):
-    """A layer that computes and counts, and fails where the plan says so."""
-
-    count: Tensor
-
-    def __init__(self, plan: Plan, j: int) -> None:
-        super().__init__()
-        self.plan, self.j = plan, j
-        self.weight = nn.Parameter(torch.full((2,), 0.5 + j, dtype=torch.float64))
-        self.norm = nn.BatchNorm1d(1).double()
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, input: Tensor) -> Tensor:
-        cell = int(input[0, 0].item()), self.j
-        weight = self.weight * 1
-        self.watch(weight, cell, "weight")
-        result = (input[:, 1:] * weight).sin() + input[:, :1] * 0
-        self.watch(result, cell, "backward")
-        self.plan.enter(cell, "recomputation" if is_recomputing() else "forward")
-        if not is_recomputing():
-            self.count += 1
-        return torch.cat([input[:, :1], self.norm(result[:, None])[:, 0]], dim=1)
-
-    def watch(self, tensor: Tensor, cell: Cell, part: str) -> None:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: self.plan.enter(cell, part))
-
-
-def build(plan: Plan, n: int) -> nn.Sequential:
-    return nn.Sequential(*[layer for j in range(n) for layer in (Layer(plan, j), nn.Identity())])
 
 
 def pipeline(plan: Plan, placing: Placing, device: Callable[[int], str], m: int, checkpoint: str) -> GPipe:
