@@ -125,11 +125,10 @@ class Search:
             return cuts
         if all(len(own) == 1 for own in self._rehearsal.partitions):
             full = self._filled(0.0)
-            return (
-                self._nearest(cuts)
-                if full is None
-                else min(self._near(cuts), full, key=lambda one: self._misfit(one) > 0)
-            )
+            if full is None:
+                return self._nearest(cuts)
+            near = self._near(cuts)  # Nearer to even, if it fits.
+            return near if self._misfit(near) <= 0 else full
         most = max([float(own[..., 0].max()) for own in self._rehearsal.held])
         bytes = self._even([most * one.kept + one.state for one in layers])
         cuts = min(self._near(cuts), self._near(bytes), key=self._misfit)
