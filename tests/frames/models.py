@@ -77,8 +77,8 @@ def plain_loss(model: Callable[..., Any], data: dict[str, Tensor], chunks: int) 
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return all gradients by name, and set them to None."""
-    result = {name: parameter.grad for name, parameter in model.named_parameters()}
+    """Return all gradients by name, on the host, and set them to None."""
+    result = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     return result
