@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.frames.models import TWO, Chain
 from torchgpipe import pipelined
-
-TWO = ["cpu:0", "cpu:1"]
 
 
 class Net(nn.Module):
@@ -84,17 +83,6 @@ def test_the_balancing_of_experts_is_refused_unless_it_is_named() -> None:
         pipelined(Net(), torch.randn(2, 4), chunks=2, devices=TWO, balance="parameters")
     model: Any = pipelined(Net(), torch.randn(2, 4), chunks=2, devices=TWO, balance="parameters", verify=False)
     assert not model.verify(torch.randn(4, 4)).is_equal
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def test_everything_is_compared() -> None:
