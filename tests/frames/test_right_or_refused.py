@@ -298,19 +298,6 @@ class Held(nn.Linear):
         return super().forward(held.x)
 
 
-def plain(self: Any, x: Tensor) -> Tensor:
-    return self.run(x, lambda k, x: x)
-
-
-def frozen(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        for layer in self.layers[:3]:
-            x = layer(x)
-        with torch.enable_grad():
-            scaled = x * self.scale
-    return torch.tanh(self.layers[3](scaled))
-
-
 def captured(self: Any, x: Tensor) -> Tensor:
     return self.held(Holder(self.run(x, lambda k, x: x)))
 
@@ -345,11 +332,6 @@ def two_or_one(self: Any, x: Tensor, pair: list[Tensor | None]) -> Tensor:
 
 def masked(self: Any, mask: Tensor, x: Tensor) -> Tensor:
     return self.run(x, lambda k, x: x * mask)
-
-
-def nested(self: Any, x: Tensor) -> Any:
-    x = self.run(x, lambda k, x: x)
-    return tuple([{"x": x, "k": k} for k in range(2)])
 
 
 def conditioned(self: Any, x: Tensor) -> Tensor:
@@ -391,30 +373,14 @@ def recursive() -> Net:
     return net(lambda self, x: self.run(self.b(self.a(self.alone(x))), lambda k, x: x), alone=alone, a=a, b=b)
 
 
-def viewed(self: Any, x: Tensor) -> Tensor:
-    first = torch.tanh(self.layers[0](x))
-    x, first = self.layers[1](first), first * 1
-    first[:, :1].mul_(2)
-    return self.layers[3](self.layers[2](x)) + first
-
-
-def hooked(self: Any, x: Tensor) -> Tensor:
-    first = torch.tanh(self.layers[0](x))
-    x = self.layers[3](self.layers[2](self.layers[1](first)))
-    if first.requires_grad:
-        first.register_hook(lambda grad: grad * 3)
-    return x + first
-
-
 def multiplied(self: Any, x: Tensor, graph: Tensor) -> Tensor:
     return self.run(x, lambda k, x: torch.sparse.mm(graph, x.t()).t())
 
 
 GRAPH = torch.eye(4, dtype=torch.float64).to_sparse()
 
+#: What `frames/programs.py` does not draw.
 RIGHT: dict[str, tuple[Callable[[], Net], Callable[[Tensor], tuple[Any, ...]]]] = {
-    "plain": (lambda: net(plain), lambda x: (x,)),
-    "frozen backbone": (lambda: net(frozen), lambda x: (x,)),
     "plain object": (lambda: net(captured, held=Held(4, 4)), lambda x: (x,)),
     "class made in forward": (lambda: net(in_a_class_of_its_own), lambda x: (x,)),
     "dataclass": (lambda: net(recorded), lambda x: (Record(x, torch.ones(5)),)),
@@ -422,7 +388,6 @@ RIGHT: dict[str, tuple[Callable[[], Net], Callable[[Tensor], tuple[Any, ...]]]] 
     "two towers": (lambda: net(two_towers), lambda x: ([x, x.flip(1)],)),
     "list with None": (lambda: net(two_or_one), lambda x: (x, [x[:, :1], None])),
     "mask of one row": (lambda: net(masked), lambda x: (torch.ones(1, 4, dtype=x.dtype), x)),
-    "tuple of dicts": (lambda: net(nested), lambda x: (x,)),
     "waiting gradient": (lambda: net(conditioned, **with_tables()), lambda x: (x,)),
     "leaf": (
         lambda: net(prompted, kept=torch.ones(4, dtype=torch.float64, requires_grad=True)),
@@ -430,8 +395,6 @@ RIGHT: dict[str, tuple[Callable[[], Net], Callable[[Tensor], tuple[Any, ...]]]] 
     ),
     "import changed in place": (lambda: net(changed), lambda x: (x,)),
     "modules that call each other": (recursive, lambda x: (x,)),
-    "view in place": (lambda: net(viewed), lambda x: (x,)),
-    "hook of a tensor": (lambda: net(hooked), lambda x: (x,)),
     "sparse argument": (lambda: net(multiplied), lambda x: (x, GRAPH)),
 }
 
