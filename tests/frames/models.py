@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["TWO", "Block", "Chain", "Decoder", "batch", "gradients", "plain_loss", "same"]
+__all__ = ["TWO", "Block", "Chain", "Decoder", "batch", "chain", "gradients", "plain_loss", "same"]
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -36,6 +36,11 @@ class Chain(nn.Module):
             if self.between is not None:
                 x = self.between(self, k, x, first)
         return x
+
+
+def chain(forward: Callable[..., Any], *layers: nn.Module) -> Any:
+    """Return a `Chain` of a class that has this forward."""
+    return type("Net", (Chain,), {"forward": forward})(*layers)
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Devices
-from tests.frames.models import Block, Decoder, batch, gradients, plain_loss, same
+from tests.frames.models import TWO, Block, Chain, Decoder, batch, chain, gradients, plain_loss, same
 from torchgpipe import GPipe, pipelined
 from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.schedule import Action, program
@@ -195,7 +195,7 @@ def test_partitions_may_go_round_the_devices(data: dict[str, Tensor], schedule: 
 
 
 def test_moving_is_refused_and_casting_is_not(data: dict[str, Tensor]) -> None:
-    model: Any = pipelined(decoder(), of(data), chunks=2, devices=["cpu:0", "cpu:1"])
+    model: Any = pipelined(decoder(), of(data), chunks=2, devices=TWO)
     model.to("cpu")
     model.float()
     assert model.embed.weight.dtype == torch.float32
@@ -208,7 +208,7 @@ def test_a_model_on_the_meta_device_comes_into_being_in_parts(data: dict[str, Te
     with torch.device("meta"):
         model: Any = Decoder().double()
     parameters = list(model.parameters())
-    pipelined(model, of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    pipelined(model, of(data), chunks=3, devices=TWO)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert model.norm.weight.isnan().all()
     model.load_state_dict(real.state_dict())
@@ -333,7 +333,7 @@ def test_nothing_is_left_after_backward(pair: tuple[Any, Decoder], data: dict[st
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_dropout_is_the_same_for_any_devices(data: dict[str, Tensor], checkpoint: bool) -> None:
     results = []
-    for places in (["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:2"]):
+    for places in (["cpu"], ["cpu"] * 2, TWO, ["cpu:0", "cpu:1", "cpu:2"]):
         torch.manual_seed(5)
         model: Any = Decoder(dropout=0.5).double()
         pipelined(model, of(data), chunks=3, devices=places, checkpoint=checkpoint)
@@ -351,14 +351,14 @@ def test_dropout_is_the_same_for_any_devices(data: dict[str, Tensor], checkpoint
 def test_a_model_that_draws_nothing_leaves_the_generator_alone(data: dict[str, Tensor]) -> None:
     model: Any = decoder()
     before = torch.random.get_rng_state()
-    pipelined(model, of(data), chunks=3, devices=["cpu:0", "cpu:1"])
+    pipelined(model, of(data), chunks=3, devices=TWO)
     model.step(**data)
     model(**data)["loss"].backward()
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_dropout_that_begins_later_is_an_error_once(data: dict[str, Tensor]) -> None:
-    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"], checkpoint=True)
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=TWO, checkpoint=True)
     model.step(**data)
     gradients(model)
     for layer in model.layers:
@@ -461,30 +461,27 @@ class WithStep(nn.Linear):
     def step(self) -> None: ...
 
 
-class NoModules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 class Graph:
     def __init__(self, nodes: Tensor) -> None:
         self.nodes = nodes
 
 
-class OnGraphs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+def halves() -> list[nn.Module]:
+    return [nn.Linear(2, 2), nn.Linear(2, 2)]
 
-    def forward(self, graph: Graph) -> Tensor:
-        x = graph.nodes
-        for layer in self.layers:
-            x = layer(x)
-        return x
+
+def on_graphs(self: Chain, graph: Any) -> Any:
+    return Chain.forward(self, graph.nodes)
+
+
+def not_layers(self: Any, x: Tensor) -> Tensor:
+    return x * self.weight
+
+
+def weight_alone() -> nn.Module:
+    model: nn.Module = type("Net", (nn.Module,), {"forward": not_layers})()
+    model.weight = nn.Parameter(torch.ones(2))
+    return model
 
 
 NESTED = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(2, 2)], layout=torch.jagged)
@@ -496,7 +493,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (lambda: torch.compile(plain_sequential(), backend="eager"), {}, TypeError, "the whole model is compiled"),
     (lambda: nn.DataParallel(plain_sequential()), {}, TypeError, "pipeline the module inside"),
     (lambda: GPipe(plain_sequential(), [3], devices=["cpu"]), {}, TypeError, "is a pipeline already"),
-    (NoModules, {}, ValueError, "nothing to split"),
+    (weight_alone, {}, ValueError, "nothing to split"),
     (lambda: nn.Sequential(nn.Linear(2, 2)), {}, ValueError, "fewer than the 2 partitions"),
     (plain_sequential, {"chunks": 0}, ValueError, "number of chunks must be positive"),
     (plain_sequential, {"balance": "speed"}, ValueError, "balance must be one of 'time'"),
@@ -514,7 +511,12 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         TypeError,
         "the module '0' inside is a pipeline already",
     ),
-    (OnGraphs, {"sample": ({"nodes": NESTED},)}, ValueError, r"\['graph.nodes'\] are nested tensors, .* pad them"),
+    (
+        lambda: chain(on_graphs, *halves()),
+        {"sample": ({"nodes": NESTED},)},
+        ValueError,
+        r"\['graph.nodes'\] are nested tensors, .* pad them",
+    ),
     (plain_sequential, {"partitions": 3}, ValueError, "3 partitions do not go evenly round 2 devices"),
 ]
 
@@ -547,7 +549,7 @@ def test_calls_that_are_refused() -> None:
 @pytest.mark.parametrize("call", ["forward", "step", "no_grad"])
 def test_what_cannot_be_split_is_told_by_its_class_and_once(call: str) -> None:
     graph = Graph(X)
-    model: Any = pipelined(OnGraphs(), (graph,), chunks=2, devices=["cpu:0", "cpu:1"], loss_fn=lambda y, _: y.mean())
+    model: Any = pipelined(chain(on_graphs, *halves()), (graph,), chunks=2, devices=TWO, loss_fn=lambda y, _: y.mean())
     with torch.set_grad_enabled(call != "no_grad"), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -561,7 +563,7 @@ def test_what_cannot_be_split_is_told_by_its_class_and_once(call: str) -> None:
 def test_an_empty_mini_batch_does_not_tell_what_is_drawn() -> None:
     """After one, layers that draw once drew without seeds, so the numbers depended on the partitions."""
     outputs = []
-    for devices in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
+    for devices in (["cpu"] * 2, TWO):
         torch.manual_seed(0)
         made = nn.Sequential(nn.Linear(2, 9), nn.Dropout(), nn.Linear(9, 9), nn.Dropout())
         model: Any = pipelined(made, X[:2], chunks=2, devices=devices)
@@ -571,13 +573,8 @@ def test_an_empty_mini_batch_does_not_tell_what_is_drawn() -> None:
     assert torch.equal(*outputs)
 
 
-class Contrastive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 3), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.a(x) @ self.b(x).T}
+def contrasts(self: Any, x: Tensor) -> dict[str, Tensor]:
+    return {"logits": self.layers[0](x) @ self.layers[1](x).T}
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -585,25 +582,21 @@ def test_an_output_that_couples_the_rows_is_refused_by_name(rows: int) -> None:
     """From a sample of one row, the similarities of two micro-batches were once put one below the other."""
     refusal = r"the output 'logits' has shapes .* couples the rows"
     with pytest.raises(ValueError, match=refusal):
-        pipelined(Contrastive(), X[:rows], chunks=2, devices=["cpu"] * 2)
-    model: Any = pipelined(Contrastive(), X[:rows], chunks=2, devices=["cpu"] * 2, verify=False)
+        pipelined(chain(contrasts, *halves()), X[:rows], chunks=2, devices=["cpu"] * 2)
+    model: Any = pipelined(chain(contrasts, *halves()), X[:rows], chunks=2, devices=["cpu"] * 2, verify=False)
     with pytest.raises(ValueError, match=refusal):
         model(X)
 
 
-class Turning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor, turn: bool = False) -> Tensor:
-        return self.a(self.b(x)) if turn else self.b(self.a(x))
+def turns(self: Any, x: Tensor, turn: bool = False) -> Any:
+    a, b = self.layers
+    return a(b(x)) if turn else b(a(x))
 
 
 def test_turning_back_to_an_earlier_partition_is_refused() -> None:
-    model: Any = pipelined(Turning(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    model: Any = pipelined(chain(turns, *halves()), X[:2], chunks=2, devices=TWO)
     model(X)
-    with pytest.raises(RuntimeError, match="'a' belongs to partition 0, but the model has called it after"):
+    with pytest.raises(RuntimeError, match=r"'layers\.0' belongs to partition 0, but the model has called it after"):
         model(X, turn=True)
     with torch.no_grad():
         model(X)
@@ -619,7 +612,7 @@ def test_a_table_goes_whole_also_if_it_has_as_many_rows_as_the_batch(data: dict[
     expected = torch.cat([plain(ids, table=table)["logits"] for ids in data["ids"].chunk(3)])
     expected.sum().backward()
     grad, table.grad = table.grad, None
-    pipelined(model, {"ids": data["ids"][:2], "table": table}, chunks=3, devices=["cpu:0", "cpu:1"], no_chunk=["table"])
+    pipelined(model, {"ids": data["ids"][:2], "table": table}, chunks=3, devices=TWO, no_chunk=["table"])
     output = model(data["ids"], table=table)
     assert torch.equal(output["logits"], expected)
     output["logits"].sum().backward()
@@ -671,7 +664,7 @@ def test_the_target_may_be_on_another_device(data: dict[str, Tensor]) -> None:
 
 
 def test_layout_shows_what_crosses(data: dict[str, Tensor]) -> None:
-    model: Any = pipelined(decoder(), of(data), chunks=3, devices=["cpu:0", "cpu:1"], balance=[3, 4])
+    model: Any = pipelined(decoder(), of(data), chunks=3, devices=TWO, balance=[3, 4])
     assert model.layout.balance == [3, 4]
     assert model.layout.spine == ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head"]
     assert model.layout.tied == [("embed.weight", "head.weight")]
@@ -699,16 +692,10 @@ def test_checkpointed_modules_run_again(devices: Devices, data: dict[str, Tensor
 
 
 def test_a_call_in_one_piece_says_so_once() -> None:
-    class Cached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+    def forward(self: Chain, x: Tensor, use_cache: bool = False) -> Any:
+        return Chain.forward(self, x)
 
-        def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
-            out: Tensor = self.b(self.a(x))
-            return out
-
-    model: Any = pipelined(Cached(), X[:2], chunks=2, devices=["cpu:0", "cpu:1"])
+    model: Any = pipelined(chain(forward, *halves()), X[:2], chunks=2, devices=TWO)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="pass the partitions in one piece") as caught:
             model(X, use_cache=True)

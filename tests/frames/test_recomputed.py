@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.frames.models import TWO, Chain
+from tests.frames.models import TWO, Chain, chain
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
 
 X = torch.randn(6, 4, dtype=torch.float64)
@@ -249,12 +249,9 @@ def test_a_module_that_changes_its_input_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.mul_(2))
 
-    class Cells(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x + 1)
-
+    model = chain(lambda self, x: Chain.forward(self, x + 1), Doubles(4, 4), nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match=r"'layers.0' changes its input in place"):
-        pipelined(Cells(Doubles(4, 4), nn.Linear(4, 4)).double(), X[:2], chunks=3, devices=TWO, checkpoint=True)
+        pipelined(model.double(), X[:2], chunks=3, devices=TWO, checkpoint=True)
 
 
 def test_modes_are_those_of_gpipe() -> None:

@@ -81,11 +81,3 @@ def test_several_texts_at_once_until_each_ends(pipe: Pipe, module: nn.Sequential
 
     model = pipe(copy.deepcopy(module), [2, 2, 1], chunks=4).eval()
     assert write(model) == write(module.eval())
-
-
-def test_backward_after_inference_mode_is_refused_as_by_any_module(pipe: Pipe, module: nn.Sequential) -> None:
-    model = pipe(module, [2, 2, 1], chunks=2)
-    with torch.inference_mode():
-        y = model(text(4, 5))
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        y.sum().backward()
