@@ -40,6 +40,22 @@ def expect_same(model: Any, plain: Any, chunks: int = 3) -> None:
 # ----------------------------------------------------------------------------------------------- gradients on their way
 
 
+def test_a_gradient_that_waits_is_not_changed_in_place() -> None:
+    """A table is added to a condition that all layers get: with one row, both have the same gradient."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        condition, *layers = self.layers
+        condition = condition(x)
+        for layer in layers:
+            x = layer[0](x) * (condition + layer[1].bias[None])
+        return x
+
+    layers = [nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]) for _ in range(3)]
+    model, plain = make(chain(forward, nn.Linear(4, 4), *layers), ["cpu:0", "cpu:1", "cpu:2"], chunks=6)
+    for _ in range(5):
+        expect_same(model, plain, chunks=6)
+
+
 def test_an_input_with_a_graph_of_its_own(devices: Devices) -> None:
     model, plain = make(Chain(), devices(2))
     weight, other = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)

@@ -669,6 +669,7 @@ def test_layout_shows_what_crosses(data: dict[str, Tensor]) -> None:
     assert model.layout.spine == ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head"]
     assert model.layout.tied == [("embed.weight", "head.weight")]
     assert model.layout.crossed == []
+    assert "pipelined: balance=[3, 4], devices=['cpu:0', 'cpu:1'], chunks=3" in repr(model)
     model.step(**data)
     text = str(model.layout)
     assert "embed..layers.1" in text

@@ -334,16 +334,6 @@ def masked(self: Any, mask: Tensor, x: Tensor) -> Tensor:
     return self.run(x, lambda k, x: x * mask)
 
 
-def conditioned(self: Any, x: Tensor) -> Tensor:
-    """Add a table to a condition that all layers get: with one row, both have the same gradient, which waits."""
-    condition = x * self.scale
-    return self.run(x, lambda k, x: x * (condition + self.tables[k][None]))
-
-
-def with_tables() -> dict[str, Any]:
-    return {"tables": nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(4)])}
-
-
 def prompted(self: Any, x: Tensor) -> Tensor:
     """Use a leaf that is no parameter in both partitions."""
     return self.run(x, lambda k, x: x + self.kept if k in (0, 2) else x)
@@ -388,7 +378,6 @@ RIGHT: dict[str, tuple[Callable[[], Net], Callable[[Tensor], tuple[Any, ...]]]] 
     "two towers": (lambda: net(two_towers), lambda x: ([x, x.flip(1)],)),
     "list with None": (lambda: net(two_or_one), lambda x: (x, [x[:, :1], None])),
     "mask of one row": (lambda: net(masked), lambda x: (torch.ones(1, 4, dtype=x.dtype), x)),
-    "waiting gradient": (lambda: net(conditioned, **with_tables()), lambda x: (x,)),
     "leaf": (
         lambda: net(prompted, kept=torch.ones(4, dtype=torch.float64, requires_grad=True)),
         lambda x: (x,),
