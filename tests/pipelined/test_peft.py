@@ -179,16 +179,6 @@ def test_saved_adapters(order: str, tmp_path: Path) -> None:
 
 
 @orders
-def test_a_step_under_a_schedule(order: str) -> None:
-    ours, plain = both(order, lora())
-    loss = ours.step(**batch("llama"))
-    expected = plain(**batch("llama")).loss
-    expected.backward()
-    assert_close(loss.detach(), expected.detach())
-    assert_close(gradients(ours), gradients(plain))
-
-
-@orders
 def test_adapters_below_bfloat16_are_in_float32(order: str) -> None:
     """peft does so by default. A single micro-batch rounds as the plain model's mini-batch does."""
     models = []

@@ -6,10 +6,6 @@ import copy
 import importlib
 import io
 import os
-import random
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -199,28 +195,3 @@ def test_a_run_that_is_killed_anywhere_has_the_losses_of_one_that_is_not(
                 example.main([*SMALL, *file])
         assert left == 0
         assert example.main([*SMALL, *file, "--partitions", str(1 + moment % 4)]) == uninterrupted
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.slow
-def test_a_process_that_is_killed_at_a_random_step(
-    example: ModuleType, uninterrupted: list[float], tmp_path: Path
-) -> None:
-    moment = random.SystemRandom().randrange(STEPS)
-    arguments = [*SMALL, "--file", str(tmp_path / "state.pt")]
-    script = f"""if True:
-        import os, signal, sys
-        sys.path.insert(0, {str(EXAMPLES)!r})
-        import resume
-
-        def step(run, *args, original=resume.Run.step):
-            original(run, *args)
-            if len(run.losses) == {moment} + 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        resume.Run.step = step
-        resume.main({arguments!r})
-    """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert example.main(arguments) == uninterrupted, f"killed in step {moment}"

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 import torchgpipe
 from tests.clocks import clocked
 from tests.conftest import Pipe
+from tests.layers import Apply
 from tests.plain import assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.stream import Stream, Streams, Tick
@@ -47,6 +48,13 @@ def batch(**options: Any) -> Tensor:
 
 def checkpointed(mode: str) -> int:
     return {"always": M, "except_last": M - 1, "never": 0}[mode]
+
+
+def recorded(model: nn.Module, x: Tensor | None = None) -> Timeline:
+    """Record a call and its backward."""
+    with torchgpipe.record(model) as timeline:
+        model(batch() if x is None else x).sum().backward()
+    return timeline
 
 
 def cells(spans: list[Span]) -> Counter[tuple[str, int, int]]:
@@ -89,8 +97,7 @@ def assert_in_order(timeline: Timeline, mode: str, n: int = N) -> None:
 @pytest.mark.parametrize("input_grad", [False, True])
 def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool) -> None:
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
-    with torchgpipe.record(nn.ModuleDict({"found": model})) as timeline:
-        model(batch(requires_grad=input_grad)).sum().backward()
+    timeline = recorded(nn.Sequential(model), batch(requires_grad=input_grad))
     assert cells(timeline.spans) == all_cells(checkpoint)
     assert len(timeline.spans) == all_cells(checkpoint).total()
     assert_in_order(timeline, checkpoint)
@@ -176,8 +183,7 @@ def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
     layers = linears()
     layers[0].requires_grad_(False)
     model = pipe(layers, [1] * N, chunks=M, checkpoint=checkpoint)
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
+    timeline = recorded(model)
     expected = all_cells(checkpoint)
     for cell in list(expected):
         if cell[0] != "forward" and cell[2] == 0:
@@ -188,8 +194,7 @@ def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
 def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
     """No hook runs at the end of this cell, and the end of the whole backward pass would be far too late."""
     model = on_cpu(linears(1), checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
+    timeline = recorded(model)
     for i in range(M - 1):
         assert at(timeline, "backward", i + 1, 0).end <= at(timeline, "backward", i, 0).start
 
@@ -229,26 +234,15 @@ def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
     assert cells(timeline.spans) == all_cells("never")
 
 
-class Returns(nn.Module):
-    """A layer whose output has no node of its own."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.weight = what, nn.Parameter(torch.ones(2, 3))
-
-    def forward(self, input: Tensor) -> Any:
-        return {"its input": input, "a parameter": self.weight}[self.what]
-
-
 @pytest.mark.parametrize("what", ["its input", "a parameter"])
 @pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize("input_grad", [False, True])
 def test_a_cell_that_makes_nothing_has_a_backward(pipe: Pipe, what: str, j: int, input_grad: bool) -> None:
-    layers = linears()
-    layers[j] = Returns(what)
-    model = pipe(layers, [1] * N, chunks=M, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        model(batch(requires_grad=input_grad)).sum().backward()
+    """The output of its layer has no node of its own."""
+    layers, returns = linears(), Apply(lambda x: x if what == "its input" else returns.weight)
+    returns.weight = nn.Parameter(torch.ones(2, 3))
+    layers[j] = returns
+    timeline = recorded(pipe(layers, [1] * N, chunks=M, checkpoint="never"), batch(requires_grad=input_grad))
     expected = all_cells("never")
     for kind, i, k in list(expected):
         unused = k < j if what == "a parameter" else k == j == 0 and not input_grad
