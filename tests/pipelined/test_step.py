@@ -44,19 +44,6 @@ def test_sequences_of_other_lengths_than_the_sample(length: int, model: Any) -> 
     assert_close(gradients(model), gradients(plain))
 
 
-def test_accumulated_gradients(model: Any) -> None:
-    """Each step divides by the labels of all mini-batches, so they weigh as one of all rows."""
-    parts = [batch("llama", rows, seed=rows) for rows in (4, 6)]
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    count = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
-    losses = [model.step(**part, num_items_in_batch=count) for part in parts]
-    plain = llama()
-    expected = plain(**whole).loss
-    expected.backward()
-    assert_close(losses[0] + losses[1], expected.detach())
-    assert_close(gradients(model), gradients(plain))
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_gradient_checkpointing(when: str) -> None:
     """The model's own switch, which has two names, holds in training mode: layers run once more at backward."""
