@@ -10,10 +10,11 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the threads back, and keep what is there out of the hundreds of collections between measured steps."""
-    threads = torch.get_num_threads()
+    threads, unfreeze = torch.get_num_threads(), gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
     gc.freeze()
     yield
     torch.set_num_threads(threads)
-    gc.unfreeze()
+    unfreeze()
