@@ -258,6 +258,31 @@ def test_a_tensor_that_a_module_keeps_for_a_later_partition() -> None:
     pipelined(model, (X[:2],), chunks=3, devices=["cpu"] * 2)
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["itself", "a view"])
+def test_state_that_a_module_changes_in_place_for_each_micro_batch_and_returns(view: bool) -> None:
+    class Counts(nn.Linear):
+        state = None
+
+        def forward(self, x: Tensor) -> Any:
+            self.state = x.new_zeros(4) if self.state is None else self.state
+            self.state += x.detach().sum(0)
+            return super().forward(x), self.state[None] if view else self.state
+
+    class Stateful(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            x, state = self.layers[0](x)
+            for layer in self.layers[1:]:
+                x = layer(x) * state
+            return x
+
+    stateful = Stateful()
+    stateful.layers[0] = Counts(4, 4)
+    stateful.layers[0].state = torch.zeros(4, dtype=torch.float64)
+    model, plain = make(stateful, verify=False)  # The sum depends on what came before the sample.
+    expect_same(model, plain)
+    assert torch.equal(model.layers[0].state, plain.layers[0].state)
+
+
 def test_a_buffer_that_changes_and_is_read_in_a_later_partition() -> None:
     def counts(self: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
         if k == 0:

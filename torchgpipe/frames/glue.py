@@ -13,7 +13,7 @@ from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
-from torchgpipe.frames.values import each, mapped
+from torchgpipe.model.values import each, mapped
 
 __all__ = ["Glue"]
 

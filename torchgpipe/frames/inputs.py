@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import container, dotted, is_cache, mapped
+from torchgpipe.model.values import container, dotted, is_cache, mapped
 
 __all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "has_an_item_for_each", "resized", "split_rows"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import container, each, mapped
 from torchgpipe.model.loss import called_with_target, numbers
+from torchgpipe.model.values import container, each, mapped
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 

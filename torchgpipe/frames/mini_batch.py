@@ -38,8 +38,8 @@ from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
-from torchgpipe.frames.values import each, mapped
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
+from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind

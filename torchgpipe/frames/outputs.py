@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import container, dotted, each, hidden, is_cache
+from torchgpipe.model.values import container, dotted, each, hidden, is_cache
 
 __all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 

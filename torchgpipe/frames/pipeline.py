@@ -34,9 +34,9 @@ from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of

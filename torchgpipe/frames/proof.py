@@ -35,9 +35,9 @@ from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
-from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_of
 from torchgpipe.replay.seeds import Draws

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.devices.torch_internals import forget_parametrizations, saved_tensors_hooks_in_use, versions
-from torchgpipe.frames.values import copied, each
+from torchgpipe.model.values import copied, each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.buffers import BufferStates
 from torchgpipe.replay.found import Found

@@ -17,7 +17,8 @@ from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
-from torchgpipe.frames.values import each, is_cache, mapped
+from torchgpipe.frames.state import apart
+from torchgpipe.model.values import each, is_cache, mapped
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 
@@ -117,7 +118,7 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                return door.call_module(args, kwargs)
+                return apart(door.module, door.call_module(args, kwargs))
             finally:
                 self._crossing.note_changes()
 

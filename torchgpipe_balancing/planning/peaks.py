@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import storage_key
-from torchgpipe.frames.values import each
+from torchgpipe.model.values import each
 from torchgpipe_balancing.planning.subject import Subject
 
 __all__ = ["HeldBytes", "activation_peaks"]

@@ -21,7 +21,7 @@ from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import each, mapped
+from torchgpipe.model.values import each, mapped
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.schedule import Schedule
