@@ -158,6 +158,18 @@ MUTATIONS = [
     # Streams
     Mutation("copies run beside the computation of the source", "_move", "leaving.use", "engine/overlap"),
     Mutation("copies run beside the computation of the target", "_move", "arriving.use", "engine/overlap"),
+    Mutation(
+        "a recomputation is on its device",
+        "Recomputation._recompute",
+        "call.stream.use",
+        "late/streams_of_the_caller",
+    ),
+    Mutation(
+        "gradients of a pipelined model are ready for other streams",
+        "MiniBatch.run_backward_half",
+        "self._columns.streams.current(computing.device).wait",
+        "late/streams_of_the_caller",
+    ),
     Mutation("a worker is on the stream of its device", "_Crew._serve_tasks", "worker.stream.use"),
     Mutation("with one device, the caller is on its stream", "Pipeline.run", "self._calls[0].stream.use"),
     Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/step_streams"),
@@ -189,7 +201,7 @@ MUTATIONS = [
     Mutation("workers leave autocast together", "_Crew._serve_tasks", "self._leaving.wait", "replay/ambient"),
     Mutation(
         "the running statistics are those of the first run",
-        "PartitionCall._recomputing",
+        "_run_exclusively",
         "scratch_statistics",
         "replay/statistics",
     ),
@@ -206,7 +218,8 @@ MUTATIONS = [
     Mutation("random numbers follow a micro-batch", "MiniBatch.forward", "self.random_numbers.of", "frames/pipelined"),
     # Locks
     Mutation("steps of one model come one after the other", "run_step", "lock", "step step_faults engine/threads"),
-    Mutation("one thread at a time copies a generator's state", "_note", "_copying", "replay/random"),
+    Mutation("one thread at a time copies a generator's state", "state_of", "_copying", "replay/random"),
+    Mutation("... or sets it", "go_on_from", "_copying", "replay/random"),
     Mutation(
         "a norm counts one run at a time",
         "exclusive",
@@ -219,7 +232,11 @@ MUTATIONS = [
         "exclusive",
         "replay/statistics norms/deferred_batch_norm",
     ),
-    Mutation("layers with seeds draw one after the other", "LayerSeeds._seeded", "sharing", "step late/seeds"),
+    Mutation("layers with seeds draw one after the other", "borrowed", "sharing", "step late/seeds"),
+    # Threads
+    Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/threads"),
+    Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/threads"),
+    Mutation("no frame is unwound after a call has failed", "Frame.cancel", "self._working", "frames/hard_cases"),
 ]
 
 

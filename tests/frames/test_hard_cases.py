@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.conftest import Devices
 from tests.frames.models import Decoder, batch, gradients, same
 from torchgpipe import GPipe, pipelined
+from torchgpipe.frames import threads
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -419,6 +420,29 @@ def test_a_frame_that_catches_its_cancellation_ends_all_the_same() -> None:
     with pytest.raises(KeyError, match="a layer"):
         model(X)
     assert not [thread for thread in threading.enumerate() if "torchgpipe" in thread.name]
+
+
+def test_a_call_that_fails_waits_for_the_frames_that_it_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11, `Thread.join` returns at once if it was interrupted before."""
+    begun, ended = [], []
+
+    class Slow(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            begun.append(None)
+            try:
+                return super().forward(x)
+            finally:
+                sum(range(10**6))
+                ended.append(None)
+
+    model, _ = make(Slow())
+    begun.clear()
+    ended.clear()
+    model.layers[2].register_forward_hook(lambda *_: _raise())
+    monkeypatch.setattr(threads, "join", lambda _: None)
+    with pytest.raises(KeyError, match="a layer"):
+        model(X)
+    assert len(ended) == len(begun) > 1
 
 
 def _raise() -> None:

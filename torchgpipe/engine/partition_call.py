@@ -6,8 +6,7 @@ outlives the call where the autograd graph does: a recomputation compares the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -28,6 +27,7 @@ from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import starts_in_place
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.found import Found, registered
+from torchgpipe.replay.phase import is_recomputing
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import current_seeds
 from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
@@ -184,32 +184,28 @@ class PartitionCall:
         if self.ambient.autocast_caches and not self.in_program:
             torch.clear_autocast_cache()
 
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Run layers again in a ``with`` block: on this partition's stream, and without an effect on the layers.
+    def buffers(self) -> list[tuple[Tensor | None, int]]:
+        """Return the buffers that are no running statistics, each with its version."""
+        buffers = [registered(module._buffers, name) for module, name in self._buffers]
+        # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
+        return list(zip(buffers, versions(buffers)))
+
+    def verify_buffers(self, before: list[tuple[Tensor | None, int]]) -> None:
+        """Check after a second run that it has changed no such buffer.
+
+        Args:
+            before: what `buffers` returned before the run
 
         Raises:
-            RuntimeError: the run has changed a buffer that is not a running statistic.
+            RuntimeError: it has changed one.
         """
-        return self._recomputing() if self._norms or self._buffers else self.stream.use()
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        with self.stream.use(), exclusive(self._norms), scratch_statistics(self._norms):
-            before = self._buffer_versions()
-            yield
-            after = self._buffer_versions()
-        for (module, name), (old, old_version), (new, new_version) in zip(self._buffers, before, after):
+        for (module, name), (old, old_version), (new, new_version) in zip(self._buffers, before, self.buffers()):
             if old is not new or old_version != new_version:
                 raise RuntimeError(
                     f"recomputation has changed the buffer '{name}' of a {type(module).__name__} once more, so it does "
                     "not compute what the first run did; change it only if not is_recomputing(), or use "
                     "checkpoint='never'"
                 )
-
-    def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = [registered(module._buffers, name) for module, name in self._buffers]
-        # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
-        return list(zip(buffers, versions(buffers)))
 
 
 def _run(partition: Partition, source: str, batch: Batch) -> Batch:
@@ -232,7 +228,8 @@ def _run_with_skips(
 
 
 def _run_exclusively(run: Callable[[Batch], Batch], norms: Sequence[nn.Module], batch: Batch) -> Batch:
-    with exclusive(norms):
+    # A pipeline inside of a layer that runs again has its first run then: the outer layer's norms are held anyway.
+    with exclusive(norms), scratch_statistics(norms if is_recomputing() else ()):
         return run(batch)
 
 

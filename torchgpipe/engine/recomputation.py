@@ -96,8 +96,11 @@ class Recomputation:
         # Detached, and so the leaves of a graph of their own.
         leaves = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in saved])
         forget_parametrizations()
-        with call.recomputing(), call.random.replay(self._drawn):
+        # The engine enters no device for a node whose outputs are on the host.
+        buffers = call.buffers()
+        with call.stream.use(), call.random.replay(self._drawn):
             outputs = recomputing(cell.compute, leaves)
+        call.verify_buffers(buffers)
         call.forget_casts()
         forget_parametrizations()
         for leaf in leaves:
