@@ -66,6 +66,7 @@ class Glue(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if is_changed and changes_values(func):
             self._crossing.note_change(before[0])
-        for _, tensor in each(out):
-            self._crossing.note_change(tensor)
+        if out is not None:
+            for _, tensor in each(out):
+                self._crossing.note_change(tensor)
         return result

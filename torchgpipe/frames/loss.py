@@ -19,7 +19,7 @@ from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import called_with_target, numbers
-from torchgpipe.model.values import container, each, mapped
+from torchgpipe.model.values import each, mapped, spread
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
@@ -180,16 +180,13 @@ def _nothing(output: Any) -> Tensor:
 def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the target of each micro-batch: every tensor in it has the rows of the batch, and so may a list have."""
     rows = sum(sizes)
-    if isinstance(target, Tensor):
-        if not target.dim() or len(target) != rows:
+
+    def divide(value: Any, _path: str) -> list[Any] | None:
+        if isinstance(value, Tensor) and (not value.dim() or len(value) != rows):
             raise ValueError(
-                f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(target.shape)}"
+                f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}"
             )
-        return split_rows(target, list(sizes))
-    if has_an_item_for_each(target, rows):
-        return split_rows(target, list(sizes))
-    opened = container(target)
-    if opened is None:
-        return [target] * len(sizes)
-    items = [_split(item, sizes) for item in opened.items]
-    return [opened.rebuilt([parts[i] for parts in items]) for i in range(len(sizes))]
+        has_rows = isinstance(value, Tensor) or has_an_item_for_each(value, rows)
+        return split_rows(value, list(sizes)) if has_rows else None
+
+    return spread(target, divide, len(sizes))
