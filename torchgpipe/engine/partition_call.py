@@ -57,7 +57,7 @@ class PartitionCall:
 
     Attributes:
         j: the index of the partition
-        facts: returns what a note about memory is made from; None in a step, which makes these notes itself
+        facts: what a note about memory is made from; None in a step, which makes these notes itself
         in_program: whether a program runs backward, and not a backward pass of the caller
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
@@ -96,7 +96,7 @@ class PartitionCall:
         self.lane_device = stream.device if ordered else None
         self.listener = listener
         self.in_program = in_program
-        self.facts: Callable[[], MiniBatchFacts] | None = None
+        self.facts: MiniBatchFacts | None = None
         self._replicated = replicated
 
         self._partition = partition

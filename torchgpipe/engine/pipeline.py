@@ -14,7 +14,6 @@ threads say nothing about each other, so there the cells of each partition are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -82,16 +81,7 @@ class Pipeline:
             stops: for each view, how many micro-batches, from the first on, are checkpointed
         """
         self._stops = stops
-        facts = partial(
-            facts_of,
-            self._partitions,
-            self._devices,
-            self._m,
-            stops,
-            schedule=None,
-            program=None,
-            backward=self._ambient.builds_graph,
-        )
+        facts = facts_of(None, self._partitions, stops, backward=self._ambient.builds_graph)
         for call in self._calls:
             call.facts = facts
         if any(stops) or not self._inline:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -95,7 +94,7 @@ def run_step(
             apart = listener is not None or host_memory is not None
             joins = (False,) * len(partitions) if apart else joinable(partitions, devices, stops)
             views = tuple(map(tuple, views_of_each(partitions)))
-            facts = partial(facts_of, partitions, devices, len(inputs), stops, schedule, program, backward=backward)
+            facts = facts_of(schedule, partitions, stops, backward=backward)
             agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
             columns = agenda.columns
             joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]
