@@ -15,7 +15,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, gradient
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
-from torchgpipe.replay.phase import checkpointing, recomputing
+from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn
 
 __all__ = ["Recomputation", "entered", "roots_of"]
@@ -51,7 +51,8 @@ class Recomputation:
         with cell.recorded("forward"):
             forget_parametrizations()
             before = call.random.begin()
-            outputs = checkpointing(cell.compute, leaves)
+            with first_run():
+                outputs = cell.compute(leaves)
             self._drawn = call.random.end(before)
             self._versions = call.versions()
             forget_parametrizations()
@@ -98,8 +99,8 @@ class Recomputation:
         forget_parametrizations()
         # The engine enters no device for a node whose outputs are on the host.
         buffers = call.buffers()
-        with call.stream.use(), call.random.replay(self._drawn):
-            outputs = recomputing(cell.compute, leaves)
+        with call.stream.use(), call.random.replay(self._drawn), second_run():
+            outputs = cell.compute(leaves)
         call.verify_buffers(buffers)
         call.forget_casts()
         forget_parametrizations()
