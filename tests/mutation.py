@@ -150,7 +150,7 @@ MUTATIONS = [
         "late/owners",
     ),
     Mutation("memory of the caller's is copied when the call ends", "release", "source.wait", "late/owners"),
-    Mutation("... of a forward", "Pipeline._run_in_workers", "release", "late/owners"),
+    Mutation("... of a forward", "ForwardPass._run_in_workers", "release", "late/owners"),
     Mutation("... of a program", "Executor.run", "release", "late/owners"),
     # Records
     Mutation("memory is not used again before it was copied", "_move", "leaving.record"),
@@ -171,14 +171,14 @@ MUTATIONS = [
         "late/streams_of_the_caller",
     ),
     Mutation("a worker is on the stream of its device", "_Crew._serve_tasks", "worker.stream.use"),
-    Mutation("with one device, the caller is on its stream", "Pipeline.run", "self._calls[0].stream.use"),
+    Mutation("with one device, the caller is on its stream", "ForwardPass.run", "self._calls[0].stream.use"),
     Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/step_streams"),
     Mutation(
         "a skip comes to the device of its pop", "_receive", "portal.receive", "skip/portal engine/streams", keeps=-1
     ),
     # Orders
     Mutation("a cell is differentiated after the next micro-batch", "_pass_plain", "tie", "engine/dependency"),
-    Mutation("the last lanes end in the output", "Pipeline._run_in_workers", "tie", "engine/dependency"),
+    Mutation("the last lanes end in the output", "ForwardPass._run_in_workers", "tie", "engine/dependency"),
     Mutation("Join takes the phonies", "tie", "join", "engine/dependency"),
     Mutation(
         "a recomputation does not wait for the gradient",

@@ -32,17 +32,17 @@ class MiniBatchFacts(NamedTuple):
 
 
 def facts_of(
-    schedule: Schedule | None, views: Sequence[Partition], stops: Sequence[int], *, backward: bool
+    schedule: Schedule | None, views: Sequence[Partition], checkpointed: Sequence[int], *, backward: bool
 ) -> MiniBatchFacts:
     """Return what the text is made from, for a mini-batch of `GPipe`.
 
     Args:
         schedule: the schedule; None where the autograd engine runs backward
         views: the layers
-        stops: for each view, how many micro-batches, from the first on, may be recomputed
+        checkpointed: for each view, how many micro-batches, from the first on, may be recomputed
         backward: whether backward runs
     """
-    recomputes = any(stops) or not views[0].training
+    recomputes = any(checkpointed) or not views[0].training
     return MiniBatchFacts(schedule, backward, None if recomputes else "'except_last'")
 
 

@@ -216,8 +216,8 @@ class Pipeline:
         for ref, name, column in self._doors:
             child = ref()
             if child is not None:
-                again = recomputes and name in settings.recomputed
-                put_door(child, name, column, recomputes=again, owner=self.identity)
+                runs_again = recomputes and name in settings.recomputed
+                put_door(child, name, column, recomputes=runs_again, owner=self.identity)
 
     @contextmanager
     def aliased(
