@@ -24,6 +24,8 @@ from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Listener
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
+from torchgpipe.model.state import apart, may_be_state
+from torchgpipe.model.untouched import attributes
 from torchgpipe.model.views import starts_in_place
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.found import Found, registered
@@ -62,8 +64,6 @@ class PartitionCall:
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
         frozen: the parameters that do not
-        run_layers: maps the input of a cell to its output. Skips that arrive follow the leaves of the input, and skips
-            that leave follow the leaves of the output.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class PartitionCall:
         self._unchanged_in: int | None = None
 
         source = f"the output of layer '{[*partition._modules][-1]}' ({type(partition[-1]).__name__})"
-        self.run_layers: Callable[[Batch], Batch] = partial(_run, partition, source)
+        self._run: Callable[[Batch], Batch] = partial(_run, partition, source)
         if any(is_skippable(module) for module in modules):
-            self.run_layers = partial(_run_with_skips, self.run_layers, sending, receiving)
+            self._run = partial(_run_with_skips, self._run, sending, receiving)
         if self._norms:
-            self.run_layers = partial(_run_exclusively, self.run_layers, self._norms)
+            self._run = partial(_run_exclusively, self._run, self._norms)
         if starts_in_place(partition):
-            self.run_layers = partial(_run_on_copies, self.run_layers)
+            self._run = partial(_run_on_copies, self._run)
 
     @property
     def running(self) -> int:
@@ -184,25 +184,47 @@ class PartitionCall:
         if self.ambient.autocast_caches and not self.in_program:
             torch.clear_autocast_cache()
 
-    def buffers(self) -> list[tuple[Tensor | None, int]]:
-        """Return the buffers that are no running statistics, each with its version."""
-        buffers = [registered(module._buffers, name) for module, name in self._buffers]
-        # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
-        return list(zip(buffers, versions(buffers)))
+    @cached_property
+    def _attributes(self) -> list[tuple[nn.Module, str, Tensor]]:
+        # Looked for when an output may be one of them, or a cell runs again.
+        # What has a graph is set anew in each run, and would be kept alive here.
+        return [one for one in attributes(self._partition) if one[2].grad_fn is None]
 
-    def verify_buffers(self, before: list[tuple[Tensor | None, int]]) -> None:
-        """Check after a second run that it has changed no such buffer.
+    def run_layers(self, batch: Batch) -> Batch:
+        """Return the output of a cell, given its input.
+
+        Skips that arrive follow the leaves of the input, and skips that leave follow the leaves of the output. Tensors
+        that a layer keeps and changes in place are copied; see `model.state`.
+        """
+        output = self._run(batch)
+        for leaf in output.leaves:
+            if leaf is not None and may_be_state(leaf) and (self._buffers or self._attributes):
+                output.leaves = tuple([one if one is None else apart(self._partition, one) for one in output.leaves])
+                break
+        return output
+
+    def state(self) -> list[tuple[Tensor | None, int]]:
+        """Return what layers keep: buffers but for running statistics, and tensors among attributes, with versions."""
+        kept = [registered(module._buffers, name) for module, name in self._buffers]
+        kept += [tensor for _, _, tensor in self._attributes]
+        # The tensors themselves are in the list: the id of one that is gone may belong to another one by now.
+        return list(zip(kept, versions(kept)))
+
+    def verify_state(self, before: list[tuple[Tensor | None, int]]) -> None:
+        """Check after a second run that it has changed nothing that layers keep.
 
         Args:
-            before: what `buffers` returned before the run
+            before: what `state` returned before the run
 
         Raises:
-            RuntimeError: it has changed one.
+            RuntimeError: it has replaced a buffer, or changed one or another tensor in place.
         """
-        for (module, name), (old, old_version), (new, new_version) in zip(self._buffers, before, self.buffers()):
+        names = [*self._buffers, *[(module, name) for module, name, _ in self._attributes]]
+        for (module, name), (old, old_version), (new, new_version) in zip(names, before, self.state()):
             if old is not new or old_version != new_version:
+                what = "buffer" if name in module._buffers else "tensor"
                 raise RuntimeError(
-                    f"recomputation has changed the buffer '{name}' of a {type(module).__name__} once more, so it does "
+                    f"recomputation has changed the {what} '{name}' of a {type(module).__name__} once more, so it does "
                     "not compute what the first run did; change it only if not is_recomputing(), or use "
                     "checkpoint='never'"
                 )

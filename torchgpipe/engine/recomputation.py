@@ -98,10 +98,10 @@ class Recomputation:
         leaves = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in saved])
         forget_parametrizations()
         # The engine enters no device for a node whose outputs are on the host.
-        buffers = call.buffers()
+        before = call.state()
         with call.stream.use(), call.random.replay(self._drawn), second_run():
             outputs = cell.compute(leaves)
-        call.verify_buffers(buffers)
+        call.verify_state(before)
         call.forget_casts()
         forget_parametrizations()
         for leaf in leaves:

@@ -111,7 +111,7 @@ def attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the tensors among the attributes of modules, which are no parameters and no buffers of theirs."""
     for child in module.modules():
         for name, value in vars(child).items():
-            if isinstance(value, (Tensor, list, tuple, dict)) and name not in ("_parameters", "_buffers", "_modules"):
+            if name not in _OF_EVERY_MODULE and isinstance(value, (Tensor, list, tuple, dict)):
                 for _, tensor in each(value):
                     yield child, name, tensor
 
