@@ -234,9 +234,9 @@ MUTATIONS = [
     ),
     Mutation("layers with seeds draw one after the other", "borrowed", "sharing", "step late/seeds"),
     # Threads
-    Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/threads"),
-    Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/threads"),
-    Mutation("no frame is unwound after a call has failed", "Frame.cancel", "self._working", "frames/hard_cases"),
+    Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/ends"),
+    Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/ends"),
+    Mutation("no frame is unwound after a call has failed", "Frame.cancel", "self._working", "engine/ends"),
 ]
 
 

@@ -425,7 +425,7 @@ def test_a_layer_that_begins_to_draw_is_noticed(devices: Devices) -> None:
 def test_a_layer_that_begins_to_draw_on_its_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the CPU's generator was looked at. 'cpu:1' stands for an accelerator, which has a generator of its own."""
     own, cpu = torch.Generator(), torch.default_generator
-    monkeypatch.setattr(seeds, "generators_on", lambda device: [cpu, own] if device.index else [cpu])
+    monkeypatch.setattr(seeds, "generators_of", lambda device: [cpu, own] if device.index else [cpu])
 
     class Noise(nn.Module):
         draws = False

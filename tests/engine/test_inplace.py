@@ -7,7 +7,6 @@ double their input.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, plain_outcome
-from torchgpipe import GPipe
 
 CHECKPOINTED = ["always", "except_last"]
 
@@ -216,44 +214,3 @@ def test_the_users_change_of_the_input_before_backward_is_an_error(pipe: Pipe, c
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-class Counts(nn.Linear):
-    """Keeps a sum over the rows that it has seen, and returns it beside its output."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size)
-        self.seen = torch.zeros(size)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        self.seen += x.detach().sum(0)
-        return super().forward(x), self.seen
-
-
-class Product(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]
-
-
-def test_state_that_a_layer_changes_in_place_and_returns_is_that_of_its_micro_batch() -> None:
-    """Another micro-batch came to the layer before the next partition computed, and once more in recomputation."""
-    x = torch.rand(6, 4)
-    layers = nn.Sequential(Counts(4), Product())
-    pipe = functools.partial(
-        GPipe,
-        balance=[1, 1],
-        devices=["cpu:0", "cpu:1"],
-        chunks=3,
-        schedule="GPipe",
-        loss_fn=lambda output, _: output.mean(),
-    )
-    plain, model = copy.deepcopy(layers), pipe(layers, checkpoint="never")
-    expected = torch.cat([plain(part) for part in x.chunk(3)])
-    with torch.no_grad():
-        assert torch.equal(model(x), expected)
-    model[0].seen.zero_()
-    torch.testing.assert_close(model.step(x).to(x.dtype), expected.detach().mean())
-    model = pipe(model.unwrap(), checkpoint="always")
-    for run in (lambda: model(x).sum().backward(), lambda: model.step(x)):
-        with pytest.raises(RuntimeError, match="recomputation has changed the tensor 'seen' of a Counts once more"):
-            run()

@@ -7,8 +7,6 @@ each other, Python switches between them as often as it can.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import sys
 import threading
 import warnings
@@ -25,7 +23,6 @@ import torchgpipe.engine.pipeline
 from tests.conftest import Devices, Pipe
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.engine import workers
 
 MODES = ["always", "except_last", "never"]
 TIMEOUT = 60
@@ -74,52 +71,6 @@ def test_no_thread_is_left(pipe: Pipe, checkpoint: str) -> None:
     with torch.no_grad():
         model(batch())
     assert before.issuperset(threading.enumerate())
-
-
-class Calls(nn.Module):
-    """Calls a function in the thread that runs the layer."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.function()
-        return x
-
-
-def test_the_threads_of_a_call_have_ended_when_it_returns() -> None:
-    """What a thread keeps is dropped when it ends."""
-    own, gone = threading.local(), []
-
-    class Kept:
-        def __del__(self) -> None:
-            sum(range(10**6))
-            gone.append(None)
-
-    layers = [Calls(lambda: setattr(own, "kept", Kept())) for _ in range(2)]
-    GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu:0", "cpu:1"])(torch.ones(1))
-    assert len(gone) == 2
-
-
-def test_an_interrupted_call_waits_for_the_layer_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python 3.11, `Thread.join` returns at once if it was interrupted before."""
-    ended = []
-
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        sum(range(10**7))
-        ended.append(None)
-
-    monkeypatch.setattr(workers, "join", lambda threads: None)
-    model = GPipe(nn.Sequential(Calls(interrupt), nn.Identity()), [1, 1], devices=["cpu:0", "cpu:1"])
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(1))
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert ended
 
 
 class Where(nn.Module):

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.conftest import Devices
 from tests.frames.models import Decoder, batch, gradients, same
 from torchgpipe import GPipe, pipelined
-from torchgpipe.frames import threads
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -259,31 +258,6 @@ def test_a_tensor_that_a_module_keeps_for_a_later_partition() -> None:
     pipelined(model, (X[:2],), chunks=3, devices=["cpu"] * 2)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["itself", "a view"])
-def test_state_that_a_module_changes_in_place_for_each_micro_batch_and_returns(view: bool) -> None:
-    class Counts(nn.Linear):
-        state = None
-
-        def forward(self, x: Tensor) -> Any:
-            self.state = x.new_zeros(4) if self.state is None else self.state
-            self.state += x.detach().sum(0)
-            return super().forward(x), self.state[None] if view else self.state
-
-    class Stateful(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            x, state = self.layers[0](x)
-            for layer in self.layers[1:]:
-                x = layer(x) * state
-            return x
-
-    stateful = Stateful()
-    stateful.layers[0] = Counts(4, 4)
-    stateful.layers[0].state = torch.zeros(4, dtype=torch.float64)
-    model, plain = make(stateful, verify=False)  # The sum depends on what came before the sample.
-    expect_same(model, plain)
-    assert torch.equal(model.layers[0].state, plain.layers[0].state)
-
-
 def test_a_buffer_that_changes_and_is_read_in_a_later_partition() -> None:
     def counts(self: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
         if k == 0:
@@ -420,29 +394,6 @@ def test_a_frame_that_catches_its_cancellation_ends_all_the_same() -> None:
     with pytest.raises(KeyError, match="a layer"):
         model(X)
     assert not [thread for thread in threading.enumerate() if "torchgpipe" in thread.name]
-
-
-def test_a_call_that_fails_waits_for_the_frames_that_it_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python 3.11, `Thread.join` returns at once if it was interrupted before."""
-    begun, ended = [], []
-
-    class Slow(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            begun.append(None)
-            try:
-                return super().forward(x)
-            finally:
-                sum(range(10**6))
-                ended.append(None)
-
-    model, _ = make(Slow())
-    begun.clear()
-    ended.clear()
-    model.layers[2].register_forward_hook(lambda *_: _raise())
-    monkeypatch.setattr(threads, "join", lambda _: None)
-    with pytest.raises(KeyError, match="a layer"):
-        model(X)
-    assert len(ended) == len(begun) > 1
 
 
 def _raise() -> None:

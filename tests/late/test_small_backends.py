@@ -62,7 +62,7 @@ def forget() -> None:
         stream._has_side_streams,
         stream._side_stream,
         generators.device_generator,
-        generators.generators_on,
+        generators.generators_of,
     ):
         cached.cache_clear()  # type: ignore[attr-defined]
 

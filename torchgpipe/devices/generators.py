@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import device_module
 
-__all__ = ["Generator", "device_generator", "generators_on", "go_on_from", "state_of"]
+__all__ = ["Generator", "device_generator", "generators_of", "go_on_from", "state_of"]
 
 
 class Generator(Protocol):
@@ -56,7 +56,7 @@ def go_on_from(generator: Generator, start: Tensor | int) -> None:
 
 
 @cache
-def generators_on(device: torch.device) -> tuple[Generator, ...]:
+def generators_of(device: torch.device) -> tuple[Generator, ...]:
     """Return the generators that layers on ``device`` draw from: that of the CPU, and that of the device."""
     return tuple(dict.fromkeys([torch.default_generator, device_generator(device)]))
 

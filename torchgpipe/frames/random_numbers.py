@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.generators import generators_on, go_on_from, state_of
+from torchgpipe.devices.generators import generators_of, go_on_from, state_of
 from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.seeds import Draws, Watch, borrowed, cpu_lock, drawing_from_cpu, mixed, sharing
 
@@ -40,7 +40,7 @@ class RandomNumbers:
         self._drawn = [False, False]
         #: By micro-batch and kind of generator, the state that the frame has left in its last column.
         self._states: dict[int, dict[bool, Tensor]] = {}
-        found = [generator for device in devices for generator in generators_on(device)]
+        found = [generator for device in devices for generator in generators_of(device)]
         with cpu_lock():
             self._watch = Watch([one for one in found if not self._swaps[one.device.type != "cpu"]])
             self.callers_generator = CallersGenerator()
@@ -53,7 +53,7 @@ class RandomNumbers:
     def of(self, i: int, device: torch.device) -> Iterator[None]:
         """Let the generators follow micro-batch ``i`` in a ``with`` block."""
         # By whether it is of an accelerator: what such a generator has come to on one device goes on on the next.
-        found = {one.device.type != "cpu": one for one in generators_on(device)}
+        found = {one.device.type != "cpu": one for one in generators_of(device)}
         generators = {kind: one for kind, one in found.items() if self._swaps[kind]}
         if not generators:
             yield

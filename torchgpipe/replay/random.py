@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_on, go_on_from, state_of
+from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "generator_states", "generators_of", "restored_generators", "sharing_generator"]
+__all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators", "sharing_generator"]
 
 
 class _Note(NamedTuple):
@@ -83,7 +83,7 @@ class RandomStates:
     @cached_property
     def _generators(self) -> tuple[Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return (() if self._seeded else generators_on(self._device)) + generators_of(self._modules)
+        return (() if self._seeded else generators_of(self._device)) + generators_in(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""
@@ -127,7 +127,7 @@ class RandomStates:
         return _replay(drawn) if drawn else nullcontext()
 
     def _refuse_new_generators(self) -> None:
-        if set(generators_of(self._modules)) - set(self._generators):
+        if set(generators_in(self._modules)) - set(self._generators):
             raise RuntimeError(
                 "a layer has a random number generator that it did not have when the pipeline was called, so "
                 "recomputation could draw other numbers; make the generator with the layer, leave it as it is until "
@@ -219,7 +219,7 @@ def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
 @contextmanager
 def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the generators of the CPU, of devices and of modules back into their states after a ``with`` block."""
-    generators = [*_generators(devices), *generators_of(modules)]
+    generators = [*_generators(devices), *generators_in(modules)]
     states = [state_of(generator) for generator in generators]
     try:
         yield
@@ -234,10 +234,10 @@ def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
 
 
 def _generators(devices: Iterable[torch.device]) -> list[Generator]:
-    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_on(device)]))
+    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_of(device)]))
 
 
-def generators_of(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
+def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
     """Return the generators among the attributes of modules."""
     values = [value for module in modules for value in vars(module).values()]
     # Look at types first: a deep model has tens of thousands of attributes, and hardly a generator among them.

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_on, go_on_from, state_of
+from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
 from torchgpipe.devices.torch_internals import is_compiled
 
 __all__ = [
@@ -184,7 +184,7 @@ class LayerSeeds:
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
             self._before = state_of(torch.default_generator)
-        self._watch = Watch([generator for device in devices for generator in generators_on(device)])
+        self._watch = Watch([generator for device in devices for generator in generators_of(device)])
         self._seeds: set[int] = set()
         #: Whether anything with a seed has drawn from the generator of the CPU in this step.
         self._draws_from_cpu = False
@@ -227,7 +227,7 @@ class LayerSeeds:
             position: stands for the layer
             known: what the layer draws from; None if that is not known
         """
-        generators, seed = generators_on(device), mixed(self._base, i, position)
+        generators, seed = generators_of(device), mixed(self._base, i, position)
         cpu = known is None or known.cpu
         if not cpu:  # Others draw from the CPU's generator meanwhile.
             generators = generators[1:]
