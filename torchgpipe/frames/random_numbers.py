@@ -53,7 +53,7 @@ class RandomNumbers:
     def of(self, i: int, device: torch.device) -> Iterator[None]:
         """Let the generators follow micro-batch ``i`` in a ``with`` block."""
         # By whether it is of an accelerator: what such a generator has come to on one device goes on on the next.
-        found = {one.device.type != "cpu": one for one in generators_of(device)}
+        found = {one.device.type != "cpu": one for one in generators_of(device)} if any(self._swaps) else {}
         generators = {kind: one for kind, one in found.items() if self._swaps[kind]}
         if not generators:
             yield

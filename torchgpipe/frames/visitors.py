@@ -119,7 +119,10 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                return mapped(door.call_module(args, kwargs), partial(apart, door.module))
+                output = door.call_module(args, kwargs)
+                # Nearly all outputs have a graph, and so are made anew.
+                has_graph = isinstance(output, Tensor) and output.requires_grad
+                return output if has_graph else mapped(output, partial(apart, door.module))
             finally:
                 self._crossing.note_changes()
 
