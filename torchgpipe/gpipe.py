@@ -91,7 +91,7 @@ class GPipe(nn.Module):
             pair of the mean loss and other values
         weight: for :meth:`step`, takes the target of a micro-batch, on the device where the caller has it, and returns
             the weight of its loss in the mean over all micro-batches; for a mean over tokens, the number of tokens
-            (default: the size of the micro-batch)
+            (default: its integers that are not ``loss_fn.ignore_index`` or -100, or its rows)
         replicas: for :meth:`step`, a group of processes with the same layers and balance, each of which trains on a
             part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
             call :meth:`step` equally often; a forward and its backward stay in their process

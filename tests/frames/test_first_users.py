@@ -115,6 +115,17 @@ def test_labels_that_are_shifted_are_seen_in_a_sample_without_padding(by_name: b
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-14)
 
 
+def test_padding_counts_in_a_step_of_layers_too() -> None:
+    """Only pipelined models counted labels; of a GPipe, each row weighed as much, and one without labels was nan."""
+    words = torch.randint(32, (8, 6))
+    labels = words.where(torch.arange(6) < torch.tensor([6, 6, 2, 2, 3, 1, 0, 0])[:, None], -100).roll(-1, 1)
+    layers = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)).double()
+    loss_fn = lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten())  # noqa: E731
+    expected = loss_fn(layers(words), labels).detach()
+    model = torchgpipe.GPipe(layers, [1, 1], devices=DEVICES, chunks=4, loss_fn=loss_fn)
+    torch.testing.assert_close(model.step(words, labels), expected, rtol=1e-12, atol=0)
+
+
 def test_a_setting_that_would_have_no_effect_is_an_error() -> None:
     model = pipelined(Tower())
     with pytest.raises(AttributeError, match=r"chunks of a pipelined model cannot be set; call unpipelined\(\)"):

@@ -72,7 +72,7 @@ class DistributedGPipe(nn.Module):
         checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
         loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
         weight: takes the target of a micro-batch, and returns the weight of its loss in the mean over all
-            micro-batches; for a mean over tokens, the number of tokens (default: the size of the micro-batch)
+            micro-batches; for a mean over tokens, the number of tokens (default: as in :class:`~torchgpipe.GPipe`)
         deferred_batch_norm: as in :class:`~torchgpipe.GPipe`
         mesh: the processes, (stages,) or (replicas, stages) (default: one pipeline of all processes)
         device: where this process computes (default: its current accelerator, or the CPU if there is none)

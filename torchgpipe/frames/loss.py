@@ -18,20 +18,10 @@ from torch import Tensor
 from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import Losses, called_with_target, nothing, numbers
+from torchgpipe.model.loss import Losses, counted, nothing, numbers, weights_of
 from torchgpipe.model.values import each, mapped, spread
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
-
-
-def _count(labels: Any, ignored: int, rows: int, *, shifts: bool) -> int | Tensor:
-    """Return the number of labels that count; that of the rows if there are no labels."""
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
-        return rows
-    if shifts and labels.dim() > 1:
-        labels = labels[..., 1:]
-    counted: Tensor = (labels != ignored).sum()
-    return counted
 
 
 def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
@@ -39,15 +29,8 @@ def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequ
     if settings.weight is not None and settings.loss_fn is None:
         return numbers([settings.weight(part) for part in named])
     name, ignored = settings.counted
-    return numbers([_count(part.get(name), ignored, size, shifts=settings.shifts) for part, size in zip(named, sizes)])
-
-
-def _weights_of_targets(settings: Settings, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the weights of micro-batches in a mean of what the loss function returns."""
-    if settings.weight is not None:
-        return numbers([called_with_target(settings.weight, target) for target in targets])
-    ignored = getattr(settings.loss_fn, "ignore_index", -100)
-    return numbers([_count(target, ignored, size, shifts=False) for target, size in zip(targets, sizes)])
+    shifts = settings.shifts
+    return numbers([counted(part.get(name), ignored, size, shifts=shifts) for part, size in zip(named, sizes)])
 
 
 def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
@@ -115,7 +98,7 @@ class MicroBatchLoss(Losses):
         if self._loss_fn is None:
             weights = _weights(settings, named, sizes)
         else:
-            weights = _weights_of_targets(settings, given, sizes)
+            weights = weights_of(settings.loss_fn, settings.weight, given, sizes)
         total = sum(weights) or 1.0
         self._shares = [weight / total for weight in weights]
 

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
-__all__ = ["NO_TARGET", "LossFunction", "Losses", "MeanLoss", "Weight", "called_with_target", "nothing", "numbers"]
+__all__ = [
+    "NO_TARGET",
+    "LossFunction",
+    "Losses",
+    "MeanLoss",
+    "Weight",
+    "called_with_target",
+    "counted",
+    "nothing",
+    "numbers",
+    "weights_of",
+]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
@@ -86,12 +97,46 @@ def nothing(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
+def counted(labels: Any, ignored: int, rows: int, *, shifts: bool = False) -> int | Tensor:
+    """Return the number of labels that count; that of the rows if there are no labels.
+
+    Args:
+        labels: the labels of a micro-batch, or anything else
+        ignored: the label that a loss leaves out
+        rows: the rows of the micro-batch
+        shifts: whether the loss leaves out the first label of each row
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
+        return rows
+    if shifts and labels.dim() > 1:
+        labels = labels[..., 1:]
+    count: Tensor = (labels != ignored).sum()
+    return count
+
+
+def weights_of(
+    loss_fn: Callable[..., Any] | None, weight: Weight | None, targets: Sequence[Any], sizes: Sequence[int]
+) -> list[float]:
+    """Return the weights of micro-batches in the mean of what a loss function returns.
+
+    Args:
+        loss_fn: the loss function; it leaves out its ``ignore_index``, or -100
+        weight: the user's own weight
+        targets: those of the micro-batches, where the caller has them: on the host, nobody waits for a device
+        sizes: the rows of each micro-batch
+    """
+    if weight is not None:
+        return numbers([called_with_target(weight, target) for target in targets])
+    ignored = getattr(loss_fn, "ignore_index", -100)
+    return numbers([counted(target, ignored, size) for target, size in zip(targets, sizes)])
+
+
 class MeanLoss(Losses):
     """The weighted mean of the losses of all micro-batches, in all replicas.
 
     Args:
         loss_fn: returns the mean loss of a micro-batch
-        weight: returns the weight of that loss; None for the size of the micro-batch
+        weight: returns the weight of that loss; None for its labels that count, or its rows
         input: the input of the mini-batch
         target: the target of the mini-batch; None if the loss function needs none
         chunks: the number of micro-batches that a mini-batch is split into
@@ -138,12 +183,8 @@ class MeanLoss(Losses):
                     f"{self._rows} and {rows}"
                 )
         sizes = [len(part) for part in torch.empty(self._rows, device="meta").chunk(self._chunks)]
-        self._weights = list(map(float, sizes))
-        if self._weight is not None:
-            # Where the caller has the target: on the host, nobody waits for the device.
-            given = self._targets if self._target is None else scatter((self._target,), self._chunks, None)
-            weights = [called_with_target(self._weight, target.value) for target in given]
-            self._weights = numbers(weights)
+        given = self._targets if self._target is None else scatter((self._target,), self._chunks, None)
+        self._weights = weights_of(self._loss_fn, self._weight, [target.value for target in given], sizes)
         return sum(self._weights)
 
     def finish(self, i: int, output: Batch) -> Tensor:
