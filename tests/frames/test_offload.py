@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +16,20 @@ from torch.nn import functional
 
 import torchgpipe
 from tests.conftest import Devices
+from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
 
 pytestmark = pytest.mark.on_late
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_tensors_rest() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "least", 1)
+        yield
+
 
 WORDS, WIDTH, PARTITIONS = 7, 6, 6
 

@@ -35,6 +35,7 @@ from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.engine.host_memory import HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
+from torchgpipe.engine.resting import Resting
 from torchgpipe.replay.found import registered
 
 __all__ = ["Aliases", "Delivery", "Slot", "StepLock", "filling_aliases"]
@@ -98,6 +99,7 @@ class Aliases:
 
     Attributes:
         host_memory: takes weights to devices, if they live in host memory
+        resting: what waits in host memory, if activations do
         trained: the parameters that have aliases with gradients, each once
     """
 
@@ -114,6 +116,9 @@ class Aliases:
     ) -> None:
         self._devices, self._streams = devices, streams
         self.host_memory = host_memory
+        self.resting: Resting | None = None
+        if host_memory is not None and host_memory.rests:
+            self.resting = Resting(host_memory, lambda tensor: self.column_of(tensor) is not None)
         #: Of aliases without memory of their own, by the key of their storage: the partition, and a name for errors.
         self._places: dict[int, tuple[int, str]] = {}
         #: What has come down of the gradient of an alias.

@@ -34,6 +34,7 @@ from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.residence import Residence
+from torchgpipe.engine.resting import Rested
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
@@ -178,7 +179,7 @@ class Executor:
                     self._front.forward(i, j, recomputes=recomputes)
                 mark_ready(self._front.leaving(j), i)
             else:
-                self._return(i, self._backward(kind, i, j, keep_graph))
+                self._return(action, self._backward(kind, i, j, keep_graph))
             if residence is not None:
                 residence.after(action)
         except BaseException as error:
@@ -206,10 +207,16 @@ class Executor:
             unshare(fresh)
         return returned
 
-    def _return(self, i: int, returned: Returned) -> None:
+    def _return(self, action: Action, returned: Returned) -> None:
         """Take gradients to the cells that they come from; those that take the same route go together."""
+        i, resting = action.i, self._aliases.resting
         by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
         for route, arrival, grad in returned:
+            if resting is not None and arrival.column is not None:
+                rested = resting.rest(grad, action, Action("B", i, arrival.column))
+                if isinstance(rested, Rested):
+                    arrival.add(rested)
+                    continue
             by_route.setdefault(route, []).append((arrival, grad))
         for route, pairs in by_route.items():
             grads: Leaves = tuple([grad for _, grad in pairs])

@@ -23,7 +23,7 @@ from torchgpipe.devices.memory import memory_in_use, shown_size
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.typing import Device
 
-__all__ = ["HostMemory", "bytes_of", "cycled", "empty", "verify_fits", "verify_home", "verify_slots"]
+__all__ = ["HostMemory", "bytes_of", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
 
 
 class HostMemory:
@@ -32,9 +32,12 @@ class HostMemory:
     Args:
         slots: the partitions whose weights have room on a device at a time
         pin: the bytes of weights in host memory that may be pinned; None for half of the memory that is free
+        rests: whether activations wait in host memory, too
 
     Attributes:
         slots: the partitions whose weights have room on a device at a time
+        rests: whether activations wait in host memory, too
+        least: the bytes from which on a tensor waits there; a copy takes the host as long as some launches
         streams: the source of streams
         uploads: the number of times that the weights of a partition have gone up
         bytes_up: the bytes that have gone up
@@ -42,8 +45,10 @@ class HostMemory:
         peaks: for each device, the most bytes of weights that were there at a time
     """
 
-    def __init__(self, slots: int, pin: int | None) -> None:
-        self.slots = slots
+    least = 1 << 16
+
+    def __init__(self, slots: int, pin: int | None, rests: bool = True) -> None:
+        self.slots, self.rests = slots, rests
         self.streams = Streams()
         self.uploads = self.bytes_up = self.bytes_down = 0
         self.peaks: Counter[torch.device] = Counter()
@@ -53,15 +58,19 @@ class HostMemory:
 
     def __reduce__(self) -> Any:
         """Let a copy of a pipeline have one of its own."""
-        return HostMemory, (self.slots, self._pins.budget)
+        return HostMemory, (self.slots, self._pins.budget, self.rests)
 
     def up(self, device: torch.device) -> Stream:
         """Return the stream of a device that weights arrive on."""
-        return self.streams.side(device, "weights arriving")
+        return self.side(device, "weights arriving")
 
     def down(self, device: torch.device) -> Stream:
         """Return the stream of a device that gradients leave on."""
-        return self.streams.side(device, "gradients leaving")
+        return self.side(device, "gradients leaving")
+
+    def side(self, device: torch.device, purpose: str) -> Stream:
+        """Return the stream of a device for a purpose."""
+        return self.streams.side(device, purpose)
 
     def alias(self, parameter: Tensor, device: torch.device) -> Tensor:
         """Return a tensor like a parameter on a device, without memory."""
@@ -161,13 +170,17 @@ def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
     return [known[j % len(known)] for j in range(n)] if known else []
 
 
-def verify_slots(slots: Any, pin: Any) -> tuple[int, int | None]:
-    """Return the slots and the bytes that may be pinned.
+def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[int, int | None, bool] | None:
+    """Return the arguments of `HostMemory`, or None if weights live on devices.
 
     Raises:
-        TypeError: one is no integer.
-        ValueError: there is no slot, or ``pin`` is negative.
+        TypeError: ``slots`` or ``pin`` is no integer.
+        ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
     """
+    if offload not in (True, False, "weights"):
+        raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
+    if not offload:
+        return None
     for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
         if name == "pin" and number is None:
             continue
@@ -175,7 +188,7 @@ def verify_slots(slots: Any, pin: Any) -> tuple[int, int | None]:
             raise TypeError(f"{name} must be an integer, but got {number!r}")
         if number < least:
             raise ValueError(f"{name} must be {least} or more, but got {number}")
-    return slots, pin
+    return slots, pin, offload != "weights"
 
 
 def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:

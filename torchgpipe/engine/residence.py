@@ -36,6 +36,7 @@ class _OnDevice:
     """What comes to a device, and when it leaves.
 
     Attributes:
+        actions: the actions
         position: the number of the next action
         waiting: the stays of weights that have not begun
         first, last: the stays of weights by their first and last actions
@@ -43,8 +44,8 @@ class _OnDevice:
         arrived: for each partition that has come, and not been needed yet, the mark of its upload
     """
 
-    def __init__(self, weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
-        self.position = 0
+    def __init__(self, actions: Sequence[Action], weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
+        self.actions, self.position = actions, 0
         self.waiting = deque(weights)
         self.first = {stay.first: stay for stay in weights}
         self.last = {stay.last: stay for stay in weights}
@@ -79,10 +80,17 @@ class Residence:
         for j, partition in enumerate(partitions):
             self._columns.setdefault(partition, []).append(j)
         by_device: dict[torch.device, list[Action]] = {}
-        for kind, i, j in actions:
-            by_device.setdefault(streams[j].device, []).append(Action(kind, i, partitions[j]))
-        stays = residency([*by_device.values()], self._memory.slots)
-        self._on = {device: _OnDevice(*own) for device, own in zip(by_device, zip(stays.weights, stays.gradients))}
+        for action in actions:
+            by_device.setdefault(streams[action.j].device, []).append(action)
+        program = [[Action(kind, i, partitions[j]) for kind, i, j in own] for own in by_device.values()]
+        stays = residency(program, self._memory.slots)
+        self._on = {
+            device: _OnDevice(own, weights, gradients)
+            for (device, own), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
+        }
+        self._resting = aliases.resting
+        if self._resting is not None:
+            self._resting.begin(actions, streams)
 
     def before(self, action: Action) -> None:
         """Let the computation wait for the weights that an action needs."""
@@ -90,6 +98,8 @@ class Residence:
         own = self._on[computing.device]
         if own.position == 0:
             self._upload(own, -1)
+            self._prefetch(own, 0)
+            self._prefetch(own, 1)
         stay = own.first.get(own.position)
         if stay is not None:
             computing.wait(own.arrived.pop(stay.j))
@@ -106,6 +116,13 @@ class Residence:
         if stay is not None:
             self._leave(stay.j)
         self._upload(own, k)
+        if self._resting is not None:
+            self._resting.leave(self._streams[action.j])
+            self._prefetch(own, k + 2)
+
+    def _prefetch(self, own: _OnDevice, k: int) -> None:
+        if self._resting is not None and k < len(own.actions):
+            self._resting.prefetch(own.actions[k])
 
     def watching(self, j: int) -> AbstractContextManager[object]:
         """Look at each operation in a ``with`` block, if this mini-batch is watched."""
@@ -122,6 +139,8 @@ class Residence:
                 for device in self._on:
                     self._memory.up(device).synchronize()
                     self._memory.down(device).synchronize()
+                if self._resting is not None:
+                    self._resting.end()
             except Exception as error:  # A device that has failed fails again.
                 errors.append(error)
 

@@ -136,7 +136,7 @@ class MiniBatch:
 
             listener, stream = self._columns.listener, self._columns.computing[j]
             verifies = self._verified is not None
-            return FrameCell(stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
+            return FrameCell(j, stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
 
         return [cell(j) for j in range(self._n)]
 
@@ -281,7 +281,7 @@ class MiniBatch:
             arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
         noted = None if i else self.crossed
         crossing = Crossing(frame, cells, self._columns, self._aliases, noted, self._buffers)
-        traveller = Traveller(frame, crossing, self._columns, self._owner)
+        traveller = Traveller(frame, crossing, self._columns, self._owner, self._aliases.resting)
 
         def model() -> Any:
             nonlocal arguments

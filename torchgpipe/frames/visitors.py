@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode
+from torchgpipe.engine.resting import Rested, Resting
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, here
@@ -18,6 +19,7 @@ from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
 from torchgpipe.frames.values import each, is_cache, mapped
+from torchgpipe.schedule import Action
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 
@@ -40,13 +42,16 @@ class Traveller:
         crossing: brings tensors from column to column
         columns: the columns
         owner: the identity of the pipeline
+        resting: what waits in host memory, if activations do
 
     Attributes:
         frame: the frame
     """
 
-    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns, owner: Owner) -> None:
-        self.owner = owner
+    def __init__(
+        self, frame: Frame, crossing: Crossing, columns: Columns, owner: Owner, resting: Resting | None
+    ) -> None:
+        self.owner, self._resting = owner, resting
         self.frame = frame
         self._crossing = crossing
         self._columns = columns
@@ -102,7 +107,7 @@ class Traveller:
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
-            return door.call_module(args, kwargs)
+            return door.call_module(args, kwargs, self._keep)
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
             return door.call_module(args, kwargs)
         with self._without_glue():
@@ -117,9 +122,16 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                return door.call_module(args, kwargs)
+                return door.call_module(args, kwargs, self._keep)
             finally:
                 self._crossing.note_changes()
+
+    def _keep(self, tensor: Tensor) -> Tensor | Rested:
+        """Return what to keep of a tensor until backward; cells share tensors without grad, such as masks."""
+        if self._resting is None or not tensor.requires_grad:
+            return tensor
+        i, j = self.frame.i, self.frame.column
+        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j))
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
