@@ -216,6 +216,77 @@ def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, ho
     assert set(memory.peaks.values()) == {slots * size}
 
 
+@pytest.mark.late
+@pytest.mark.parametrize("kind", ["pipelined", "GPipe"])
+def test_the_number_of_micro_batches_takes_no_memory_but_that_of_the_input(kind: str) -> None:
+    """What rests leaves the device. With ``offload='weights'``, it takes memory of the device for each micro-batch."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def peak(chunks: int, offload: Any) -> int:
+        options: dict[str, Any] = {"chunks": chunks, "loss_fn": functional.mse_loss, "offload": offload}
+        model: Any = (
+            torchgpipe.pipelined(
+                Deep(),
+                torch.randn(2, 64),
+                balance=[2] * 4,
+                devices=["late:0"] * 4,
+                verify=False,
+                checkpoint=True,
+                **options,
+            )
+            if kind == "pipelined"
+            else torchgpipe.GPipe(
+                nn.Sequential(*Deep().blocks), [2] * 4, checkpoint="always", devices=["late:0"], **options
+            )
+        )
+        x = torch.randn(chunks * 64, 64)
+        used = []
+        for _ in range(2):
+            torch.accelerator.synchronize()
+            module = torch.get_device_module("late")
+            module.reset_peak_memory_stats("late:0")
+            before = module.memory_allocated("late:0")
+            model.step(x, target=x) if kind == "pipelined" else model.step(x, x)
+            torch.accelerator.synchronize()
+            used.append(module.max_memory_allocated("late:0") - before - 2 * x.nbytes)
+        return used[-1]
+
+    boundary = 64 * 64 * 4
+    assert peak(32, True) <= peak(16, True) + boundary
+    assert peak(32, "weights") >= peak(16, "weights") + 16 * 3 * boundary
+
+
+@pytest.mark.late
+def test_what_rests_is_not_used_by_another_micro_batch() -> None:
+    class Peeking(Model):
+        first: Any = None
+        looks = False
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            if self.first is not None:
+                x = x + self.first.detach()
+            elif self.looks:
+                self.first = x
+            return self.head(self.blocks[0](x))
+
+    model: Any = torchgpipe.pipelined(
+        Peeking(), data(2)[0], chunks=8, balance=[1, 2], devices=["late:0"] * 2, offload=True, verify=False
+    )
+    model.looks = True
+    with pytest.raises(RuntimeError, match=r"of shape \(2, 6\) .* waits in host memory.*offload='weights'"):
+        model(data(16)[0])
+
+
 def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
     model = pair(Model(), devices(1))[1]
     seen = []

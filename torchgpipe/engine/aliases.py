@@ -262,9 +262,14 @@ class Aliases:
         """Check that a tensor has no memory that is there only while another partition is.
 
         Raises:
-            RuntimeError: it is a weight of another partition, or a view of one.
+            RuntimeError: it is a weight of another partition, or a view of one, or it rests.
         """
         place = self._places.get(storage_key(tensor))
+        if place is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"{user} in partition {j} uses a tensor of shape {tuple(tensor.shape)} of another micro-batch, which "
+                "waits in host memory for its turn; pass on a copy (x.clone()), or give offload='weights'"
+            )
         if place is not None and place[0] != j:
             raise RuntimeError(
                 f"{user} in partition {j} uses the weight {place[1]} in partition {place[0]}, or a view of it, which "

@@ -45,12 +45,14 @@ class Rested:
         memory: the source of streams
         device: where it is needed
         came: whether it may have come from another device, so that its memory is that of another stream
+        empties: whether somebody goes on to hold the tensor, whose memory leaves in spite of that, until `restore`
 
     Attributes:
         tensor: the tensor, as long as it has not left the device that it comes from
     """
 
-    def __init__(self, tensor: Tensor, memory: HostMemory, device: torch.device, *, came: bool) -> None:
+    def __init__(self, tensor: Tensor, memory: HostMemory, device: torch.device, *, came: bool, empties: bool) -> None:
+        self._empties = empties
         self._memory, self._device, self._requires_grad = memory, device, tensor.requires_grad
         self.tensor: Tensor | None = tensor
         #: The tensor on the device where it is needed, and the mark of its upload.
@@ -68,7 +70,17 @@ class Rested:
     def leave(self, computing: Stream) -> None:
         """Give up the memory that the tensor has come from, when the download is through."""
         computing.wait(self._down)
+        if self._empties and self.tensor is not None:
+            self.tensor.untyped_storage().resize_(0)
         self.tensor = None
+
+    def restore(self, tensor: Tensor, bytes: int) -> None:
+        """Give a tensor back its memory of so many bytes, which has left, or was about to, and its values."""
+        self._empties = False
+        if self.tensor is None:
+            tensor.untyped_storage().resize_(bytes)
+            # `.data` has a version of its own, so a graph that has saved the tensor does not take this for a change.
+            tensor.data.copy_(self.get())
 
     def come(self) -> None:
         """Begin the upload, unless the tensor is there, or on its way."""
@@ -136,7 +148,9 @@ class Resting:
             self._numbers.setdefault(_half(action), number)
         self._on = {stream.device: _OnDevice() for stream in streams}
 
-    def rest(self, tensor: Tensor, now: Action, until: Action, known: Rested | None = None) -> Tensor | Rested:
+    def rest(
+        self, tensor: Tensor, now: Action, until: Action, known: Rested | None = None, *, empties: bool = False
+    ) -> Tensor | Rested:
         """Let a tensor wait in host memory; or return it, if that is not worth it.
 
         Args:
@@ -144,6 +158,7 @@ class Resting:
             now: the action that runs, on the device of the tensor
             until: the action that needs it next
             known: where it has rested before, which saves a second download
+            empties: whether to take its memory, though somebody holds it, who calls `Rested.restore`
         """
         there = self._streams[until.j].device
         wait = self._numbers.get(_half(until), 1 << 30) - self._numbers[_half(now)]
@@ -156,7 +171,7 @@ class Resting:
             for half, one in own.leaving:
                 if half == key and one.tensor is tensor:  # A cell keeps one tensor for several modules.
                     return one
-            known = Rested(tensor, self._memory, there, came=self._devices > 1)
+            known = Rested(tensor, self._memory, there, came=self._devices > 1, empties=empties)
             own.leaving.append((key, known))
         self._needed.setdefault(_half(until), []).append(weakref.ref(known))
         return known

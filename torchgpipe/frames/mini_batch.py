@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, versions
+from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.engine.aliases import Aliases
@@ -280,8 +280,10 @@ class MiniBatch:
         if cells:
             arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
         noted = None if i else self.crossed
+        resting = self._aliases.resting
+        given = set() if resting is None else {storage_key(tensor) for _, tensor in each(tuple(arguments))}
         crossing = Crossing(frame, cells, self._columns, self._aliases, noted, self._buffers)
-        traveller = Traveller(frame, crossing, self._columns, self._owner, self._aliases.resting)
+        traveller = Traveller(frame, crossing, self._columns, self._owner, resting, given)
 
         def model() -> Any:
             nonlocal arguments

@@ -29,7 +29,7 @@ from torchgpipe.replay.phase import current_phase, enter_phase
 from torchgpipe.replay.random import Drawn, RandomStates
 from torchgpipe.replay.statistics import exclusive
 
-__all__ = ["recomputed"]
+__all__ = ["Keep", "recomputed"]
 
 
 #: What to keep of a tensor until the second run: the tensor, or where it rests.
