@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -285,6 +285,45 @@ def test_what_rests_is_not_used_by_another_micro_batch() -> None:
     model.looks = True
     with pytest.raises(RuntimeError, match=r"of shape \(2, 6\) .* waits in host memory.*offload='weights'"):
         model(data(16)[0])
+
+
+def test_frozen_weights_stay_if_all_fit_and_come_again_when_they_change(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = [1 << 30]
+    monkeypatch.setattr("torchgpipe.engine.host_memory.memory_in_use", lambda device: (0, 0, total[0]))
+    resident, model = pair(Model(frozen=PARTITIONS - 2), devices(2), slots=1)
+    ids, target = data()
+    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+
+    def moved() -> int:
+        before = memory.bytes_up
+        once(model, ids, target, "step")
+        once(resident, ids, target, "step")
+        assert equal([one.grad for one in model.parameters()], [to_host(one.grad) for one in resident.parameters()])
+        return int(memory.bytes_up - before)
+
+    frozen = sum(one.nbytes for one in model.parameters() if not one.requires_grad)
+    first, again = moved(), moved()
+    assert first == again + frozen
+    changes: list[Callable[[nn.Parameter], Any]] = [
+        lambda one: one.detach().mul_(2),
+        lambda one: one.data.add_(1),
+        lambda one: setattr(one, "data", one.data * 2),
+    ]
+    for change in changes:
+        for one in (model, resident):
+            change(one.blocks[1].linear.weight)
+        assert moved() == again + model.blocks[1].linear.weight.nbytes
+    for one in (model, resident):
+        one.blocks[0].requires_grad_(True)
+    assert moved() > again
+    total[0] = 100
+    assert moved() >= first
+
+
+def to_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()
 
 
 def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:

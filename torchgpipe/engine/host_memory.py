@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe.devices.device import default_devices
 from torchgpipe.devices.memory import memory_in_use, shown_size
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Device
 
 __all__ = ["HostMemory", "bytes_of", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
@@ -40,9 +42,9 @@ class HostMemory:
         least: the bytes from which on a tensor waits there; a copy takes the host as long as some launches
         streams: the source of streams
         uploads: the number of times that the weights of a partition have gone up
-        bytes_up: the bytes that have gone up
+        bytes_up: the bytes of weights that have gone up
         bytes_down: the bytes that have come down
-        peaks: for each device, the most bytes of weights that were there at a time
+        peaks: for each device, the most bytes of weights that were there at a time, but for those that stay
     """
 
     least = 1 << 16
@@ -53,6 +55,10 @@ class HostMemory:
         self.uploads = self.bytes_up = self.bytes_down = 0
         self.peaks: Counter[torch.device] = Counter()
         self._there: Counter[torch.device] = Counter()
+        #: Where frozen weights stay from one mini-batch to the next.
+        self._keeping: set[torch.device] = set()
+        #: Those that stay, of each partition.
+        self._kept: MutableMapping[Tensor, dict[int, _Kept]] = WeakIdKeyDictionary()
         self._pins = _Pins(pin)
         self._lock = threading.Lock()
 
@@ -72,22 +78,66 @@ class HostMemory:
         """Return the stream of a device for a purpose."""
         return self.streams.side(device, purpose)
 
-    def alias(self, parameter: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor like a parameter on a device, without memory."""
+    def keep_frozen(self, weights: Iterable[tuple[Tensor, int]], devices: Sequence[torch.device]) -> None:
+        """Decide where frozen weights stay: on devices that have room for all of theirs beside the slots.
+
+        Args:
+            weights: the weights of the model, each with its partition
+            devices: the device of each partition
+        """
+        frozen: Counter[torch.device] = Counter()
+        trained: Counter[int] = Counter()
+        for weight, j in {(id(weight), j): (weight, j) for weight, j in weights}.values():
+            if weight.requires_grad:
+                trained[j] += weight.nbytes
+            else:
+                frozen[devices[j]] += weight.nbytes
+        for device, bytes in frozen.items():
+            use = memory_in_use(device)
+            slots = self.slots * max([trained[j] for j, own in enumerate(devices) if own == device])
+            # A quarter is for activations and gradients.
+            (self._keeping.add if use and 4 * (bytes + slots) <= 3 * use[2] else self._keeping.discard)(device)
+
+    def forget_frozen(self) -> None:
+        """Forget the frozen weights that stay: the model has changed one."""
+        self._kept.clear()
+
+    def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, bool]:
+        """Return a tensor like a parameter on a device, and whether it keeps its memory; otherwise it has none yet."""
+        keeps = device in self._keeping and not parameter.requires_grad
+        kept = self._kept.get(parameter, {}).get(j)
+        if keeps and kept is not None and kept.device == device and kept.values.shape == parameter.shape:
+            return kept.values, True
         with self.up(device).use():
             values = torch.empty_like(parameter.detach(), device=device)
-            values.untyped_storage().resize_(0)
-        return values
+            if keeps:
+                self._kept.setdefault(parameter, {})[j] = _Kept(values, device)
+            else:
+                self._kept.pop(parameter, None)
+                values.untyped_storage().resize_(0)
+        return values, keeps
 
     @torch.no_grad()
-    def fill(self, alias: Tensor, parameter: Tensor) -> None:
-        """Give an alias memory, and the values of its parameter, on the current stream."""
+    def fill(self, alias: Tensor, parameter: Tensor, kept_in: int | None = None) -> int:
+        """Give an alias memory, and the values of its parameter, on the current stream, and return the bytes moved.
+
+        Args:
+            alias: the alias
+            parameter: the parameter
+            kept_in: the partition, if the alias keeps its memory, and is filled only if the parameter has changed
+        """
+        kept = None if kept_in is None else self._kept[parameter][kept_in]
+        if kept is not None and kept.is_of(parameter):
+            return 0
         if alias.device.type == "cuda":
             self._pins.pin(parameter)
         extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
         alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
         # `.data` has a version of its own, so a graph that has saved the alias does not take this for a change.
         alias.data.copy_(parameter.detach(), non_blocking=True)
+        if kept is not None:
+            kept.note(parameter)
+        return alias.untyped_storage().nbytes()
 
     def bring_down(self, grad: Tensor, stream: Stream) -> Tensor:
         """Return a gradient in host memory; it has arrived when ``stream``, which is the current one, is through."""
@@ -101,11 +151,11 @@ class HostMemory:
         stream.record(grad)
         return there
 
-    def came(self, device: torch.device, bytes: int) -> None:
-        """Count the weights of a partition that go up."""
+    def came(self, device: torch.device, moved: int, bytes: int) -> None:
+        """Count the weights of a partition that go up: the bytes that move, and those that will leave."""
         with self._lock:
             self.uploads += 1
-            self.bytes_up += bytes
+            self.bytes_up += moved
             self._there[device] += bytes
             self.peaks[device] = max(self.peaks[device], self._there[device])
 
@@ -121,6 +171,30 @@ def empty(alias: Tensor) -> int:
     bytes = storage.nbytes()
     storage.resize_(0)
     return bytes
+
+
+class _Kept:
+    """A frozen weight that stays on a device, and what is known of the parameter whose values it has."""
+
+    def __init__(self, values: Tensor, device: torch.device) -> None:
+        self.values, self.device = values, device
+        self._seen: tuple[int, int] | None = None
+        self._some = values
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Return whether the parameter is as it was noted."""
+        seen, some = self._state(parameter)
+        return seen == self._seen and torch.equal(some, self._some)
+
+    def note(self, parameter: Tensor) -> None:
+        """Note what the parameter is."""
+        self._seen, some = self._state(parameter)
+        self._some = some.clone()
+
+    def _state(self, parameter: Tensor) -> tuple[tuple[int, int], Tensor]:
+        # Adapters are merged by a change of `.data`, which leaves the version as it is. A few elements tell.
+        some = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 16)]
+        return (versions([parameter])[0], parameter.data_ptr()), some
 
 
 class _Pins:

@@ -173,7 +173,8 @@ def come(aliases: Aliases, columns: Sequence[int], device: torch.device) -> Mark
     assert memory is not None
     up = memory.up(device)
     with up.use():
-        memory.came(device, sum([aliases.fill(j) for j in columns]))
+        filled = [aliases.fill(j) for j in columns]
+        memory.came(device, sum([moved for moved, _ in filled]), sum([bytes for _, bytes in filled]))
         return up.mark()
 
 

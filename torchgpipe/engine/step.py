@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
-from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.aliases import Aliases, weights_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
@@ -109,6 +109,8 @@ def run_step(
                 for name, _ in module._parameters.items()
             ]
             streams = None if host_memory is None else mechanisms.streams
+            if host_memory is not None:
+                host_memory.keep_frozen(weights_of(slots), devices)
             aliases = Aliases(slots, devices, streams, lock, backward=backward, host_memory=host_memory)
 
         def work() -> Any:
