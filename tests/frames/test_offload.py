@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +20,11 @@ from torch.nn import functional
 import torchgpipe
 from tests.conftest import Devices
 from torchgpipe.engine.host_memory import HostMemory
+from torchgpipe.engine.record import NO_MICRO_BATCH
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
+from torchgpipe.timeline.span import TRANSFERS
 
 pytestmark = pytest.mark.on_late
 
@@ -324,6 +329,37 @@ def test_frozen_weights_stay_if_all_fit_and_come_again_when_they_change(
 
 def to_host(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.cpu()
+
+
+def test_a_recording_shows_uploads_and_downloads_in_lanes_of_their_own(devices: Devices, tmp_path: Path) -> None:
+    there = devices(2)
+    names = list(dict.fromkeys(there))
+    places = [j % len(names) for j in range(PARTITIONS)]
+    model = pair(Model(), names, checkpoint=True)[1]
+    with torchgpipe.record(model) as timeline:
+        once(model, *data(), "step")
+        once(model, *data(), "backward")
+    whole, halves = residency(program("LayerMajor", 4, places), 2), [residency(one, 2) for one in in_halves(4, places)]
+    for step, plans in ((0, [whole]), (1, halves)):
+        weights = [span for span in timeline.of_step(step) if span.micro_batch == NO_MICRO_BATCH]
+        ups = Counter(span.partition for span in weights if span.kind == "upload")
+        downs = Counter(span.partition for span in weights if span.kind == "download")
+        assert ups == Counter(stay.j for one in plans for own in one.weights for stay in own)
+        assert downs == Counter(range(PARTITIONS))
+    others = [span for span in timeline.spans if span.kind in TRANSFERS and span.micro_batch != NO_MICRO_BATCH]
+    assert {span.stream for span in others} == (
+        {"activations leaving", "activations arriving"} if there[0].startswith("late") else set()
+    )
+    timeline.save(tmp_path / "step.json")
+    lanes = [event for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if event["ph"] == "M"]
+    named = {event["args"]["name"] for event in lanes if event["name"] == "thread_name"}
+    assert {"weights arriving", "gradients leaving"} <= named
+    assert timeline.plot().axes
+    assert "upload of weights" in timeline._repr_html_()
+    use = timeline.report().devices[0]
+    assert 0 < use.transferring <= 1
+    assert 0 <= use.hidden <= 1
+    assert "from and to host memory" in str(timeline.report())
 
 
 def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:

@@ -32,6 +32,7 @@ from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
+from torchgpipe.engine.record import Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.residence import Residence
 from torchgpipe.engine.resting import Rested
@@ -90,6 +91,10 @@ class Front(Protocol):
     @property
     def partitions(self) -> Sequence[int]:
         """For each column, its partition, whose weights come and go together."""
+
+    @property
+    def listener(self) -> Listener | None:
+        """The listener of the mini-batch, if there is one."""
 
     @property
     def watches(self) -> bool:
@@ -156,7 +161,9 @@ class Executor:
         """Let weights come and go in a ``with`` block, and wind up after an error."""
         front = self._front
         if self._aliases.host_memory is not None:
-            self._residence = Residence(self._aliases, front.streams, actions, front.partitions, watches=front.watches)
+            self._residence = Residence(
+                self._aliases, front.streams, actions, front.partitions, front.listener, watches=front.watches
+            )
         try:
             try:
                 yield

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.interrupts import uninterrupted
+from torchgpipe.engine.record import NO_MICRO_BATCH, Heard, Kind, Listener, recorded, unheard
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
 
@@ -61,6 +63,7 @@ class Residence:
         streams: where each column computes
         actions: the actions, in an order in which those of each device run
         partitions: for each column, its partition: columns of one partition come together
+        listener: the listener of the mini-batch, if there is one
         watches: whether to look at each operation
     """
 
@@ -70,12 +73,13 @@ class Residence:
         streams: Sequence[Stream],
         actions: Sequence[Action],
         partitions: Sequence[int],
+        listener: Listener | None,
         *,
         watches: bool,
     ) -> None:
         assert aliases.host_memory is not None
         self._aliases, self._memory, self._streams, self._partitions = aliases, aliases.host_memory, streams, partitions
-        self._watches = watches
+        self._watches, self._listener = watches, listener
         self._columns: dict[int, list[int]] = {}
         for j, partition in enumerate(partitions):
             self._columns.setdefault(partition, []).append(j)
@@ -90,7 +94,7 @@ class Residence:
         }
         self._resting = aliases.resting
         if self._resting is not None:
-            self._resting.begin(actions, streams)
+            self._resting.begin(actions, streams, partitions, listener)
 
     def before(self, action: Action) -> None:
         """Let the computation wait for the weights that an action needs."""
@@ -111,7 +115,7 @@ class Residence:
         stay = own.down.get(k)
         if stay is not None:
             for j in self._columns[stay.j]:
-                bring_down(self._aliases, j, self._streams[j])
+                bring_down(self._aliases, j, self._streams[j], self._heard("download", stay.j))
         stay = own.last.get(k)
         if stay is not None:
             self._leave(stay.j)
@@ -157,7 +161,10 @@ class Residence:
             partition = own.waiting.popleft().j
             columns = self._columns[partition]
             device = self._streams[columns[0]].device
-            own.arrived[partition] = come(self._aliases, columns, device)
+            own.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
+
+    def _heard(self, kind: Kind, partition: int) -> Heard:
+        return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
 
     def _leave(self, partition: int) -> None:
         # Autocast would keep the casts of weights. It may drop those of other partitions, too, and casts these again.
@@ -167,12 +174,12 @@ class Residence:
             leave(self._aliases, j, self._streams[j])
 
 
-def come(aliases: Aliases, columns: Sequence[int], device: torch.device) -> Mark:
+def come(aliases: Aliases, columns: Sequence[int], device: torch.device, heard: Heard = unheard) -> Mark:
     """Begin the upload of the weights of a partition, and return the mark of its end."""
     memory = aliases.host_memory
     assert memory is not None
     up = memory.up(device)
-    with up.use():
+    with up.use(), heard(up):
         filled = [aliases.fill(j) for j in columns]
         memory.came(device, sum([moved for moved, _ in filled]), sum([bytes for _, bytes in filled]))
         return up.mark()
@@ -188,13 +195,13 @@ def leave(aliases: Aliases, j: int, computing: Stream) -> None:
         memory.went(computing.device, aliases.empty(j))
 
 
-def bring_down(aliases: Aliases, j: int, computing: Stream) -> None:
+def bring_down(aliases: Aliases, j: int, computing: Stream, heard: Heard = unheard) -> None:
     """Begin the download of the gradients of column ``j``."""
     memory = aliases.host_memory
     assert memory is not None
     down = memory.down(computing.device)
     down.wait(computing.mark())
-    with down.use():
+    with down.use(), heard(down):
         aliases.bring_down(j, down)
 
 

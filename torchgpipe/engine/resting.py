@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.engine.host_memory import HostMemory
+from torchgpipe.engine.record import Heard, Kind, Listener, recorded
 from torchgpipe.schedule import Action
 
 __all__ = ["Rested", "Resting", "awake"]
@@ -44,6 +46,7 @@ class Rested:
         tensor: the tensor
         memory: the source of streams
         device: where it is needed
+        heard: tells the listener of the download, or of the upload
         came: whether it may have come from another device, so that its memory is that of another stream
         empties: whether somebody goes on to hold the tensor, whose memory leaves in spite of that, until `restore`
 
@@ -51,8 +54,17 @@ class Rested:
         tensor: the tensor, as long as it has not left the device that it comes from
     """
 
-    def __init__(self, tensor: Tensor, memory: HostMemory, device: torch.device, *, came: bool, empties: bool) -> None:
-        self._empties = empties
+    def __init__(
+        self,
+        tensor: Tensor,
+        memory: HostMemory,
+        device: torch.device,
+        heard: Callable[[Kind], Heard],
+        *,
+        came: bool,
+        empties: bool,
+    ) -> None:
+        self._empties, self._heard = empties, heard
         self._memory, self._device, self._requires_grad = memory, device, tensor.requires_grad
         self.tensor: Tensor | None = tensor
         #: The tensor on the device where it is needed, and the mark of its upload.
@@ -60,7 +72,7 @@ class Rested:
         self._arrived: Mark = None
         leaving = memory.side(tensor.device, "activations leaving")
         leaving.wait(memory.streams.current(tensor.device).mark())
-        with leaving.use():
+        with leaving.use(), heard("download")(leaving):
             self._host = torch.empty_like(tensor.detach(), device=_HOST, pin_memory=True)
             self._host.copy_(tensor.detach(), non_blocking=True)
         if came:
@@ -90,7 +102,7 @@ class Rested:
             self._there = torch.empty_like(self._host, device=self._device)
             arriving.wait(self._memory.streams.current(self._device).mark())
             arriving.wait(self._down)
-            with arriving.use():
+            with arriving.use(), self._heard("upload")(arriving):
                 self._there.copy_(self._host, non_blocking=True)
             self._arrived = arriving.mark()
 
@@ -140,9 +152,23 @@ class Resting:
         #: What each action needs. Who needs it holds it; a second backward needs it again.
         self._needed: dict[_Half, list[weakref.ref[Rested]]] = {}
 
-    def begin(self, actions: Sequence[Action], streams: Sequence[Stream]) -> None:
-        """Note the actions that will run, in the order of time, and where columns compute."""
+    def begin(
+        self,
+        actions: Sequence[Action],
+        streams: Sequence[Stream],
+        partitions: Sequence[int],
+        listener: Listener | None,
+    ) -> None:
+        """Begin a mini-batch, or one half of it.
+
+        Args:
+            actions: what will run, in the order of time
+            streams: where each column computes
+            partitions: for each column, its partition
+            listener: the listener of the mini-batch, if there is one
+        """
         self._streams, self._devices = streams, len({stream.device for stream in streams})
+        self._partitions, self._listener = partitions, listener
         self._numbers = {}
         for number, action in enumerate(actions):
             self._numbers.setdefault(_half(action), number)
@@ -171,10 +197,14 @@ class Resting:
             for half, one in own.leaving:
                 if half == key and one.tensor is tensor:  # A cell keeps one tensor for several modules.
                     return one
-            known = Rested(tensor, self._memory, there, came=self._devices > 1, empties=empties)
+            heard = partial(self._heard, until)
+            known = Rested(tensor, self._memory, there, heard, came=self._devices > 1, empties=empties)
             own.leaving.append((key, known))
         self._needed.setdefault(_half(until), []).append(weakref.ref(known))
         return known
+
+    def _heard(self, until: Action, kind: Kind) -> Heard:
+        return partial(recorded, self._listener, kind, until.i, self._partitions[until.j], None)
 
     def _may_rest(self, tensor: Tensor) -> bool:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided

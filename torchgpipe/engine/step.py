@@ -132,6 +132,7 @@ class _MicroBatches:
         ambient: the settings of the caller
         streams: where each partition computes
         partitions: for each view, its partition
+        listener: the listener of the mini-batch, if there is one
         watches: whether to look at each operation on weights that live in host memory
     """
 
@@ -149,7 +150,7 @@ class _MicroBatches:
         aliases: Aliases,
         watches: bool,
     ) -> None:
-        self._aliases, self.watches = aliases, watches
+        self._aliases, self.watches, self.listener = aliases, watches, listener
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._stops, self._backward = finish, stops, backward
         self.ambient = Ambient()

@@ -79,6 +79,7 @@ class MiniBatch:
     Attributes:
         watches: whether to look at each operation on weights that live in host memory
         partitions: for each column, the number of what comes and goes together: each by itself
+        listener: the listener of the mini-batch, if there is one
         random_numbers: the random numbers
         crossed: what the first micro-batch has carried from column to column
     """
@@ -108,6 +109,7 @@ class MiniBatch:
         self._facts = facts
         self._m, self._n = len(inputs), len(columns.devices)
         self.partitions = range(self._n)
+        self.listener = columns.listener
         self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
         self._finish: Finish | None = finish

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from torchgpipe.engine.record import Kind
 from torchgpipe.schedule.drawing import COLOURS, INK
-from torchgpipe.timeline.span import KINDS, Row, Span
+from torchgpipe.timeline.span import KINDS, TRANSFERS, Row, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,8 @@ KIND_COLOURS: dict[Kind, str] = {
     "backward of the weights": COLOURS["W"],
     "copy": "#CC79A7",
     "wait": "#C8C8C8",
+    "upload": "#8C6BB1",
+    "download": "#66A61E",
 }
 KIND_INK: dict[Kind, str] = {
     "forward": INK["F"],
@@ -38,6 +40,8 @@ KIND_INK: dict[Kind, str] = {
     "backward of the input": INK["I"],
     "backward of the weights": INK["W"],
 }
+#: Below the cells: the top of a box, and its height.
+_STRIPS: dict[Kind, tuple[float, float]] = {"copy": (0.23, 0.2), "upload": (0.21, 0.11), "download": (0.33, 0.11)}
 FAILED = "#D00000"
 _MOST_BANDS = 4
 _POINTS = 72  # an inch
@@ -66,7 +70,7 @@ def draw(spans: Sequence[Span], rows: Sequence[Row]) -> Figure:
 
     figure = Figure(figsize=(width, band_height * bands + 0.75))
     total = figure.get_figheight()
-    has_copies = any(span.kind == "copy" for span in spans)
+    has_copies = any(span.kind in ("copy", *TRANSFERS) for span in spans)
     size = room * bands / seconds / 1000 if seconds else 0.0  # points a millisecond
     for band in range(bands):
         bottom = (0.5 + band_height * (bands - 1 - band)) / total
@@ -151,8 +155,8 @@ def _draw_span(
     from matplotlib.patches import Rectangle
 
     top, height = -0.43, (0.62 if has_copies else 0.86)
-    if span.kind == "copy":
-        top, height = 0.23, 0.2
+    if span.kind in _STRIPS:
+        top, height = _STRIPS[span.kind]
     points = (end - start) * size
     frame: dict[str, Any] = {"edgecolor": "white", "linewidth": min(0.6, points / 8)}
     if span.failed:

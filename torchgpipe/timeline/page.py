@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchgpipe.engine.record import NO_MICRO_BATCH
 from torchgpipe.schedule.drawing import Box, draw_boxes
 from torchgpipe.timeline.drawing import FAILED, KIND_COLOURS, KIND_INK
-from torchgpipe.timeline.span import KINDS, Row, Span
+from torchgpipe.timeline.span import KINDS, TRANSFERS, Row, Span
 
 __all__ = ["draw"]
 
@@ -37,8 +38,9 @@ def draw(spans: Sequence[Span], rows: Sequence[Row], width: int = 720) -> str:
 
 
 def _box(span: Span, begin: float) -> Box:
-    title = f"{span.kind} of micro-batch {span.micro_batch}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
+    of = "weights" if span.micro_batch == NO_MICRO_BATCH else f"micro-batch {span.micro_batch}"
+    title = f"{span.kind} of {of}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
     number = str(span.micro_batch) if span.computes else ""
     colour = FAILED if span.failed else KIND_COLOURS[span.kind]
     ink = "#fff" if span.failed else KIND_INK.get(span.kind, "")
-    return Box(span.start - begin, span.end - begin, number, title, colour, ink, span.kind == "copy")
+    return Box(span.start - begin, span.end - begin, number, title, colour, ink, span.kind in ("copy", *TRANSFERS))
