@@ -416,8 +416,8 @@ def parse_options() -> argparse.Namespace:
     add("--prompt", default="def ", help="start of the generated sample")
     add("--sample", type=int, default=400, help="bytes to generate")
     add("--curve", type=Path, default=Path("demo/language_model.png"), help="where to draw the losses")
-    add("--timeline", type=Path, default=Path("demo/timeline.png"), help="where to draw the pipeline's last step")
-    add("--gain", type=Path, default=Path("demo/side_by_side.png"), help="where to draw devices side by side")
+    add("--timeline", type=Path, default=Path("demo/timeline.svg"), help="where to draw the pipeline's last step")
+    add("--gain", type=Path, default=Path("demo/side_by_side.svg"), help="where to draw devices side by side")
     add("--sleep", type=float, default=0.02, help="seconds of a block in it")
     return parser.parse_args()
 

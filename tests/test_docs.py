@@ -155,8 +155,6 @@ def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.Mon
     """Each block runs after the others, on a machine with one GPU."""
     with_accelerators(monkeypatch, 1)
     text = page.read_text()
-    if "timeline.plot(" in text:
-        pytest.importorskip("matplotlib")
     code = "\n".join([snippet.code for snippet in snippets.in_rst(text)])
     for client in ("accelerate", "peft", "safetensors", "transformers"):
         if re.search(rf"^ *(from|import) {client}\b", code, flags=re.MULTILINE):

@@ -71,7 +71,7 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
     said = launch(2, distributed_language_model, small)
     assert all(re.match(rf"rank {rank}\b", text) for rank, text in enumerate(said))
 
-    once = ["--pipeline", "--sample", "1", "--timeline", str(tmp_path / "timeline.png")]
+    once = ["--pipeline", "--sample", "1", "--timeline", str(tmp_path / "timeline.svg")]
     monkeypatch.setattr(sys, "argv", ["language_model.py", *once, *small])
     runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
     losses = re.findall(r"\d\.\d{6}", said[0])
@@ -87,8 +87,8 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     pytest.importorskip("matplotlib")
     small = ["--dtype", "float64", "--steps", "2", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
     small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png")]
-    monkeypatch.setattr(sys, "argv", ["language_model.py", *small, "--timeline", str(tmp_path / "timeline.png")])
-    sys.argv += ["--gain", str(tmp_path / "gain.png"), "--sleep", "0.001"]
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *small, "--timeline", str(tmp_path / "timeline.svg")])
+    sys.argv += ["--gain", str(tmp_path / "gain.svg"), "--sleep", "0.001"]
     runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
 
     out = capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
 
     # It ends with what several devices gain.
     assert re.search(r"\n +plain, one device +\d+\n1F1B, 4 devices, idle \d+% of the time +\d+ +\d\.\d\dx\n", out)
-    assert (tmp_path / "gain.png").exists()
+    assert (tmp_path / "gain.svg").exists()
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
@@ -110,15 +110,15 @@ def test_language_model_learns_the_same_under_a_schedule(
     pytest.importorskip("matplotlib")
     small = ["--dtype", "float64", "--steps", "3", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
     small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png"), "--partitions", "2"]
-    small += ["--timeline", str(tmp_path / "timeline.png"), "--schedule", schedule]
-    small += ["--gain", str(tmp_path / "gain.png"), "--sleep", "0.001"]
+    small += ["--timeline", str(tmp_path / "timeline.svg"), "--schedule", schedule]
+    small += ["--gain", str(tmp_path / "gain.svg"), "--sleep", "0.001"]
     monkeypatch.setattr(sys, "argv", ["language_model.py", *small])
     runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
 
     out = capsys.readouterr().out
     assert re.search(r"difference +0\.000000 +0\.000000\n", out)
     assert f"{schedule}, checkpoint='never'" in out
-    assert (tmp_path / "timeline.png").exists()
+    assert (tmp_path / "timeline.svg").exists()
 
 
 def test_schedules_give_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -354,8 +354,9 @@ def test_a_recording_shows_uploads_and_downloads_in_lanes_of_their_own(devices: 
     lanes = [event for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if event["ph"] == "M"]
     named = {event["args"]["name"] for event in lanes if event["name"] == "thread_name"}
     assert {"weights arriving", "gradients leaving"} <= named
-    assert timeline.plot().axes
-    assert "upload of weights" in timeline._repr_html_()
+    picture = timeline.plot()
+    assert all(f">{kind} {device}<" in picture for kind in TRANSFERS for device in names)
+    assert "upload of weights, partition 0" in picture
     use = timeline.report().devices[0]
     assert 0 < use.transferring <= 1
     assert 0 <= use.hidden <= 1

@@ -6,17 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from torchgpipe.schedule import Program
-from torchgpipe.timeline import page, schedule_text, trace
+from torchgpipe.timeline import drawing, schedule_text, trace
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Row, Span
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Timeline"]
 
@@ -24,8 +20,7 @@ __all__ = ["Timeline"]
 class Timeline:
     """The recorded work of a pipeline; returned by :func:`torchgpipe.record`.
 
-    ``print(timeline)`` draws the last step as text. In a notebook the object shows a picture of the last step, which
-    needs no Matplotlib.
+    ``print(timeline)`` draws the last step as text. In a notebook the object shows a picture of the last step.
     """
 
     def __init__(self) -> None:
@@ -104,30 +99,29 @@ class Timeline:
         """
         trace.write(self.spans, Path(path))
 
-    def plot(self, path: str | PathLike[str] | None = None, *, step: int | None = None) -> Figure:
+    def plot(self, path: str | PathLike[str] | None = None, *, step: int | None = None) -> str:
         """Draw one step: a row for each partition with its device, and a box for each cell with its micro-batch.
 
-        Copies are thin boxes below the cells of the sending partition. A failed cell is framed in red. A cell that is
-        too short for the number of its micro-batch has none.
+        Copies are thin boxes below the cells of the sending partition. Uploads and downloads have rows of their own
+        below those of the partitions. A failed cell is red. A cell that is too short
+        for the number of its micro-batch has none; a browser shows it under the mouse.
 
         Args:
-            path: the file to save the picture to, in the format of its ending, as ``'step.svg'`` or ``'step.png'``
+            path: the file to save the picture to, as ``'step.svg'``
             step: the number of the step, by default the last
 
         Returns:
-            The figure.
+            The picture, as SVG.
 
         Raises:
-            ImportError: Matplotlib is not installed.
-            ValueError: the step was not recorded, or was not kept.
+            ValueError: the path does not end in ``.svg``, or the step was not recorded, or was not kept.
         """
-        # Imported here, so that a timeline can be recorded without Matplotlib.
-        from torchgpipe.timeline import drawing
-
-        figure = drawing.draw(self.of_step(step), self._rows)
+        if path is not None and Path(path).suffix != ".svg":
+            raise ValueError(f"a timeline is drawn as SVG, so path must end in .svg, but got {str(path)!r}")
+        picture = drawing.draw(self.of_step(step), self._rows)
         if path is not None:
-            drawing.save(figure, path)
-        return figure
+            Path(path).write_text(picture)
+        return picture
 
     def report(self) -> Report:
         """Report how busy the devices were in all kept steps, what other schedules would give, and what to try.
@@ -150,7 +144,7 @@ class Timeline:
     def _repr_html_(self) -> str:
         if not self._spans:
             return escape(repr(self))
-        return page.draw(self.of_step(), self._rows)
+        return drawing.draw(self.of_step(), self._rows, width=720)
 
 
 def _counted(things: Sequence[object], name: str) -> str:
