@@ -19,8 +19,10 @@ from torch.nn import functional
 
 import torchgpipe
 from tests.conftest import Devices
+from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.record import NO_MICRO_BATCH
+from torchgpipe.engine.resting import Rested
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
@@ -40,10 +42,6 @@ WORDS, WIDTH, PARTITIONS = 7, 6, 6
 
 
 class Block(nn.Module):
-    """A block, with what can go wrong: at the given count of calls, it fails in forward or backward."""
-
-    calls, fails_at, in_backward = 0, -1, False
-
     def __init__(self, dropout: float, norms: bool) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH) if norms else nn.LayerNorm(WIDTH)
@@ -55,26 +53,19 @@ class Block(nn.Module):
 
 
 class Fault(torch.autograd.Function):
+    """Can be made to fail."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        count(in_backward=False)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        count(in_backward=True)
         return grad.clone()
 
 
 class Failure(Exception):
     pass
-
-
-def count(*, in_backward: bool) -> None:
-    if Block.in_backward == in_backward:
-        Block.calls += 1
-        if Block.calls == Block.fails_at:
-            raise Failure
 
 
 class Model(nn.Module):
@@ -380,28 +371,53 @@ def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
         assert sum(there) <= 2
 
 
-@pytest.mark.parametrize("how", ["step", "backward"])
-def test_a_failure_at_any_action_leaves_everything_as_it_was(devices: Devices, how: str) -> None:
-    resident, model = pair(Model(), devices(2))
+class Events:
+    """Counts uploads, downloads and layers, forward and backward, and fails at one of them."""
+
+    places = ((HostMemory, "fill"), (HostMemory, "bring_down"), (Rested, "__init__"), (Rested, "come"), (Rested, "get"))
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count, self.fails_at = 0, -1
+        for kind, name in (*self.places, (Fault, "forward"), (Fault, "backward")):
+            patch.setattr(kind, name, self.counted(getattr(kind, name), is_static=kind is Fault))
+
+    def counted(self, own: Any, *, is_static: bool) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count == self.fails_at:
+                raise Failure
+            return own(*args, **options)
+
+        return staticmethod(run) if is_static else run
+
+
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
+@given(draw=st.data())
+def test_a_failure_anywhere_leaves_everything_as_it_was(devices: Devices, draw: st.DataObject) -> None:
+    how, checkpoint = draw.draw(st.sampled_from(["step", "backward"])), draw.draw(st.booleans())
+    resident, model = pair(Model(frozen=1), devices(draw.draw(st.integers(1, 2))), checkpoint=checkpoint)
     ids, target = data()
-    Block.fails_at = -1
     for one in (resident, model):
-        trained(one, ids, target, how, steps=1)
-    threads = 4 * (PARTITIONS - 2)
-    for in_backward in (False, True):
-        for at in (1, 2, threads // 2, threads):
-            grads = [one.grad for one in model.parameters()]
-            before = [one.detach().clone() for one in (*model.parameters(), *grads)]
-            Block.calls, Block.fails_at, Block.in_backward = 0, at, in_backward
-            try:
-                with pytest.raises(Failure):
-                    trained(model, ids, target, how, steps=1) if not grads else once(model, ids, target, how)
-            finally:
-                Block.fails_at = -1
-            assert all(one.grad is grad for one, grad in zip(model.parameters(), grads))
-            assert equal([one.detach() for one in (*model.parameters(), *grads)], before)
-            assert is_empty(model)
-    assert equal(*[trained(one, ids, target, how, steps=1) for one in (model, resident)])
+        once(one, ids, target, how)
+    grads = [one.grad for one in model.parameters()]
+    before = [None if one is None else one.detach().clone() for one in (*model.parameters(), *grads)]
+    with pytest.MonkeyPatch.context() as patch:
+        events = Events(patch)
+        once(model, ids, target, how)
+        count, events.count = events.count, 0
+        for one, grad in zip(model.parameters(), before[len(grads) :]):
+            one.grad = grad
+        grads = [one.grad for one in model.parameters()]
+        before = [None if one is None else one.detach().clone() for one in (*model.parameters(), *grads)]
+        events.fails_at = draw.draw(st.integers(1, count))
+        with pytest.raises(Failure):
+            once(model, ids, target, how)
+    assert all(one.grad is grad for one, grad in zip(model.parameters(), grads))
+    assert equal([*[one.detach() for one in model.parameters()], *grads], before)
+    assert is_empty(model)
+    for one in (resident, model):
+        once(one, ids, target, how)
+    assert equal([one.grad for one in model.parameters()], [to_host(one.grad) for one in resident.parameters()])
 
 
 def once(model: Any, ids: Tensor, target: Tensor, how: str) -> None:
@@ -579,21 +595,18 @@ def test_a_weight_that_forward_changes_is_refused(devices: Devices) -> None:
     assert torch.equal(model.second.weight, before)
 
 
-def test_the_host_waits_before_weights_may_change(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = pair(Model(), devices(1))[1]
-    memory = runs_of(model).host_memory  # type: ignore[union-attr]
-    waited = []
-    for way in ("up", "down"):
-        made = getattr(memory, way)
+def test_the_host_waits_for_all_copies(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may change weights after a step."""
+    model, waited = pair(Model(), devices(1))[1], []
+    for kind in (Stream, AcceleratorStream):
 
-        def stream(device: torch.device, made: Any = made, way: str = way) -> Any:
-            one = made(device)
-            monkeypatch.setattr(type(one), "synchronize", lambda self: waited.append(way))
-            return one
+        def synchronize(self: Stream, own: Any = kind.synchronize) -> None:
+            waited.append(self.name)
+            own(self)
 
-        monkeypatch.setattr(memory, way, stream)
-    model.step(data()[0], target=data()[1])
-    assert len(waited) >= 2
+        monkeypatch.setattr(kind, "synchronize", synchronize)
+    once(model, *data(), "step")
+    assert {"weights arriving", "gradients leaving", "activations arriving", "activations leaving"} <= set(waited)
 
 
 def test_a_schedule_action_is_a_step(devices: Devices) -> None:

@@ -203,23 +203,21 @@ class Aliases:
 
     # ------------------------------------------------------------------------------------------------- host memory
 
-    def fill(self, j: int) -> tuple[int, int]:
+    def fill(self, j: int) -> None:
         """Give the aliases of a partition memory and values, on the current stream.
-
-        Returns:
-            the bytes that move, and those that `empty` will take
 
         Raises:
             RuntimeError: a parameter has changed since its alias was last filled.
         """
         assert self.host_memory is not None
         self.verify_unchanged(j)
-        moved = sum([self._fill(alias, j) for alias in self.of(j)])
-        return moved, sum([alias.untyped_storage().nbytes() for alias in self.of(j) if alias not in self._kept])
+        for alias in self.of(j):
+            self._fill(alias, j)
 
-    def _fill(self, alias: Tensor, j: int) -> int:
+    def _fill(self, alias: Tensor, j: int) -> None:
         assert self.host_memory is not None
-        return self.host_memory.fill(alias, self._parameters[alias], j if alias in self._kept else None)
+        kept_in = j if alias in self._kept else None
+        self.host_memory.fill(alias, self._parameters[alias], self._devices[j], kept_in)
 
     def verify_unchanged(self, j: int) -> None:
         """Check that the parameters of a partition are what they were when they first went up.

@@ -118,26 +118,31 @@ class HostMemory:
         return values, keeps
 
     @torch.no_grad()
-    def fill(self, alias: Tensor, parameter: Tensor, kept_in: int | None = None) -> int:
-        """Give an alias memory, and the values of its parameter, on the current stream, and return the bytes moved.
+    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept_in: int | None = None) -> None:
+        """Give an alias memory, and the values of its parameter, on the current stream.
 
         Args:
             alias: the alias
             parameter: the parameter
+            device: the device, by the name that its partition has for it
             kept_in: the partition, if the alias keeps its memory, and is filled only if the parameter has changed
         """
         kept = None if kept_in is None else self._kept[parameter][kept_in]
         if kept is not None and kept.is_of(parameter):
-            return 0
+            return
         if alias.device.type == "cuda":
             self._pins.pin(parameter)
         extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
         alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
         # `.data` has a version of its own, so a graph that has saved the alias does not take this for a change.
         alias.data.copy_(parameter.detach(), non_blocking=True)
+        bytes = alias.untyped_storage().nbytes()
+        with self._lock:
+            self.bytes_up += bytes
+            self._there[device] += bytes if kept is None else 0
+            self.peaks[device] = max(self.peaks[device], self._there[device])
         if kept is not None:
             kept.note(parameter)
-        return alias.untyped_storage().nbytes()
 
     def bring_down(self, grad: Tensor, stream: Stream) -> Tensor:
         """Return a gradient in host memory; it has arrived when ``stream``, which is the current one, is through."""
@@ -151,13 +156,10 @@ class HostMemory:
         stream.record(grad)
         return there
 
-    def came(self, device: torch.device, moved: int, bytes: int) -> None:
-        """Count the weights of a partition that go up: the bytes that move, and those that will leave."""
+    def came(self) -> None:
+        """Count a partition whose weights have gone up."""
         with self._lock:
             self.uploads += 1
-            self.bytes_up += moved
-            self._there[device] += bytes
-            self.peaks[device] = max(self.peaks[device], self._there[device])
 
     def went(self, device: torch.device, bytes: int) -> None:
         """Count the weights of a partition that leave."""

@@ -180,8 +180,9 @@ def come(aliases: Aliases, columns: Sequence[int], device: torch.device, heard: 
     assert memory is not None
     up = memory.up(device)
     with up.use(), heard(up):
-        filled = [aliases.fill(j) for j in columns]
-        memory.came(device, sum([moved for moved, _ in filled]), sum([bytes for _, bytes in filled]))
+        for j in columns:
+            aliases.fill(j)
+        memory.came()
         return up.mark()
 
 
