@@ -1,11 +1,10 @@
 """Balancing: how good a split is, how long it takes to find, and whether measured times agree with the prediction.
 
-Three questions, each with a table:
+Two questions:
 
 1. Cost vectors, drawn at random: the largest load over the smallest possible one, which is found here in another
    way than by the solver, and solving time; ours beside the original's.
-2. Models, profiled: the same, for their measured times.
-3. A model with very uneven layers, really split: the time of each partition, run in a process of its own, beside
+2. A model with very uneven layers, really split: the time of each partition, run in a process of its own, beside
    what the profile has predicted; for balance by time, by an even number of layers, by parameters, and for the
    original's split of the same times.
 
@@ -26,7 +25,6 @@ from benchmarks.peers import Answer, Peer, running
 from benchmarks.placement import even
 from benchmarks.program import Command, Progress
 from benchmarks.records import ratios, shown, spread, table_of
-from benchmarks.splits import MODELS
 
 PEERS = ("ours", "original")
 
@@ -136,30 +134,13 @@ def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -
     return rows
 
 
-def models(peers: dict[str, Peer], seconds: float, limit: float) -> list[dict[str, Any]]:
-    """Answer question 2."""
-    rows = []
-    progress = Progress(len(MODELS))
-    for name in MODELS:
-        progress(f"models: {name}")
-        profile = peers["ours"].ask({"kind": "profile", "model": name, "seconds": seconds})
-        costs = [max(1, round(cost * 1e6)) for cost in times(profile["rows"])]
-        for partitions in (2, 4, 8):
-            answers = compared(peers, [costs], partitions, limit, 3)
-            row: dict[str, Any] = {"model": name, "layers": len(costs), "partitions": partitions, "costs": costs}
-            for peer, answer in answers.items():
-                row[peer] = {"ratio": answer["ratios"][0], "seconds": answer["seconds"][0]}
-            rows.append(row)
-    return rows
-
-
 def times(rows: list[dict[str, Any]]) -> list[float]:
     return [row["forward"] + row["recompute"] + row["backward"] for row in rows]
 
 
 def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Answer question 3."""
-    profile = peers["ours"].ask({"kind": "profile", "model": "uneven", "seconds": seconds})["rows"]
+    """Answer question 2."""
+    profile = peers["ours"].ask({"kind": "profile", "seconds": seconds})["rows"]
     balances = proposals(peers, profile, partitions)
     measured: dict[str, list[float]] = {way: [] for way in balances}  # the slowest partition of each round
     progress = Progress(rounds)
@@ -172,7 +153,7 @@ def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float
                 for process, (start, end) in zip(
                     processes.values(), pairwise(accumulate(balance, initial=0)), strict=True
                 ):
-                    request = {"kind": "run", "model": "uneven", "start": start, "end": end, "seconds": 0.5}
+                    request = {"kind": "run", "start": start, "end": end, "seconds": 0.5}
                     slowest = max(slowest, process.ask(request)["seconds"])
                 measured[way].append(slowest)
 
@@ -224,14 +205,6 @@ def solving_time(result: dict[str, Any]) -> str:
     return table_of(result["time"], columns)
 
 
-def balance_models(result: dict[str, Any]) -> str:
-    columns: dict[str, Any] = {key: key for key in ("model", "layers", "partitions")}
-    for name in PEERS:
-        columns[f"{name}: ratio"] = lambda row, name=name: (row[name]["ratio"] and f"{row[name]['ratio']:.3f}") or "-"
-        columns[f"{name}: ms"] = lambda row, name=name: _milliseconds(row[name]["seconds"])
-    return table_of(result["models"], columns)
-
-
 def _milliseconds(seconds: dict[str, float] | float | None) -> str:
     if seconds is None:
         return "too long"
@@ -252,7 +225,6 @@ def show(result: dict[str, Any]) -> dict[str, str]:
     return {
         "largest load over the smallest possible one": balance_vectors(result),
         "solving time": solving_time(result),
-        "largest load over the smallest possible one, for measured times": balance_models(result),
         "a step of the pipeline, each partition timed in a process of its own": balance_reality(result),
     }
 
@@ -273,7 +245,6 @@ def main() -> None:
             unit="ratios: largest load over the smallest possible one; seconds",
             vectors=quality(peers, 1400 if full else 140, args.limit),
             time=growth(peers, sizes, args.limit),
-            models=models(peers, 5.0 if full else 1.0, args.limit),
             reality=reality(peers, args.partitions, args.chunks, 20.0 if full else 5.0, rounds),
         )
 

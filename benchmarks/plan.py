@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.plan_choice import choice, plan_choice
 from benchmarks.plan_prediction import plan_memory, plan_prediction, prediction
-from benchmarks.plan_search import plan_search, plan_search_single, search
+from benchmarks.plan_search import plan_search, search
 from benchmarks.plan_splits import plan_optimal, plan_splits, splits
 from benchmarks.program import Command
 from benchmarks.records import aims_table as plan_aims
@@ -34,7 +34,6 @@ __all__ = [
     "plan_optimal",
     "plan_prediction",
     "plan_search",
-    "plan_search_single",
     "plan_splits",
 ]
 
@@ -54,8 +53,7 @@ def show(result: dict[str, Any]) -> dict[str, str]:
         "the planned way among all": plan_choice(result),
         "the search beside all choices": plan_optimal(result),
         "balances of others, over ours": plan_splits(result),
-        "the search, all alternatives": plan_search(result),
-        "the search, one schedule": plan_search_single(result),
+        "the search": plan_search(result),
         "what was aimed at": plan_aims(result),
     }
     return {title: text for title, text in told.items() if text}

@@ -1,31 +1,26 @@
 """How long the search for a plan takes: 100 random layers on 8 devices.
 
-One question asks for all schedules and numbers of micro-batches, as a plan does, with less memory from row to row:
-shares of what the best choice without any limit needs. Beside that stands a single schedule with a single number of
-micro-batches, as the search gets it, with random problems of another kind.
+A question asks for all schedules and numbers of micro-batches, as a plan does, with less memory from row to row:
+shares of what the best choice without any limit needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from dataclasses import replace
 from random import Random
 from time import process_time
 from typing import Any
 
 from benchmarks.balance import random_costs
-from benchmarks.plan_splits import random_problem
 from benchmarks.program import Progress
 from benchmarks.records import of_part, table
-from torchgpipe.schedule.programs import RESIDENT
 from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.problem import Device
-from torchgpipe_balancing.planning.search import Search
 
-__all__ = ["plan_search", "plan_search_single", "search"]
+__all__ = ["plan_search", "search"]
 
 #: Of the costs of `benchmarks.balance`: very uneven layers, and blocks that repeat.
 KINDS = ("lognormal", "blocks")
@@ -60,11 +55,11 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
 
 
 def asked(size: int, devices: int) -> list[dict[str, Any]]:
-    """Return rows of whole questions: seconds, and the step, for each kind of costs and each limit."""
+    """Return a row for each question: seconds, and the step, for each kind of costs and each limit."""
     rows = []
     progress = Progress(len(KINDS))
     for kind in KINDS:
-        progress(f"{size} layers on {devices} devices, all alternatives: {kind}")
+        progress(f"{size} layers on {devices} devices: {kind}")
         question = random_question(size, devices, kind)
         needs = math.inf
         for share in SHARES:
@@ -89,38 +84,17 @@ def told(tried: Tried, seconds: float) -> dict[str, Any]:
     return found | {"step": best.seconds, "balances": sum(one.tried for one in tried.fitting)}
 
 
-def timed(size: int, devices: int) -> list[dict[str, Any]]:
-    """Return rows of a schedule with a number of micro-batches: seconds of the search, and what moves have gained."""
-    rows = []
-    progress = Progress(len(RESIDENT))
-    for name in RESIDENT:
-        progress(f"{size} layers on {devices} devices: {name}")
-        for m in (4, 8, 16, 32, 64):
-            share = {"GPipe": 0.7 * max(1, m / devices), "1F1B": 0.7, "Interleaved1F1B": 0.9}.get(name, 1.5)
-            problem = random_problem(name, Random(m), size, devices, m, share)
-            start = process_time()
-            made = Search(problem)
-            first = made.seconds
-            made.improve()
-            row: dict[str, Any] = {"schedule": name, "m": m, "seconds": process_time() - start, "tried": made.tried}
-            row |= {"gain": None, "recomputed": None}
-            if made.fits:
-                row |= {"gain": first / made.seconds - 1, "recomputed": len(made.choice().recomputed)}
-            rows.append(row)
-    return rows
-
-
 def search(args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds, of whole questions and of single schedules.
+    """Return seconds of the search, for each question.
 
     Args:
         args: `search`, the numbers of layers and devices
     """
-    return {"rows": asked(*args.search), "single": timed(*args.search)}
+    return {"rows": asked(*args.search)}
 
 
 def plan_search(result: dict[str, Any]) -> str:
-    """Return a table of whole questions."""
+    """Return a table of the questions."""
     lines = []
     for row in of_part(result, "search"):
         lines.append(
@@ -133,19 +107,4 @@ def plan_search(result: dict[str, Any]) -> str:
             ]
         )
     header = ["costs", "memory", "search, CPU s", "balances simulated", "chosen", "layers recomputed", "step, s"]
-    return table(lines, header) if lines else ""
-
-
-def plan_search_single(result: dict[str, Any]) -> str:
-    """Return a table of single schedules, over several numbers of micro-batches."""
-    rows = of_part(result, "search", "single")
-    lines = []
-    for name in dict.fromkeys(row["schedule"] for row in rows):
-        own = [row for row in rows if row["schedule"] == name]
-        gains = [row["gain"] for row in own if row["gain"] is not None]
-        middle = [f"{1e3 * statistics.median(row['seconds'] for row in own):.0f}"]
-        middle.append(f"{statistics.median(row['tried'] for row in own):.0f}")
-        shown = ["-", "-"] if not gains else [f"{statistics.median(gains):.1%}", f"{max(gains):.1%}"]
-        lines.append([name, len(own) - len(gains), *middle, *shown])
-    header = ["schedule", "misfits", "search, CPU ms", "balances", "median gain by moves", "largest gain"]
     return table(lines, header) if lines else ""

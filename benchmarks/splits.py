@@ -1,9 +1,4 @@
-"""The child of balance.py: splits cost vectors, profiles models, and times partitions.
-
-The models are small enough for a CPU and uneven in the ways that real ones are: a convolutional network whose time
-lies in its first layers and whose parameters lie in its last, a residual one, and a transformer with an embedding
-and a head around equal blocks; and one made to be as uneven as can be.
-"""
+"""The child of balance.py: splits cost vectors, profiles a model that is as uneven as can be, and times partitions."""
 
 from __future__ import annotations
 
@@ -18,33 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import gpt, resnet
 from benchmarks.peers import Answer, Request, serve
-
-
-def vgg16() -> tuple[nn.Sequential, Tensor]:
-    """Return VGG-16 with batch norm (Simonyan and Zisserman, 2014), half as wide, and 64 x 64 images."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in (32, 32, 0, 64, 64, 0, 128, 128, 128, 0, 256, 256, 256, 0, 256, 256, 256, 0):
-        if width:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-            channels = width
-        else:
-            layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(1024, 2048), nn.ReLU(inplace=True), nn.Dropout()]
-    layers += [nn.Linear(2048, 2048), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(2048, 1000)]
-    return nn.Sequential(*layers), torch.rand(4, 3, 64, 64)
-
-
-def resnet50() -> tuple[nn.Sequential, Tensor]:
-    """Return ResNet-50 and 64 x 64 images."""
-    return resnet((3, 4, 6, 3)), torch.rand(4, 3, 64, 64)
-
-
-def transformer() -> tuple[nn.Sequential, Tensor]:
-    """Return a language model of twelve blocks whose vocabulary makes the head outweigh several of them."""
-    return gpt(16000, 12, 4, 128, 64), torch.randint(16000, (2, 64))
 
 
 def uneven() -> tuple[nn.Sequential, Tensor]:
@@ -58,18 +27,10 @@ def uneven() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*layers), torch.rand(4, 3, 48, 48)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
-    "vgg16": vgg16,
-    "resnet50": resnet50,
-    "transformer": transformer,
-    "uneven": uneven,
-}
-
-
 @cache
-def model(name: str) -> tuple[nn.Sequential, Tensor]:
+def model() -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
-    return MODELS[name]()
+    return uneven()
 
 
 @contextmanager
@@ -124,7 +85,7 @@ def profile(peer: str, request: Request) -> Answer:
     """Return the rows of a report."""
     import torchgpipe_balancing
 
-    module, sample = model(request["model"])
+    module, sample = model()
     report = torchgpipe_balancing.profile(module, sample, device="cpu", timeout=request["seconds"])
     print(report)
     return {"rows": report.rows(), "rounds": report.rounds}
@@ -132,7 +93,7 @@ def profile(peer: str, request: Request) -> Answer:
 
 def run(peer: str, request: Request) -> Answer:
     """Return the seconds that layers `start` to `end` take together, for a checkpointed micro-batch."""
-    module, sample = model(request["model"])
+    module, sample = model()
     with torch.no_grad():
         input = module[: request["start"]](sample)
     partition = module[request["start"] : request["end"]]

@@ -225,7 +225,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "plan_optimal": ("plan", plan.plan_optimal),
         "plan_splits": ("plan", plan.plan_splits),
         "plan_search": ("plan", plan.plan_search),
-        "plan_search_single": ("plan", plan.plan_search_single),
         "plan_aims": ("plan", plan.plan_aims),
         "faults": ("faults", faults.faults),
         "robustness": ("robustness", robustness.robustness),

@@ -30,8 +30,7 @@ from torch import nn
 from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.measure import profile, profile_sizes
 from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.profiles import LayerProfile, Profile
-from torchgpipe_balancing.sizes import footprints
+from torchgpipe_balancing.profiles import LayerProfile, Profile, footprints
 from torchgpipe_balancing.walk import layers_of
 
 if TYPE_CHECKING:

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.devices.device import default_device
+from torchgpipe.devices.memory import bytes_of, storages_of
+from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
-from torchgpipe_balancing.profiles import LayerProfile, Profile
-from torchgpipe_balancing.sizes import SizeCounter, Sizes
-from torchgpipe_balancing.times import Timer, Times
-from torchgpipe_balancing.walk import layers_of, shapes_of, tensors_in, walk
+from torchgpipe_balancing.profiles import LayerProfile, Profile, Sizes, Times
+from torchgpipe_balancing.walk import Input, Output, gradients_of, layers_of, run, shapes_of, tensors_in, walk
 
-__all__ = ["profile", "profile_sizes", "undisturbed"]
+__all__ = ["Saved", "profile", "profile_sizes", "undisturbed"]
+
+T = TypeVar("T")
 
 
 def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None, timeout: float = 1.0) -> Profile:
@@ -73,11 +78,11 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None,
     place = _place(device, module, sample)
 
     with undisturbed([place]):
-        sizes = walk(module, sample, place, SizeCounter())
+        sizes = walk(module, sample, place, _SizeCounter())
         rounds: list[list[Times]] = []
         end = time.perf_counter() + timeout
         while not rounds or time.perf_counter() < end:
-            rounds.append(walk(module, sample, place, Timer(place)))
+            rounds.append(walk(module, sample, place, partial(_timed_runs, device=place)))
 
     return Profile(
         layers=tuple(
@@ -100,7 +105,81 @@ def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device | None =
     """
     place = _place(device, module, sample)
     with undisturbed([place]):
-        return walk(module, sample, place, SizeCounter())
+        return walk(module, sample, place, _SizeCounter())
+
+
+class Saved:
+    """A tensor that autograd has saved, in a class that can be referred to weakly."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached, because an operation that saves its output would otherwise hold itself.
+        self.tensor = tensor.detach()
+
+
+class _SizeCounter:
+    """Count what a layer keeps for backward, and what it owns.
+
+    Two layers often keep the same storage: the one as its output, the next as its input. It counts for the first.
+    """
+
+    def __init__(self) -> None:
+        self._counted: set[int] = set()
+
+    def __call__(self, layer: nn.Module, input: Input) -> tuple[Output, Sizes]:
+        # Weak, because a tensor that autograd drops before the layer returns is not kept.
+        saved: WeakSet[Saved] = WeakSet()
+
+        def pack(tensor: Tensor) -> Saved:
+            packed = Saved(tensor)
+            saved.add(packed)
+            return packed
+
+        with saved_tensors_hooks(pack, lambda packed: packed.tensor):
+            output = run(layer, input)
+
+        kept = storages_of(packed.tensor for packed in saved)
+        new = kept.keys() - storages_of(chain(layer.parameters(), layer.buffers())).keys() - self._counted
+        # Without skips: they move to the host, and a later tensor can get their address.
+        self._counted = (self._counted | new) & storages_of(tensors_in(output.value)).keys()
+        sizes = Sizes(
+            activations=sum(kept[key] for key in new),
+            parameters=bytes_of(layer.parameters()),
+            buffers=bytes_of(layer.buffers()),
+            output=bytes_of(tensors_in(output)),
+        )
+        torch.autograd.backward(*gradients_of(output))
+        return output, sizes
+
+
+def _timed_runs(layer: nn.Module, input: Input, device: torch.device) -> tuple[Output, Times]:
+    """Time the runs of a layer for one input."""
+    trained = any(tensor.requires_grad for tensor in chain(layer.parameters(), tensors_in(input)))
+
+    # Layers may work in place, so every run but the last gets an input of its own.
+    def cloned() -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), input)
+
+    with torch.no_grad():
+        run(layer, cloned())  # The first run of a copy is slower.
+        recompute = _timed(device, run, layer, cloned())[1] if trained else 0.0
+    output, forward = _timed(device, run, layer, input)
+    tensors, gradients = gradients_of(output)
+    backward = _timed(device, torch.autograd.backward, tensors, gradients)[1] if tensors else 0.0
+    return output, Times(forward, recompute, backward)
+
+
+def _timed(device: torch.device, function: Callable[..., T], *args: Any) -> tuple[T, float]:
+    """Call a function, and return its result and the seconds that the device took."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        return function(*args), time.perf_counter() - start
+    torch.accelerator.synchronize(device)
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    begin.record()
+    result = function(*args)
+    end.record()
+    end.synchronize()
+    return result, begin.elapsed_time(end) / 1000  # milliseconds
 
 
 def _median(rounds: Iterable[Times]) -> Times:

@@ -13,9 +13,9 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from torchgpipe_balancing.split import SplitProblem, best_split
+from torchgpipe_balancing.split import best_split
 
 __all__ = ["check_partitions", "partition"]
 
@@ -65,27 +65,27 @@ def partition(
 
     if (size is None) != (limit is None):
         raise ValueError("sizes and limits go together: give both, or neither")
-    if partitions is None:
-        known = speed if speed is not None else limit
-        if known is None:
-            raise ValueError("partitions is missing: give it, or speeds or limits, one for each partition")
-        partitions = len(known)
+    known = speed or limit
+    if partitions is None and known is None:
+        raise ValueError("partitions is missing: give it, or speeds or limits, one for each partition")
+    n = len(known or ()) if partitions is None else partitions
+    check_partitions(len(cost), n)
+    for name, numbers, count, of in (
+        ("speeds", speed, n, "partitions"),
+        ("sizes", size, len(cost), "layers"),
+        ("limits", limit, n, "partitions"),
+    ):
+        if numbers is not None and len(numbers) != count:
+            raise ValueError(f"{name} has {len(numbers)} numbers, for {count} {of}")
 
-    check_partitions(len(cost), partitions)
-    _check_length("speeds", speed, partitions, "partitions")
-    _check_length("sizes", size, len(cost), "layers")
-    _check_length("limits", limit, partitions, "partitions")
-
-    slowness = [1 / s for s in speed or [Fraction(1)] * partitions]
     # Sizes and limits are in one unit.
-    memory = _whole([*(size or [Fraction(0)] * len(cost)), *(limit or [Fraction(0)] * partitions)])
-    problem = SplitProblem(
-        costs=_sums(_whole(cost)),
-        sizes=_sums(memory[: len(cost)]),
-        slowness=_whole(slowness),
+    memory = _whole([*(size or [Fraction(0)] * len(cost)), *(limit or [Fraction(0)] * n)])
+    cuts = best_split(
+        costs=_whole(cost),
+        sizes=memory[: len(cost)],
+        slowness=_whole([1 / one for one in speed or [Fraction(1)] * n]),
         limits=memory[len(cost) :],
     )
-    cuts = best_split(problem)
     if cuts is None:
         raise ValueError(f"sizes do not fit into limits: {_misfit(size or [], limit or [])}")
     return [end - start for start, end in pairwise(cuts)]
@@ -142,20 +142,10 @@ def _fraction(value: float) -> Fraction | None:
         return None
 
 
-def _check_length(name: str, values: list[Fraction] | None, length: int, of: str) -> None:
-    if values is not None and len(values) != length:
-        raise ValueError(f"{name} has {len(values)} numbers, for {length} {of}")
-
-
 def _whole(numbers: Sequence[Fraction]) -> list[int]:
     """Return the numbers as multiples of a unit in which all of them are whole."""
     unit = math.lcm(*(number.denominator for number in numbers))
     return [number.numerator * (unit // number.denominator) for number in numbers]
-
-
-def _sums(numbers: Iterable[int]) -> list[int]:
-    """Return the sum of the numbers before each number, and the sum of all."""
-    return list(accumulate(numbers, initial=0))
 
 
 def _plain(number: Fraction) -> int | float:

@@ -8,19 +8,74 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
 
 from torchgpipe.devices.memory import shown_size
 from torchgpipe_balancing.partition import partition
-from torchgpipe_balancing.sizes import Sizes, footprints
-from torchgpipe_balancing.times import Times
+from torchgpipe_balancing.table import table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["LayerProfile", "Profile"]
+__all__ = ["LayerProfile", "Profile", "Sizes", "Times", "footprints"]
 
 By = Literal["time", "size"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of a layer for the sample, in seconds.
+
+    Attributes:
+        forward: forward, which builds the graph for backward
+        recompute: what checkpointing adds: one forward without a graph; 0 if nothing is recomputed
+        backward: backward; 0 if the output needs no gradient
+    """
+
+    forward: float
+    recompute: float
+    backward: float
+
+    def total(self, *, recompute: bool = True) -> float:
+        """Return the seconds for forward and backward, with recomputation or without."""
+        return self.forward + self.backward + (self.recompute if recompute else 0.0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a layer holds, in bytes.
+
+    Attributes:
+        activations: what autograd saves for backward, without what an earlier layer already keeps
+        parameters: its parameters
+        buffers: its buffers
+        output: the output to the next layer, and the skips to later layers
+    """
+
+    activations: int
+    parameters: int
+    buffers: int
+    output: int
+
+
+def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
+    """Return the bytes that each layer takes in training: activations / chunks + parameters x param_scale.
+
+    Args:
+        sizes: what each layer holds
+
+    Keyword Args:
+        chunks: the number of micro-batches that the sample will be split into; one of them is counted
+        param_scale: how many times parameters are held, gradients and the optimizer's state included
+
+    Raises:
+        ValueError: `chunks` is below 1, or `param_scale` negative.
+
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks must be 1 or more, not {chunks}")
+    if not param_scale >= 0:
+        raise ValueError(f"param_scale must be 0 or more, not {param_scale}")
+    return [size.activations / chunks + size.parameters * param_scale for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -158,29 +213,16 @@ class Profile:
         rows = self.rows()
         figures = [name for name, show in columns.items() if show is not str]
         rows.append({"layer": "total", "type": "", **{name: sum(row[name] for row in rows) for name in figures}})
-        cells = [[show(row[name]) for name, show in columns.items()] for row in rows]
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-
-        def line(row: Iterable[str]) -> str:
-            aligned = [
-                cell.ljust(width) if index < 2 else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            return "  ".join(aligned)
-
-        rule = "  ".join("-" * width for width in widths)
-        recomputed = sum(layer.times.recompute for layer in self.layers) / (sum(self.costs()) or 1.0)
-        return "\n".join(
-            [
-                line(columns),
-                rule,
-                *map(line, cells[:-1]),
-                rule,
-                line(cells[-1]),
-                f"One run of {self.sample} on {self.device}, medians of {self.rounds} "
-                f"round{'s' * (self.rounds != 1)}; {recomputed:.0%} of the time is recomputation.",
-            ]
+        header, *lines, total = table(
+            [[*columns], *[[show(row[name]) for name, show in columns.items()] for row in rows]], left=(0, 1)
         )
+        rule = "-" * len(header)
+        recomputed = sum(layer.times.recompute for layer in self.layers) / (sum(self.costs()) or 1.0)
+        told = (
+            f"One run of {self.sample} on {self.device}, medians of {self.rounds} round{'s' * (self.rounds != 1)}; "
+            f"{recomputed:.0%} of the time is recomputation."
+        )
+        return "\n".join([header, rule, *lines, rule, total, told])
 
     def plot(
         self,
@@ -190,48 +232,39 @@ class Profile:
         recompute: bool = True,
         chunks: int = 1,
         param_scale: float = 2.0,
-    ) -> Figure:
-        """Draw the cost of each layer, and the cuts between partitions. ::
+        path: str | PathLike[str] | None = None,
+    ) -> str:
+        """Draw a row for each partition, and in it a box for each layer, as wide as the layer costs. ::
 
-            profile.plot(profile.balance(4)).savefig("balance.png")
+            profile.plot(profile.balance(4), path="balance.svg")
 
         Args:
-            balance: the number of layers in each partition (default: no cuts)
+            balance: the number of layers in each partition (default: all in one)
             by: what to draw, 'time' or 'size'
 
         Keyword Args:
             recompute, chunks, param_scale: as in :meth:`costs`
+            path: the file to write
+
+        Returns:
+            the picture, as SVG
 
         Raises:
-            ImportError: Matplotlib is not installed.
             ValueError: as in :meth:`costs`, or `balance` does not add up to the number of layers.
 
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("plot needs Matplotlib: pip install matplotlib") from error
+        from torchgpipe_balancing.planning.picture import draw_costs  # An import of its own, as of all planning.
 
         costs = self.costs(by, recompute=recompute, chunks=chunks, param_scale=param_scale)
         balance = [len(costs)] if balance is None else list(balance)
         if sum(balance) != len(costs):
             raise ValueError(f"balance {balance} adds up to {sum(balance)} layers, not {len(costs)}")
-
-        scale, unit = (1e3, "ms") if by == "time" else (2.0**-20, "MiB")
-        heights = [cost * scale for cost in costs]
-        figure = Figure(figsize=(min(4 + 0.3 * len(costs), 24), 4), layout="constrained")
-        axes = figure.add_subplot()
-        for j, (start, end) in enumerate(pairwise(accumulate(balance, initial=0))):
-            load = sum(heights[start:end])
-            axes.bar(range(start, end), heights[start:end], label=f"partition {j}: {load:.3g} {unit}")
-            if start:
-                axes.axvline(start - 0.5, color="black", linestyle="--", linewidth=1)
-        axes.set_xticks(range(len(costs)), [layer.name for layer in self.layers], rotation=90)
-        axes.set_xlabel("layer")
-        axes.set_ylabel(f"{by} ({unit})")
-        axes.set_title(f"{self.sample} on {self.device}")
-        axes.legend()
-        return figure
+        named = list(zip([layer.name for layer in self.layers], costs))
+        partitions = [named[start:end] for start, end in pairwise(accumulate(balance, initial=0))]
+        drawn = draw_costs(partitions, _time if by == "time" else shown_size, f"{self.sample} on {self.device}")
+        if path is not None:
+            Path(path).write_text(drawn)
+        return drawn
 
 
 def _time(seconds: float) -> str:

@@ -18,101 +18,96 @@ number of layers.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import inf
-from typing import TypeAlias
 
-__all__ = ["SplitProblem", "best_split"]
-
-Join: TypeAlias = Callable[[int, float], float]
+__all__ = ["best_split"]
 
 
-@dataclass(frozen=True)
-class SplitProblem:
-    """Layers in a row, and the devices to spread them over.
+def best_split(
+    costs: Sequence[int], sizes: Sequence[int], slowness: Sequence[int], limits: Sequence[int]
+) -> list[int] | None:
+    """Return the cuts of the best split, or None if no split keeps the limits.
 
-    Attributes:
-        costs: the sum of the costs before each cut
-        sizes: the sum of the sizes before each cut
+    Args:
+        costs: the cost of each layer
+        sizes: the size of each layer
         slowness: for each partition, the factor that turns the costs of its layers into its load
         limits: for each partition, the largest sum of sizes
     """
+    split = _Split(costs, sizes, slowness, limits)
+    cuts = split.least(bound=None)
+    if cuts is None:
+        return None
+    return split.least(bound=max(split.load(j, start, end) for j, (start, end) in enumerate(pairwise(cuts))))
 
-    costs: list[int]
-    sizes: list[int]
-    slowness: list[int]
-    limits: list[int]
+
+class _Split:
+    """Layers in a row, by the sums of their costs and sizes before each cut, and devices to spread them over."""
+
+    def __init__(
+        self, costs: Sequence[int], sizes: Sequence[int], slowness: Sequence[int], limits: Sequence[int]
+    ) -> None:
+        self._costs, self._sizes = (list(accumulate(values, initial=0)) for values in (costs, sizes))
+        self._slowness, self._limits = slowness, limits
 
     def load(self, j: int, start: int, end: int) -> int:
         """Return the load of partition j if it has the layers between two cuts."""
-        return (self.costs[end] - self.costs[start]) * self.slowness[j]
+        return (self._costs[end] - self._costs[start]) * self._slowness[j]
 
-    def farthest_end(self, j: int, start: int, bound: int) -> int:
+    def least(self, bound: int | None) -> list[int] | None:
+        """Return the cuts with the least sum of squared loads that are within a bound; or with the least largest load.
+
+        Args:
+            bound: the largest load, or None to find it
+        """
+        layers, n = len(self._costs) - 1, len(self._slowness)
+        least: list[float] = [inf] * layers + [0]
+        best_ends: list[list[int]] = []
+        for j in reversed(range(n)):
+            least, best_end = self._with_partition(j, bound, least)
+            best_ends.insert(0, best_end)
+        if least[0] == inf:
+            return None
+        return list(accumulate(best_ends, lambda cut, best_end: best_end[cut], initial=0))
+
+    def _with_partition(self, j: int, bound: int | None, rest: list[float]) -> tuple[list[float], list[int]]:
+        """Put partition j in front of the later ones.
+
+        Args:
+            rest: for each cut, what the later partitions join to if they start there; infinite if they cannot
+
+        Returns:
+            For each cut, what partition j and the later ones join to if partition j starts there, and its best end.
+        """
+        least: list[float] = [inf] * len(rest)
+        best_end = [0] * len(rest)
+
+        def search(first: int, last: int, left: int, right: int) -> None:
+            """Find the best ends of the starts from `first` to `last`, all of which lie from `left` to `right`."""
+            if first > last:
+                return
+            start = (first + last) // 2
+            # Without any end here, starts further left have no end beyond this start either.
+            best_end[start] = start
+            for end in range(max(left, start + 1), min(right, self._farthest_end(j, start, bound)) + 1):
+                if rest[end] < least[start]:  # Otherwise this end is no better: joining never makes less of `rest`.
+                    load = self.load(j, start, end)
+                    joined = max(load, rest[end]) if bound is None else load * load + rest[end]
+                    if joined < least[start]:
+                        least[start], best_end[start] = joined, end
+            search(first, start - 1, left, best_end[start])
+            search(start + 1, last, best_end[start], right)
+
+        # Each partition before this one, and each one after it, needs a layer.
+        layers, after = len(rest) - 1, len(self._slowness) - 1 - j
+        search(j, layers - after - 1, j + 1, layers - after)
+        return least, best_end
+
+    def _farthest_end(self, j: int, start: int, bound: int | None) -> int:
         """Return the last cut where partition j may end, by its limit and by a bound on its load."""
-        by_cost = bisect_right(self.costs, self.costs[start] + bound // self.slowness[j])
-        by_size = bisect_right(self.sizes, self.sizes[start] + self.limits[j])
-        return min(by_cost, by_size) - 1
-
-
-def best_split(problem: SplitProblem) -> list[int] | None:
-    """Return the cuts of the best split, or None if no split keeps the limits."""
-    no_bound = problem.costs[-1] * max(problem.slowness)
-    cuts = _least(problem, no_bound, max)
-    if cuts is None:
-        return None
-    bound = max(problem.load(j, start, end) for j, (start, end) in enumerate(pairwise(cuts)))
-    return _least(problem, bound, lambda load, rest: load * load + rest)
-
-
-def _least(problem: SplitProblem, bound: int, join: Join) -> list[int] | None:
-    """Return the cuts of the split whose joined loads are least, or None if no split keeps the bound and the limits."""
-    layers, partitions = len(problem.costs) - 1, len(problem.slowness)
-    rest: list[float] = [inf] * layers + [0]
-    best_ends: list[list[int]] = []
-    for j in reversed(range(partitions)):
-        rest, best_end = _with_partition(problem, j, bound, join, rest)
-        best_ends.append(best_end)
-    if rest[0] == inf:
-        return None
-    cuts = [0]
-    for best_end in reversed(best_ends):
-        cuts.append(best_end[cuts[-1]])
-    return cuts
-
-
-def _with_partition(
-    problem: SplitProblem, j: int, bound: int, join: Join, rest: list[float]
-) -> tuple[list[float], list[int]]:
-    """Put partition j in front of the later ones.
-
-    Args:
-        rest: for each cut, what the later partitions join to if they start there; infinite if they cannot
-
-    Returns:
-        For each cut, what partition j and the later ones join to if partition j starts there, and its best end.
-    """
-    least: list[float] = [inf] * len(rest)
-    best_end = [0] * len(rest)
-
-    def search(first: int, last: int, left: int, right: int) -> None:
-        """Find the best ends of the starts from `first` to `last`, all of which lie from `left` to `right`."""
-        if first > last:
-            return
-        start = (first + last) // 2
-        # Without any end here, starts further left have no end beyond this start either.
-        best_end[start] = start
-        for end in range(max(left, start + 1), min(right, problem.farthest_end(j, start, bound)) + 1):
-            if rest[end] < least[start]:  # Otherwise this end is no better: joining never makes less of `rest`.
-                joined = join(problem.load(j, start, end), rest[end])
-                if joined < least[start]:
-                    least[start], best_end[start] = joined, end
-        search(first, start - 1, left, best_end[start])
-        search(start + 1, last, best_end[start], right)
-
-    # Each partition before this one, and each one after it, needs a layer.
-    after = len(problem.slowness) - 1 - j
-    layers = len(rest) - 1
-    search(j, layers - after - 1, j + 1, layers - after)
-    return least, best_end
+        end = bisect_right(self._sizes, self._sizes[start] + self._limits[j])
+        if bound is not None:
+            end = min(end, bisect_right(self._costs, self._costs[start] + bound // self._slowness[j]))
+        return end - 1

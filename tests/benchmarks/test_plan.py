@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("matplotlib")
 
@@ -15,7 +16,7 @@ from tests.benchmarks.test_benchmarks import run_parts
 
 pytestmark = pytest.mark.slow
 
-TINY = "--seeds 1 --shrink 1000 --measure 0 --turns 1 --steps 1 --rounds 1 --tables 5 --search 8 2"
+TINY = "--seeds 1 --shrink 100000 --measure 0 --turns 1 --steps 1 --rounds 1 --tables 5 --search 8 2"
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,8 @@ def test_parts_are_run_one_by_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan_prediction, "FAMILIES", ("mlp",))
+    tiny = nn.Sequential(*[nn.Linear(8, 8) for _ in range(plan_choice.LAYERS)])
+    monkeypatch.setitem(plan_models.FAMILIES, "mlp", lambda random: (tiny, torch.randn(4, 8)))
     monkeypatch.setattr(plan_prediction, "LIMITED", 1)
     monkeypatch.setattr(plan_choice, "MODELS", plan_choice.MODELS[:1])
     monkeypatch.setattr(plan_choice, "CHUNKS", (4,))

@@ -11,7 +11,7 @@ import torchgpipe_balancing
 from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.measure import profile_sizes
 from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.sizes import footprints
+from torchgpipe_balancing.profiles import footprints
 from torchgpipe_balancing.walk import layers_of
 
 __all__ = ["available", "balance_by_size", "balance_by_time"]

@@ -14,7 +14,7 @@ import torchgpipe_balancing
 from torchgpipe.balance.balance import available
 from torchgpipe.devices.typing import Device
 from torchgpipe_balancing.measure import profile_sizes as sizes_of
-from torchgpipe_balancing.sizes import footprints
+from torchgpipe_balancing.profiles import footprints
 
 __all__ = ["profile_sizes", "profile_times"]
 

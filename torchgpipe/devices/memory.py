@@ -1,12 +1,16 @@
-"""The memory of a device: whether an error says that it has run out, how much is in use, and sizes for people."""
+"""Memory: whether an error says that it has run out, how much is in use, what tensors take, and sizes for people."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-__all__ = ["memory_in_use", "ran_out_of_memory", "read_size", "shown_size"]
+from torchgpipe.devices.torch_internals import storage_key
+
+__all__ = ["bytes_of", "memory_in_use", "ran_out_of_memory", "read_size", "shown_size", "storages_of"]
 
 #: What PyTorch's allocator of the CPU says, on Linux and on Windows; its errors have no type of their own.
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -33,6 +37,18 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int] | None:
     except RuntimeError:  # Not every kind of accelerator can tell, and this must not replace the error of the caller.
         return None
     return torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device), total
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all elements of the tensors. Sparse tensors have no storage, and do not count."""
+    return sum([tensor.nbytes for tensor in tensors if tensor.layout is torch.strided])
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the key and the bytes of each storage behind the tensors, once. Sparse tensors do not count."""
+    return {
+        storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.layout is torch.strided
+    }
 
 
 def shown_size(size: float) -> str:

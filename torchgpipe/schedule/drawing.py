@@ -71,7 +71,7 @@ class Box(NamedTuple):
         title: what a mouse over the box shows
         colour: the colour of the box
         ink: the colour of the number
-        thin: whether the box is a strip below the others, which it may overlap in time
+        top, bottom: where in its row the box begins and ends, as shares of the height
     """
 
     start: float
@@ -80,7 +80,8 @@ class Box(NamedTuple):
     title: str
     colour: str
     ink: str
-    thin: bool = False
+    top: float = 0.0
+    bottom: float = 1.0
 
 
 def draw_boxes(
@@ -89,6 +90,7 @@ def draw_boxes(
     width: int,
     title: str = "",
     legend: Mapping[str, str] = MappingProxyType({}),
+    height: int = 24,
 ) -> str:
     """Return an SVG with rows of boxes.
 
@@ -98,9 +100,9 @@ def draw_boxes(
         width: the width of the picture in pixels
         title: a line above the picture
         legend: names, each with its colour, for a line above the rows
+        height: the height of a row in pixels
     """
-    margin, height, gap = max(70, 8 + 7 * max([len(name) for name, _ in rows], default=0)), 24, 4
-    strip = 5 if any(box.thin for _, boxes in rows for box in boxes) else 0
+    margin, gap = max(70, 8 + 7 * max([len(name) for name, _ in rows], default=0)), 4
     scale = (width - margin) / (seconds or 1.0)
     top, x = 0, 0.5
     parts = []
@@ -114,17 +116,17 @@ def draw_boxes(
     top += 24 if legend else 0
     for k, (name, boxes) in enumerate(rows):
         y = top + k * (height + gap)
-        parts.append(_text(0, y + 16, name))
+        parts.append(_text(0, y + height / 2 + 4, name))
         for box in boxes:
             x, wide = margin + box.start * scale, (box.end - box.start) * scale
-            above, tall = (y + height - strip + 1, strip - 1) if box.thin else (y, height - strip)
+            place = f'x="{x:.1f}" y="{y + box.top * height:g}" width="{max(0.5, wide - 1):.1f}"'
             parts.append(
-                f'<rect x="{x:.1f}" y="{above}" width="{max(0.5, wide - 1):.1f}" height="{tall}" '
+                f'<rect {place} height="{(box.bottom - box.top) * height:g}" '
                 f'fill="{box.colour}"><title>{_escaped(box.title)}</title></rect>'
             )
-            if wide > 14 and box.number:
-                middle = f'x="{x + wide / 2:.1f}" y="{y + 16 - strip // 2}" text-anchor="middle"'
-                parts.append(f'<text {middle} fill="{box.ink}">{box.number}</text>')
+            if wide > max(14, 5 * len(box.number)) and box.number:
+                middle = f'x="{x + wide / 2:.1f}" y="{y + (box.top + box.bottom) / 2 * height + 4:g}"'
+                parts.append(f'<text {middle} text-anchor="middle" fill="{box.ink}">{_escaped(box.number)}</text>')
     size = f'viewBox="0 0 {width} {top + len(rows) * (height + gap)}" width="{width}"'
     style = 'font-family="sans-serif" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'

@@ -46,17 +46,22 @@ def draw(spans: Sequence[Span], rows: Sequence[Row], width: int | None = None) -
     """
     begin = min(span.start for span in spans)
     seconds = max(span.end for span in spans) - begin
+    has_copies = any(span.kind == "copy" for span in spans)
     distinct = len({row.device for row in rows}) == len(rows)
     drawn = [
         (
             str(row.device) if distinct else f"{row.partition} on {row.device}",
-            [_box(span, begin) for span in spans if span.partition == row.partition and span.kind not in TRANSFERS],
+            [
+                _box(span, begin, has_copies)
+                for span in spans
+                if span.partition == row.partition and span.kind not in TRANSFERS
+            ],
         )
         for row in rows
     ]
     for device in dict.fromkeys(row.device for row in rows):
         for kind in TRANSFERS:
-            lane = [_box(span, begin) for span in spans if (span.device, span.kind) == (device, kind)]
+            lane = [_box(span, begin, False) for span in spans if (span.device, span.kind) == (device, kind)]
             drawn += [(f"{kind} {device}", lane)] if lane else []
     legend = {
         kind.replace(" of the", ":"): _COLOURS[kind] for kind in KINDS if any(span.kind == kind for span in spans)
@@ -72,11 +77,13 @@ def _width(spans: Sequence[Span], seconds: float) -> int:
     return max(_NARROWEST, min(_WIDEST, round(100 + 16 * seconds / short))) if short else _NARROWEST
 
 
-def _box(span: Span, begin: float) -> Box:
+def _box(span: Span, begin: float, has_copies: bool) -> Box:
     of = "weights" if span.micro_batch == NO_MICRO_BATCH else f"micro-batch {span.micro_batch}"
     of += f", partition {span.partition}" * (span.kind in TRANSFERS)
     title = f"{span.kind} of {of}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
     number = str(span.micro_batch) if span.computes else ""
     colour = _FAILED if span.failed else _COLOURS[span.kind]
     ink = "#fff" if span.failed else _INK.get(span.kind, "")
-    return Box(span.start - begin, span.end - begin, number, title, colour, ink, span.kind == "copy")
+    # Copies are a strip below the cells, which they may overlap in time.
+    top, bottom = (0.84, 1.0) if span.kind == "copy" else (0.0, 0.8 if has_copies else 1.0)
+    return Box(span.start - begin, span.end - begin, number, title, colour, ink, top, bottom)

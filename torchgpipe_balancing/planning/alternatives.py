@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
-from torchgpipe_balancing.planning.costs import CellCosts, Costs
+from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, Problem
 from torchgpipe_balancing.planning.search import Search
 
@@ -107,7 +107,7 @@ class Tried(NamedTuple):
     """
 
     fitting: list[Alternative]
-    misfits: list[tuple[Alternative, list[float]]]
+    misfits: list[tuple[Alternative, tuple[float, ...]]]
 
 
 def alternatives(question: Question, *, keep: int = 10) -> Tried:
@@ -117,59 +117,38 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
         question: what to plan for
         keep: how many alternatives are wanted; of as many that begin as the quickest, those are improved that are near
     """
-    attempts = []
-    for chunks in question.chunks or default_chunks(question.batch, len(question.devices)):
-        for schedule in question.schedules:
-            problem = problem_of(question, schedule, chunks)
-            if problem is not None:
-                cells = question.costs.cells_at(rows_of(question.batch, chunks))
-                attempts.append(_Attempt(schedule, chunks, problem, cells, Search(problem)))
-    fitting = sorted([one for one in attempts if one.search.fits], key=lambda one: one.seconds)[:keep]
-    for attempt in fitting:
-        if attempt.seconds <= _FAR * fitting[0].seconds:
-            attempt.search.improve()
-    made = sorted([one.alternative() for one in fitting], key=lambda one: (one.seconds, max(one.memory)))
-    nearest = sorted([one for one in attempts if not one.search.fits], key=lambda one: one.search.excess)[:_NEAREST]
-    misfits = [(one, _lacking(question, one)) for one in [attempt.alternative() for attempt in nearest]]
-    return Tried(made, misfits)
+    counts = question.chunks or default_chunks(question.batch, len(question.devices))
+    problems = [problem_of(question, schedule, chunks) for chunks in counts for schedule in question.schedules]
+    searches = [Search(problem) for problem in problems if problem is not None]
+    fitting = sorted([one for one in searches if one.fits], key=lambda one: one.predicted)[:keep]
+    for search in fitting:
+        if search.predicted <= _FAR * fitting[0].predicted:
+            search.improve()
+    made = sorted(map(_alternative, fitting), key=lambda one: (one.seconds, max(one.memory)))
+    nearest = sorted([one for one in searches if not one.fits], key=lambda one: one.excess)[:_NEAREST]
+    limits = [device.memory for device in question.devices]
+    return Tried(
+        made,
+        [
+            (one, tuple([max(0.0, need - limit) for need, limit in zip(one.memory, limits)]))
+            for one in map(_alternative, nearest)
+        ],
+    )
 
 
-class _Attempt(NamedTuple):
-    """A schedule with a number of micro-batches, and the search for its choice."""
-
-    schedule: ScheduleName
-    chunks: int
-    problem: Problem
-    cells: CellCosts
-    search: Search
-
-    @property
-    def seconds(self) -> float:
-        """The predicted seconds of the best choice so far."""
-        return self.cells.predicted(self.search.seconds)
-
-    def alternative(self) -> Alternative:
-        choice = self.search.choice()
-        outcome = self.problem.outcome(choice)
-        m = 1 + max(action.i for own in self.problem.program for action in own)
-        again = m * sum(self.problem.layers[k].forward for k in choice.recomputed)
-        return Alternative(
-            self.schedule,
-            self.chunks,
-            self.problem.places,
-            choice,
-            self.cells.predicted(outcome.seconds),
-            tuple(outcome.memory),
-            tuple(outcome.simulation.peaks),
-            outcome.simulation.bubble,
-            sum(outcome.simulation.busy) - again,
-            again,
-            self.search.tried,
-        )
-
-
-def _lacking(question: Question, one: Alternative) -> list[float]:
-    return [max(0.0, need - device.memory) for need, device in zip(one.memory, question.devices)]
+def _alternative(search: Search) -> Alternative:
+    problem, choice, outcome = search.problem, search.choice, search.outcome
+    m = 1 + max(action.i for own in problem.program for action in own)
+    recomputing = m * sum(problem.layers[k].forward for k in choice.recomputed)
+    seconds = problem.predicted(outcome.seconds)
+    return Alternative(
+        *(problem.schedule, problem.chunks, problem.places, choice, seconds, tuple(outcome.memory)),
+        activations=tuple(outcome.simulation.peaks),
+        bubble=outcome.simulation.bubble,
+        working=sum(outcome.simulation.busy) - recomputing,
+        recomputing=recomputing,
+        tried=search.tried,
+    )
 
 
 def rows_of(batch: int, chunks: int) -> int:
@@ -202,6 +181,10 @@ def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Probl
         latency=costs.latency,
         per_byte=costs.per_byte,
         recomputes=question.recomputes,
+        schedule=schedule,
+        chunks=chunks,
+        factor=cell.factor,
+        step=cell.step,
     )
 
 

@@ -1,22 +1,33 @@
-"""Run a plan, and set what is measured beside what was predicted."""
+"""Run planned pipelines: the best alternatives, so that the quickest is chosen; and a plan, to check its predictions.
+
+A prediction is some per cent off, ten in the median of small models on a shared machine. Where alternatives are as
+close as that, only a run tells which one is quicker.
+"""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from torchgpipe.devices.device import device_module
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
-from torchgpipe_balancing.planning.peaks import activation_peaks
+from torchgpipe_balancing.planning.counting import activation_peaks
+from torchgpipe_balancing.planning.measure import timed
 from torchgpipe_balancing.planning.problem import Outcome
-from torchgpipe_balancing.planning.recorded import timed
-from torchgpipe_balancing.planning.subject import Subject
-from torchgpipe_balancing.planning.trials import way_of
+from torchgpipe_balancing.planning.subject import Subject, Way
+from torchgpipe_balancing.table import table
 
-__all__ = ["Check", "checked"]
+__all__ = ["Check", "checked", "tried_out", "way_of"]
+
+#: Alternatives that are predicted to take so much longer than the best are not run.
+_FAR = 1.15
+
+#: How often each alternative takes its turn, and the steps that are timed in each; another step runs before them.
+_TURNS, _STEPS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -44,20 +55,50 @@ class Check:
         return statistics.median(self.measured)
 
     def __str__(self) -> str:
-        lines = [("", "predicted", "measured", "predicted / measured")]
-        if self.predicted:
-            lines.append(("a step", *_cells(self.predicted * 1000, self.seconds * 1000, "{:.1f} ms")))
-        else:
-            lines.append(("a step", "-", f"{self.seconds * 1000:.1f} ms", "no times were known"))
-        for name, predicted, measured in zip(self.devices, self.predicted_bytes, self.measured_bytes):
-            lines.append((name, *_cells(predicted / 2**20, measured / 2**20, "{:.1f} MiB")))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+        step = _row("a step", self.predicted * 1000, self.seconds * 1000, "{:.1f} ms")
+        if not self.predicted:
+            step = ["a step", "-", step[2], "no times were known"]
+        sizes = zip(self.devices, self.predicted_bytes, self.measured_bytes)
+        held = [_row(name, predicted / 2**20, found / 2**20, "{:.1f} MiB") for name, predicted, found in sizes]
+        return "\n".join(table([["", "predicted", "measured", "predicted / measured"], step, *held], left=()))
 
 
-def _cells(predicted: float, measured: float, form: str) -> tuple[str, str, str]:
+def _row(name: str, predicted: float, measured: float, form: str) -> list[str]:
     ratio = f"{predicted / measured:.2f}" if measured else "-"
-    return form.format(predicted), form.format(measured), ratio
+    return [name, form.format(predicted), form.format(measured), ratio]
+
+
+def way_of(question: Question, one: Alternative) -> Way:
+    """Return how to pipeline a model for an alternative."""
+    devices = [torch.device(question.devices[place].name) for place in one.places]
+    return Way(one.choice.balance, devices, one.chunks, one.schedule, one.choice.recomputed)
+
+
+def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternative], count: int) -> list[Alternative]:
+    """Return the alternatives, those that were run with their measured times and in front, the quickest first.
+
+    Args:
+        subject: the model
+        question: what is planned for
+        fitting: the alternatives, the best predicted ones first
+        count: how many of them to run at most; one alone is not run
+    """
+    near = [one for one in fitting[:count] if one.seconds <= _FAR * fitting[0].seconds]
+    if len(near) < 2:
+        return list(fitting)
+    seconds: list[list[float]] = [[] for _ in near]
+    failed: set[int] = set()
+    for _ in range(_TURNS):
+        for k, one in enumerate(near):
+            if k not in failed:
+                try:
+                    way = way_of(question, one)
+                    model, step = subject.pipeline(way)
+                    seconds[k] += timed(model, partial(step, question.batch), way.devices, 1 + _STEPS)[1:]
+                except torch.OutOfMemoryError:  # The margin was too small for it.
+                    failed.add(k)
+    ran = [replace(one, measured=statistics.median(seconds[k])) for k, one in enumerate(near) if k not in failed]
+    return [*sorted(ran, key=lambda one: one.measured), *fitting[len(near) :]]
 
 
 def checked(subject: Subject, question: Question, one: Alternative, outcome: Outcome, steps: int) -> Check:
@@ -96,9 +137,8 @@ def _held(question: Question, one: Alternative, outcome: Outcome) -> list[float]
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
     problem = problem_of(question, one.schedule, one.chunks)
     assert problem is not None
-    seen = problem.simulated([part._replace(waiting=0.0) for part in outcome.partitions]).peaks
-    room = [
-        max(part.room for part, place in zip(outcome.partitions, one.places) if place == device)
-        for device in range(len(seen))
-    ]
-    return [peak + own for peak, own in zip(seen, room)]
+    held = problem.simulated([part._replace(waiting=0.0) for part in outcome.partitions]).peaks
+    room = [0.0 for _ in held]
+    for part, place in zip(outcome.partitions, one.places):
+        room[place] = max(room[place], part.room)
+    return [peak + own for peak, own in zip(held, room)]

@@ -79,10 +79,6 @@ class CellCosts:
     step: float = 0.0
     factor: float = 1.0
 
-    def predicted(self, simulated: float) -> float:
-        """Return the predicted seconds of a step, given its simulated seconds."""
-        return simulated * self.factor + self.step
-
 
 @dataclass(frozen=True)
 class Costs:

@@ -1,25 +1,28 @@
-"""Count the bytes that each layer holds for backward, and that go from layer to layer.
+"""Count activations: what each layer holds for backward, and the most that each device holds during a step.
 
 A hook of autograd sees every tensor that is saved for backward, in whatever thread; hooks of the layers tell which
-layer is running there. Each memory counts once, for the first layer that keeps it.
+layer is running there. So devices that share the memory of the CPU are told apart. Each memory counts once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices.memory import storages_of
 from torchgpipe.devices.torch_internals import storage_key
 from torchgpipe.frames.values import each
 from torchgpipe_balancing.planning.subject import Subject
 
-__all__ = ["Bytes", "counted"]
+__all__ = ["Bytes", "HeldBytes", "activation_peaks", "counted"]
 
 
 class Bytes(NamedTuple):
@@ -33,7 +36,7 @@ class Bytes(NamedTuple):
 
 
 def counted(subject: Subject, run: Callable[[], Any]) -> list[Bytes]:
-    """Return what each layer holds.
+    """Return what each layer holds. What several layers keep counts for the first of them.
 
     Args:
         subject: the model
@@ -46,53 +49,132 @@ def counted(subject: Subject, run: Callable[[], Any]) -> list[Bytes]:
     return found
 
 
-class _Saved:
-    """A tensor that autograd has saved, in a class that can be referred to weakly."""
+def activation_peaks(
+    subject: Subject, places: Sequence[int], recomputed: Collection[int], run: Callable[[], Any]
+) -> list[int]:
+    """Return the most bytes of activations that each device holds.
 
-    def __init__(self, tensor: Tensor, layer: int) -> None:
+    Args:
+        subject: the model
+        places: the index of the device of each layer
+        recomputed: the positions of the layers that are recomputed
+        run: runs a step
+    """
+    devices = [HeldBytes() for _ in range(1 + max(places))]
+    with _Peaks(subject, [devices[place] for place in places], recomputed):
+        run()
+    return [device.peak for device in devices]
+
+
+class HeldBytes:
+    """The bytes that are held in one place; each memory counts once.
+
+    Attributes:
+        peak: the most bytes so far
+        memories: the bytes of each memory that is held
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self.memories: dict[int, int] = {}
+        self._bytes = 0
+        self._holders: Counter[int] = Counter()
+        # The collector may drop a tensor in the midst of `hold`.
+        self._lock = threading.RLock()
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor, once more."""
+        with self._lock:
+            for key, size in storages_of([tensor]).items():
+                self._holders[key] += 1
+                if self._holders[key] == 1:
+                    self.memories[key] = size
+                    self._bytes += size
+                    self.peak = max(self.peak, self._bytes)
+
+    def drop(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor once less."""
+        with self._lock:
+            for key in storages_of([tensor]):
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    self._bytes -= self.memories.pop(key)
+
+
+class _Saved:
+    """A tensor that autograd has saved, and where it counts; nowhere if it is a parameter or the caller's."""
+
+    def __init__(self, tensor: Tensor, place: HeldBytes | None) -> None:
         # Detached, because an operation that saves its output would otherwise hold itself.
         self.tensor = tensor.detach()
-        self.layer = layer
+        self.place: HeldBytes | None = None
+        self.move(place)
+
+    def move(self, place: HeldBytes | None) -> None:
+        """Count in another place from now on, or not at all."""
+        if place is not None:
+            place.hold(self.tensor)
+        if self.place is not None:
+            self.place.drop(self.tensor)
+        self.place = place
+
+    def __del__(self) -> None:
+        self.move(None)
 
 
-class _Counter(ExitStack):
-    def __init__(self, subject: Subject) -> None:
+class _Watch(ExitStack):
+    """Hooks that count what autograd saves in each layer at the place of that layer."""
+
+    def __init__(self, subject: Subject, places: Sequence[HeldBytes]) -> None:
         super().__init__()
         self._running = threading.local()
-        #: Weak, because a tensor that autograd drops in forward is not kept.
-        self._saved: WeakSet[_Saved] = WeakSet()
-        #: What is kept at the end of forward: for each layer, the bytes of each memory.
-        self._kept: list[dict[int, int]] | None = None
-        self._lock = threading.Lock()
-        n = len(subject.layers)
-        self._inputs: list[dict[int, int] | None] = [None] * n
-        self._waiting = [0] * n
-        self._owned = {storage_key(tensor) for own in subject.owned() for tensor in own}
+        self._places = places
+        self._owned = set(storages_of([tensor for own in subject.owned() for tensor in own]))
         for k, names in enumerate(subject.layers):
-            for name in names:
-                self._watch(subject.module(name), k)
+            for module in map(subject.module, names):
+                self.callback(module.register_forward_pre_hook(partial(self._enter, k), with_kwargs=True).remove)
         self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
-    def _watch(self, module: nn.Module, k: int) -> None:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._running.layer = k
-            if self._inputs[k] is None:
-                self._inputs[k] = _bytes([tensor for _, tensor in each((args, kwargs))])
+    def _enter(self, k: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.layer = k
+        tensors = {storage_key(one): one for _, one in each((args, kwargs)) if one.layout is torch.strided}
+        if k == 0:
+            self._owned |= tensors.keys()  # The mini-batch is the caller's.
+        self._entered(k, tensors)
 
-        def leave(_: nn.Module, args: Any, output: Any) -> None:
-            # The gradient that waits for the second half of backward is as large as the output.
-            self._waiting[k] += sum([tensor.nbytes for _, tensor in each(output) if tensor.requires_grad])
-
-        self.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        for child in module.modules():
-            if any(parameter.requires_grad for parameter in child._parameters.values() if parameter is not None):
-                self.callback(child.register_forward_hook(leave).remove)
+    def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
+        raise NotImplementedError
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, getattr(self._running, "layer", 0))
-        with self._lock:
-            self._saved.add(saved)
-        return saved
+        place = self._places[getattr(self._running, "layer", 0)]
+        return _Saved(tensor, None if self._owned.intersection(storages_of([tensor])) else place)
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        return saved.tensor
+
+
+class _Counter(_Watch):
+    """Count for each layer, at the end of forward: what autograd has dropped until then is not kept."""
+
+    def __init__(self, subject: Subject) -> None:
+        layers = range(len(subject.layers))
+        self._kept: list[dict[int, int]] | None = None
+        self._inputs: list[dict[int, int] | None] = [None for _ in layers]
+        self._waiting = [0 for _ in layers]
+        self._lock = threading.Lock()
+        super().__init__(subject, [HeldBytes() for _ in layers])
+        for k, names in enumerate(subject.layers):
+            for child in [child for name in names for child in subject.module(name).modules()]:
+                if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
+                    self.callback(child.register_forward_hook(partial(self._left, k)).remove)
+
+    def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
+        if self._inputs[k] is None:
+            self._inputs[k] = storages_of(inputs.values())
+
+    def _left(self, k: int, module: nn.Module, args: Any, output: Any) -> None:
+        # The gradient that waits for the second half of backward is as large as the output.
+        self._waiting[k] += sum([tensor.nbytes for _, tensor in each(output) if tensor.requires_grad])
 
     def _unpack(self, saved: _Saved) -> Tensor:
         self._end_forward()
@@ -101,37 +183,56 @@ class _Counter(ExitStack):
     def _end_forward(self) -> None:
         with self._lock:
             if self._kept is None:
-                self._kept = [{} for _ in self._inputs]
-                for saved in self._saved:
-                    self._kept[saved.layer] |= _bytes([saved.tensor])
+                self._kept = [dict(place.memories) for place in self._places]
 
     def result(self) -> list[Bytes]:
         """Return what was counted."""
         self._end_forward()
         assert self._kept is not None
-        inputs = [own or {} for own in self._inputs]
-        callers = {*self._owned, *inputs[0]}
-        known = set(callers)
-        kept = []
-        for own in self._kept:
+        layers = range(len(self._kept))
+        of_layers = [{key: size for key, size in own.items() if key not in self._owned} for own in self._kept]
+        known: set[int] = set()
+        kept, again = [], []
+        for k, own in enumerate(of_layers):
             kept.append(sum([own[key] for key in own.keys() - known]))
+            behind = {key: size for later in of_layers[k:] for key, size in later.items()}
+            again.append(sum([behind[key] for key in behind.keys() & known]))
             known |= own.keys()
-        again: list[int] = []
-        behind: dict[int, int] = {}  # What the layers from the present one on keep.
-        for k in reversed(range(len(kept))):
-            behind |= self._kept[k]
-            before = {key for own in self._kept[:k] for key in own} - callers
-            again.insert(0, sum([size for key, size in behind.items() if key in before]))
-        sizes = [sum([size for key, size in own.items() if key not in self._owned]) for own in inputs]
+        inputs = [sum([size for key, size in (own or {}).items() if key not in self._owned]) for own in self._inputs]
+        crossing = [*inputs[1:], 0]
         # Where a layer is recomputed, what layers behind it have saved of its output is kept all the same.
-        return [
-            Bytes(kept[k], again[k], sizes[k] * (k > 0) + [*again[1:], 0][k], self._waiting[k], [*sizes[1:], 0][k])
-            for k in range(len(kept))
-        ]
+        return [Bytes(kept[k], again[k], inputs[k] + [*again[1:], 0][k], self._waiting[k], crossing[k]) for k in layers]
 
 
-def _bytes(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory behind each tensor."""
-    return {
-        storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.layout is torch.strided
-    }
+class _Peaks(_Watch):
+    """Count as a step goes on.
+
+    Layers that are recomputed hold their inputs past autograd: their first run begins to hold them, and their second
+    run ends it.
+    """
+
+    def __init__(self, subject: Subject, places: Sequence[HeldBytes], recomputed: Collection[int]) -> None:
+        self._held: dict[int, dict[int, Tensor]] = {k: {} for k in recomputed}
+        super().__init__(subject, places)
+
+    def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
+        # What recomputation saves of its input, it saves last before the layer, and not for the layer before.
+        saved = vars(self._running).pop("saved", {})
+        if k not in self._held:
+            return
+        held, place = self._held[k], self._places[k]
+        for key, tensor in inputs.items():
+            if key in held:
+                place.drop(held.pop(key))
+                continue
+            if k:
+                held[key] = tensor.detach()
+                place.hold(tensor)
+            if key in saved:
+                saved[key].move(place if k else None)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = super()._pack(tensor)
+        if saved.place is not None and tensor.layout is torch.strided:
+            vars(self._running).setdefault("saved", WeakValueDictionary())[storage_key(tensor)] = saved
+        return saved

@@ -107,22 +107,15 @@ class Fitting:
 def _cheap(over: Array, saves: Array, cost: Array) -> Positions:
     """Return the positions of layers that save as much as is over, at little cost; all together save enough.
 
-    Take those with the most bytes for a second, and complete them by the cheapest single layer that is enough; then
-    leave out what is not needed after all.
+    Take those with the most bytes for a second, where it lacks most; then leave out what is not needed after all, the
+    costliest first.
     """
-    worst = saves[int(over.argmax())]
-    order = np.argsort(-worst / np.maximum(cost, 1e-300), kind="stable")
-    saves, cost = saves[:, order], cost[order]
-    left = over[:, None] - np.concatenate([np.zeros((len(over), 1)), saves.cumsum(1)], axis=1)
-    last = int((left > 0).any(0).sum())  # So many layers in this order are enough.
-    # [layers before, layer behind them that completes them]
-    enough = (saves[:, None, :] >= left[:, :last, None]).all(0) & (np.arange(len(cost)) >= np.arange(last)[:, None])
-    total = np.concatenate([[0.0], cost.cumsum()])[:last, None] + np.where(enough, cost, math.inf)
-    before, one = np.unravel_index(int(total.argmin()), total.shape)
-    chosen = [*range(before), int(one)]
+    order = np.argsort(-saves[int(over.argmax())] / np.maximum(cost, 1e-300), kind="stable")
+    count = 1 + int((saves[:, order].cumsum(1) >= over[:, None]).all(0).argmax())
+    chosen = order[:count].tolist()
     spare = saves[:, chosen].sum(1) - over
     for k in sorted(chosen, key=lambda k: -cost[k]):
         if (saves[:, k] <= spare).all():
             spare = spare - saves[:, k]
             chosen.remove(k)
-    return np.asarray(order[chosen])
+    return np.asarray(chosen)

@@ -7,29 +7,40 @@ are recorded for each size of a micro-batch:
     a partition a device      the same: what a cell takes beside its layers
 
     cell  =  (sum over the layers, each a partition  -  sum over the devices)  /  (layers - devices)
+
+The speed of a machine changes within seconds. So all pipelines take turns: what slows one of them down for a while
+slows down the others as well.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.device import same_memory
+from torchgpipe.devices.memory import bytes_of
 from torchgpipe.schedule import ScheduleName, program, simulate
+from torchgpipe.timeline.recorder import record
+from torchgpipe.timeline.timeline import Timeline
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
 from torchgpipe_balancing.planning.counting import Bytes, counted
-from torchgpipe_balancing.planning.recorded import Recorded, record_steps, synchronize
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["measured"]
+__all__ = ["measured", "timed"]
+
+_KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
+
+#: The fewest rounds, and the steps of a pipeline in each; another step runs before them.
+_ROUNDS, _STEPS = 2, 2
 
 
 def measured(
@@ -59,17 +70,18 @@ def measured(
         cells = [CellCosts()] * len(rows)
         latency = per_byte = 0.0
     else:
-        bench = _Bench(subject, devices, batch, slowness, [1 + _bytes(own) for own in owned])
-        sizes = bench.sizes(rows)
-        while sizes:
+        bench = _Bench(subject, devices, batch, slowness, [1 + bytes_of(own) for own in owned])
+        smallest = rows[0]
+        while rows:
             try:
-                times, cells = bench.times(rows[: len(sizes)], seconds)
+                sizes = bench.sizes(rows)
+                times, cells = bench.times(rows, seconds)
                 break
-            except torch.OutOfMemoryError:
-                sizes.pop()
+            except torch.OutOfMemoryError:  # What larger sizes take follows from the smaller ones.
+                rows = rows[:-1]
         else:
             raise MemoryError(
-                f"memory ran out on {[*map(str, devices)]} while micro-batches of {rows[0]} rows were measured; give "
+                f"memory ran out on {[*map(str, devices)]} while micro-batches of {smallest} rows were measured; give "
                 "a larger number of chunks, or plan on the meta device, which tells what fits"
             )
         latency, per_byte = _transfers(devices)
@@ -81,16 +93,16 @@ def measured(
     layers = [
         LayerCosts(
             tuple(names),
-            parameters=_bytes([one for one in own if isinstance(one, nn.Parameter)]),
-            trained=_bytes([one for one in own if one.requires_grad]),
-            buffers=_bytes([one for one in own if not isinstance(one, nn.Parameter)]),
+            parameters=bytes_of([one for one in own if isinstance(one, nn.Parameter)]),
+            trained=bytes_of([one for one in own if one.requires_grad]),
+            buffers=bytes_of([one for one in own if not isinstance(one, nn.Parameter)]),
             samples=of_layer,
         )
         for names, own, of_layer in zip(subject.layers, owned, zip(*samples), strict=True)
     ]
     return Costs(
         tuple(layers),
-        tuple(rows[: len(sizes)]),
+        tuple(rows),
         tuple(cells),
         latency,
         per_byte,
@@ -125,17 +137,13 @@ def _evened(times: Sequence[list[float]], alike: Sequence[object]) -> list[list[
     return found
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum([tensor.nbytes for tensor in tensors])
-
-
 def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> list[float]:
     """Return what stands for the times of a layer on the meta device: the bytes of its parameters times rows.
 
     Each micro-batch counts as a few rows more than it has, or the smallest would always be the best. With so many more,
     about four micro-batches a device are the best of those that are tried by default.
     """
-    seconds = _bytes(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
+    seconds = bytes_of(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
     return [seconds, 2 * seconds, seconds, seconds, 0.0]
 
 
@@ -170,15 +178,13 @@ class _Bench:
         self._batch = batch
 
     def sizes(self, rows: Sequence[int]) -> list[list[Bytes]]:
-        """Return the bytes of each layer, for each size of a micro-batch up to the first for which memory runs out."""
+        """Return the bytes of each layer, for each size of a micro-batch."""
         found = []
         for count in rows:
             model, step = self._subject.pipeline(self._way("1F1B", 1, apart=True))
             try:
                 step(count)  # Its first run allocates more.
                 found.append(counted(self._subject, partial(step, count)))
-            except torch.OutOfMemoryError:
-                break  # What larger sizes take follows from the smaller ones.
             finally:
                 model.zero_grad()
         return found
@@ -187,12 +193,23 @@ class _Bench:
         """Return for each size of a micro-batch the times of each layer (F, B, I, W, first B), and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
         names = [_Name(count, one, apart) for count in rows for one in schedules for apart in (True, False)]
-        ways = {name: self._way(name.schedule, self._chunks(name.rows), apart=name.apart) for name in names}
-        found = record_steps(self._subject, ways, lambda name: name.rows, self._devices, seconds)
+        found = {name: _Recorded() for name in names}
+        end = time.perf_counter() + seconds
+        done = 0
+        while done < _ROUNDS or time.perf_counter() < end:
+            for name in names:
+                m = self._chunks(name.rows)
+                model, step = self._subject.pipeline(self._way(name.schedule, m, apart=name.apart))
+                run = partial(step, name.rows * m)
+                timed(model, run, self._devices, 1)
+                with record(model, steps=_STEPS) as timeline:
+                    found[name].steps += timed(model, run, self._devices, _STEPS)
+                found[name].add(timeline)
+            done += 1
         both = [self._times_of(count, found) for count in rows]
         return [times for times, _ in both], [cells for _, cells in both]
 
-    def _times_of(self, rows: int, found: Mapping[_Name, Recorded]) -> tuple[list[list[float]], CellCosts]:
+    def _times_of(self, rows: int, found: Mapping[_Name, _Recorded]) -> tuple[list[list[float]], CellCosts]:
         layers, n = range(len(self._of_layers)), range(len(self._devices))
         fine, coarse = (found[_Name(rows, "1F1B", apart)] for apart in (True, False))
         seconds = {kind: [fine.mean(kind, k) for k in layers] for kind in "FB"}
@@ -209,7 +226,8 @@ class _Bench:
             [*(max(0.0, seconds[kind][k] - cell[kind]) / slow for kind in "FBIW"), fine.first(k) / slow]
             for k, slow in enumerate(self._slowness)
         ]
-        rest, factor = coarse.step - coarse.window, coarse.window / self._simulated(coarse, self._chunks(rows))
+        window = statistics.median(coarse.windows)
+        rest, factor = statistics.median(coarse.steps) - window, window / self._simulated(coarse, self._chunks(rows))
         return times, CellCosts(cell["F"], cell["B"], cell["I"], cell["W"], rest, factor)
 
     def _chunks(self, rows: int) -> int:
@@ -217,7 +235,7 @@ class _Bench:
         n = len(self._devices)
         return max(2, n, min(2 * n, self._batch // rows))
 
-    def _simulated(self, run: Recorded, m: int) -> float:
+    def _simulated(self, run: _Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
         actions = program("1F1B", m, range(len(self._devices)))
         firsts = {next(action for action in own if action.kind == "B") for own in actions}
@@ -230,6 +248,47 @@ class _Bench:
         if apart:
             return Way([1] * len(self._of_layers), self._of_layers, m, schedule)
         return Way(self._counts, self._devices, m, schedule)
+
+
+class _Recorded:
+    """What the steps of a pipeline have shown.
+
+    Attributes:
+        steps: the seconds of each step
+        windows: for each step, the seconds from the start of its first cell to the end of its last
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.windows: list[float] = []
+        self._seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def mean(self, kind: str, j: int) -> float:
+        """Return the mean of the middle half of the seconds of an action in partition ``j``.
+
+        A single delay does not change it. The first backward of a step is of the kind 'first', and no other.
+        """
+        ordered = sorted(self._seconds[kind, j])
+        cut = len(ordered) // 4
+        return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
+
+    def first(self, j: int) -> float:
+        """Return how much longer the first backward of a step takes in partition ``j``."""
+        return max(0.0, self.mean("first", j) - max(self.mean("B", j), self.mean("W", j)))
+
+    def add(self, timeline: Timeline) -> None:
+        """Add the cells of recorded steps."""
+        spans = [span for span in timeline.spans if span.computes]
+        began = set()
+        for span in spans:  # In the order of time.
+            kind, key = _KINDS[span.kind], (span.step, span.partition)
+            is_first = kind in "BW" and key not in began
+            if is_first:
+                began.add(key)
+            self._seconds["first" if is_first else kind, span.partition].append(span.seconds)
+        for step in timeline.steps:
+            own = [span for span in spans if span.step == step]
+            self.windows.append(max([span.end for span in own]) - min([span.start for span in own]))
 
 
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
@@ -258,3 +317,30 @@ def _transfers(devices: Sequence[torch.device]) -> tuple[float, float]:
 
     latency = seconds(small)
     return latency, max(0.0, seconds(large) - latency) / (large - small)
+
+
+def timed(model: nn.Module, run: Callable[[], Any], devices: Sequence[torch.device], steps: int) -> list[float]:
+    """Return the seconds of each of so many steps.
+
+    Args:
+        model: the pipeline, which keeps no gradients
+        run: runs a step
+        devices: the devices
+        steps: the number of steps
+    """
+    found = []
+    for _ in range(steps):
+        synchronize(devices)
+        begin = time.perf_counter()
+        run()
+        synchronize(devices)
+        found.append(time.perf_counter() - begin)
+        model.zero_grad()
+    return found
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait for all work of the accelerators among the devices."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)

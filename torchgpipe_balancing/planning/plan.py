@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
@@ -20,7 +20,6 @@ from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe.schedule.programs import RESIDENT, verify_name
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning.alternatives import (
-    Alternative,
     Question,
     Tried,
     alternatives,
@@ -28,15 +27,14 @@ from torchgpipe_balancing.planning.alternatives import (
     most_partitions,
     rows_of,
 )
-from torchgpipe_balancing.planning.check import Check
+from torchgpipe_balancing.planning.check import Check, tried_out
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.offload import OffloadPlan, planned_offload
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
-from torchgpipe_balancing.planning.subject import Subject, released, subject_of
+from torchgpipe_balancing.planning.subject import released, subject_of
 from torchgpipe_balancing.planning.text import described
-from torchgpipe_balancing.planning.trials import tried_out
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]
 
@@ -162,7 +160,12 @@ def plan(
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     slowness = [device.slowness for device in planned]
     with undisturbed(places):
-        subject = _subject(model, sample, target, most, options, places)
+        subject = subject_of(model, sample, target, most, options)
+        if len(subject.layers) < len(places):
+            raise ValueError(
+                f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} "
+                "devices; give fewer devices"
+            )
         costs = measured(subject, places, batch, sizes, slowness, seconds=seconds)
         if bandwidth is not None:
             costs = replace(costs, per_byte=1 / bandwidth)
@@ -180,7 +183,7 @@ def plan(
     return Plan(
         question,
         tuple(fitting),
-        tuple((one, tuple(excess)) for one, excess in tried.misfits),
+        tuple(tried.misfits),
         _best_seconds(likely.with_memory(math.inf), tried),
         _best_seconds(likely.with_memory(_GIB), tried),
         _best_seconds(likely.with_devices(len(places) + 1), tried),
@@ -188,23 +191,6 @@ def plan(
         target,
         options,
     )
-
-
-def _subject(
-    model: nn.Module,
-    sample: Any,
-    target: Any,
-    partitions: int,
-    options: Mapping[str, Any],
-    places: Sequence[torch.device],
-) -> Subject:
-    subject = subject_of(model, sample, target, partitions, options)
-    if len(subject.layers) < len(places):
-        raise ValueError(
-            f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} devices; "
-            "give fewer devices"
-        )
-    return subject
 
 
 def _bytes_of_each(memory: Any) -> list[float]:
@@ -221,14 +207,13 @@ def _bytes_of_each(memory: Any) -> list[float]:
 def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -> list[torch.device]:
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"devices must be a list of devices, but got {devices!r}")
-    if devices is None:
-        places = working_devices()
-        if memory is not None:
-            if len(memory) > len(places) and places[0].type == "cpu":
-                places = [torch.device("cpu", k) for k in range(len(memory))]
-            places = places[: len(memory)]
-    else:
+    if devices is not None:
         places = [canonical_device(device) for device in devices]
+    else:
+        places = working_devices()
+        if memory is not None and len(memory) > len(places) and places[0].type == "cpu":
+            places = [torch.device("cpu", k) for k in range(len(memory))]
+        places = places[: None if memory is None else len(memory)]
     if not places or (memory is not None and len(memory) != len(places)):
         raise ValueError(
             f"memory has {len(memory or ())} numbers, one for each device, but there are {len(places)} devices: "
@@ -242,19 +227,20 @@ def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -
 def _with_memory(
     places: Sequence[torch.device], memory: Sequence[float] | None, speeds: Sequence[float] | None, margin: float
 ) -> tuple[PlannedDevice, ...]:
-    sizes = memory if memory is not None else [_memory_of(device) for device in places]
-    if speeds is not None and (len(speeds) != len(places) or not all(speed > 0 for speed in speeds)):
+    if memory is None:
+        memory = [
+            math.inf if device.type == "cpu" else float(torch.accelerator.get_memory_info(device)[1])
+            for device in places
+        ]
+    speeds = [1.0] * len(places) if speeds is None else speeds
+    if len(speeds) != len(places) or not all(speed > 0 for speed in speeds):
         raise ValueError(f"speeds must have a positive number for each of {len(places)} devices, but got {speeds!r}")
-    slowness = [1.0] * len(places) if speeds is None else [max(speeds) / speed for speed in speeds]
-    if not all(size > 0 for size in sizes):
-        raise ValueError(f"memory must have positive numbers of bytes, but got {list(sizes)}")
+    if not all(size > 0 for size in memory):
+        raise ValueError(f"memory must have positive numbers of bytes, but got {list(memory)}")
     return tuple(
-        PlannedDevice(str(device), size * (1 - margin), slow) for device, size, slow in zip(places, sizes, slowness)
+        PlannedDevice(str(device), size * (1 - margin), max(speeds) / speed)
+        for device, size, speed in zip(places, memory, speeds)
     )
-
-
-def _memory_of(device: torch.device) -> float:
-    return math.inf if device.type == "cpu" else float(torch.accelerator.get_memory_info(device)[1])
 
 
 def _schedules(schedule: str | Collection[str]) -> tuple[ScheduleName, ...]:
@@ -301,21 +287,16 @@ def _misfit(question: Question, tried: Tried, margin: float) -> str:
     n = len(question.devices)
     if "1F1B" in question.schedules:  # It holds least, or nearly so.
         question = replace(question, schedules=("1F1B",))
-    for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1):
-        found = _first(question.with_devices(count))
-        if found is not None:
-            lines.append(f"on {count} devices like the last: {described(question, found)}")
-            break
-    rows = question.batch // 2
-    while rows:
-        smaller = replace(question, batch=rows, chunks=())
-        found = _first(smaller)
-        if found is not None:
-            lines.append(f"with mini-batches of {rows} row{'s' * (rows > 1)}: {described(smaller, found)}")
-            break
-        rows //= 2
+    halves = [question.batch >> k for k in range(1, question.batch.bit_length())]
+    more = [question.with_devices(count) for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1)]
+    fewer = [replace(question, batch=rows, chunks=()) for rows in halves]
+    for others in (more, fewer):
+        for other in others:
+            found = next(iter(alternatives(other, keep=1).fitting), None)
+            if found is not None:
+                count, rows = len(other.devices), other.batch
+                smaller = f"with mini-batches of {rows} row{'s' * (rows > 1)}"
+                on = f"on {count} devices like the last" if others is more else smaller
+                lines.append(f"{on}: {described(other, found)}")
+                break
     return "\n".join(lines)
-
-
-def _first(question: Question) -> Alternative | None:
-    return next(iter(alternatives(question, keep=1).fitting), None)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchgpipe.schedule import Action, Program, Simulation, simulate
+from torchgpipe.schedule import Action, Program, ScheduleName, Simulation, simulate
 
 __all__ = ["Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
 
@@ -143,6 +143,10 @@ class Problem:
         latency: seconds that any transfer between devices takes
         per_byte: seconds that a transfer takes for each byte besides
         recomputes: whether layers may be recomputed; not in a program that splits backward
+        schedule: the name of the schedule that the program is of
+        chunks: the number of micro-batches that were asked for; there may be fewer
+        factor: a step over its simulation
+        step: seconds that a step takes besides
     """
 
     layers: tuple[Layer, ...]
@@ -153,6 +157,14 @@ class Problem:
     latency: float = 0.0
     per_byte: float = 0.0
     recomputes: bool = True
+    schedule: ScheduleName = "1F1B"
+    chunks: int = 1
+    factor: float = 1.0
+    step: float = 0.0
+
+    def predicted(self, simulated: float) -> float:
+        """Return the predicted seconds of a step, given its simulated seconds."""
+        return simulated * self.factor + self.step
 
     @property
     def splits_backward(self) -> bool:
@@ -191,12 +203,10 @@ class Problem:
             self.partition_cost(j, start, end, choice.recomputed) for j, (start, end) in enumerate(pairwise(cuts))
         ]
         simulation = self.simulated(partitions)
-        memory = [
-            peak
-            + sum([one.state for one, place in zip(partitions, self.places) if place == device])
-            + max([one.room for one, place in zip(partitions, self.places) if place == device], default=0.0)
-            for device, peak in enumerate(simulation.peaks)
-        ]
+        memory = []
+        for device, peak in enumerate(simulation.peaks):
+            own = [one for one, place in zip(partitions, self.places) if place == device]
+            memory.append(peak + sum([one.state for one in own]) + max([one.room for one in own], default=0.0))
         return Outcome(simulation, partitions, memory)
 
     def simulated(self, partitions: Sequence[PartitionCost]) -> Simulation:

@@ -17,10 +17,9 @@ from torch import nn
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
-from torchgpipe_balancing.planning.check import Check, checked
+from torchgpipe_balancing.planning.check import Check, checked, way_of
 from torchgpipe_balancing.planning.problem import Choice, Outcome
 from torchgpipe_balancing.planning.subject import apply, released, subject_of
-from torchgpipe_balancing.planning.trials import way_of
 
 __all__ = ["Plan"]
 
@@ -214,7 +213,7 @@ class Plan:
         return f"<pre>{escape(str(self))}</pre>{self.plot()}"
 
     def __repr__(self) -> str:
-        return f"<Plan for {str(self).splitlines()[0]}>"
+        return f"<Plan for {text.headline(self)}>"
 
     def __str__(self) -> str:
         return text.written(self)

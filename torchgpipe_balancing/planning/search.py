@@ -1,21 +1,24 @@
 """Find a choice with a short simulated step among those that fit.
 
-    1. Balance the seconds of the partitions (`partition`, exact). If that does not fit, move cuts until it does; or
-       else fill the devices from the left, each as far as its memory goes.
-    2. Move cuts as long as that makes the simulated step shorter: one cut at a time, and when none helps, several
-       neighbouring cuts together. Whatever fits only with recomputed layers is tried with them.
+    1. Balance the seconds of the partitions (`partition`, exact). If that does not fit, move cuts until it does. If
+       that does not help: with a partition a device, fill the devices from the left, each as far as its memory goes;
+       with several, begin again with the bytes balanced, in a few random mixtures.
+    2. Move cuts as long as that makes the simulated step shorter. Whatever fits only with recomputed layers is tried
+       with them.
 
-Nothing says that the answer is the best. Predictions are some per cent off, and the best few alternatives run.
+Cuts move one at a time, by a layer, and when no such move helps, several neighbouring cuts together. Nothing says that
+the answer is the best. Predictions are some per cent off, and the best few alternatives run.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from random import Random
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,7 +27,7 @@ from torchgpipe_balancing.planning.fitting import Fitting, Span
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
 from torchgpipe_balancing.planning.rehearsal import Array, rehearsal_of
 
-__all__ = ["Found", "Search", "solve"]
+__all__ = ["Search", "solve"]
 
 #: A balance by its cuts: cut j lies before the first layer of partition j, and the last cut behind the last layer.
 Cuts: TypeAlias = tuple[int, ...]
@@ -32,60 +35,47 @@ Cuts: TypeAlias = tuple[int, ...]
 #: So many neighbouring cuts are moved together at most.
 _LONGEST = 3
 
+#: So often the search for a balance that fits begins again where devices have several partitions. With fewer, some
+#: that fit are lost.
+_BEGINNINGS = 5
+
 #: Sums are rounded; a choice that is quicker by less than this share is not quicker.
 _ROUNDING = 1e-12
 
 
-class Found(NamedTuple):
-    """What a search has found.
-
-    Attributes:
-        choice: the choice; if nothing fits, that with the least largest excess over the memory of a device
-        outcome: what it costs
-        fits: whether every device has the memory that it needs
-    """
-
-    choice: Choice
-    outcome: Outcome
-    fits: bool
-
-
-def solve(problem: Problem) -> Found:
-    """Return a quick choice that fits the devices, or the one that is nearest to fitting.
+def solve(problem: Problem) -> Search:
+    """Search for a quick choice that fits the devices.
 
     Raises:
         ValueError: there are fewer layers than partitions.
     """
     search = Search(problem)
     search.improve()
-    choice = search.choice()
-    return Found(choice, problem.outcome(choice), search.fits)
+    return search
 
 
 class Search:
     """The search for a choice. It begins with one that fits, if it finds any.
 
     Attributes:
+        problem: the problem
         seconds: of the best choice so far; infinite if it does not fit
         excess: the most bytes by which that choice exceeds the memory of a device; 0 or less if it fits
         tried: the number of balances that were simulated
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self.problem = problem
         self._n, self._size = len(problem.places), len(problem.layers)
         check_partitions(self._size, self._n)
         self._rehearsal = rehearsal_of(tuple(map(tuple, problem.program)), problem.places)
         self._fitting = Fitting(problem, self._rehearsal)
         self._devices = range(len(problem.devices))
-        self._is_lone = all(len(own) == 1 for own in self._rehearsal.partitions)
-        self._most = max([float(own[..., 0].max()) for own in self._rehearsal.held])
         self._rows: dict[tuple[int, tuple[Span, ...]], list[list[float]]] = {}
+        self.tried = 0
         self._cuts = self._start()
         self.excess = self._misfit(self._cuts)
-        self.tried, self.seconds = 0, math.inf
-        if self.fits:
-            self.tried, self.seconds = 1, float(self._simulated([self._cuts])[0])
+        self.seconds = float(self._seconds([self._cuts])[0])
 
     @property
     def fits(self) -> bool:
@@ -94,67 +84,84 @@ class Search:
 
     def improve(self) -> None:
         """Move cuts as long as that makes the step quicker."""
-        longest = 1
-        while self.fits:
-            others = [one for one in _moved(self._cuts, longest) if self._misfit(one) <= 0]
-            self.tried += len(others)
-            values = self._simulated(others) if others else np.array([math.inf])
-            best = int(values.argmin())
-            if values[best] < self.seconds * (1 - _ROUNDING):
-                self._cuts, self.seconds, longest = others[best], float(values[best]), 1
-            elif longest < _LONGEST:
-                longest = _LONGEST
-            else:
-                return
+        if self.fits:
+            self._cuts, self.seconds = self._descended(self._cuts, self._seconds)
 
+    @property
+    def predicted(self) -> float:
+        """The predicted seconds of the best choice so far."""
+        return self.problem.predicted(self.seconds)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the best choice so far costs."""
+        return self.problem.outcome(self.choice)
+
+    @property
     def choice(self) -> Choice:
-        """Return the best choice so far; if nothing fits, the one that is nearest to fitting."""
+        """The best choice so far; if nothing fits, one with the least excess that was found."""
         layers = map(self._fitting.recomputed, self._devices, self._spans(self._cuts))
         return Choice(tuple(end - start for start, end in pairwise(self._cuts)), frozenset().union(*layers))
 
-    # ---- A balance to begin with.
-
-    def _start(self) -> Cuts:
-        layers = self._problem.layers
-        cuts = self._even([one.forward + one.backward for one in layers])
-        if not self._is_lone:
-            cuts = self._near(cuts)
-            if self._misfit(cuts) <= 0:
-                return cuts
-            bytes = self._even([self._most * one.kept + one.state for one in layers])
-            return min(cuts, self._near(bytes), key=self._misfit)
-        low, most = 0.0, self._misfit(cuts)
-        full = None if most <= 0 else self._filled(0.0)
-        if full:  # There is a balance that fits; perhaps one that is nearer to even.
-            return min(self._near(cuts), full, key=lambda one: self._misfit(one) > 0)
-        while most - low > 1:  # a byte
-            middle = (low + most) / 2
-            full = self._filled(middle)
-            low, most, cuts = (low, self._misfit(full), full) if full else (middle, most, cuts)
-        return self._near(cuts)
-
-    def _even(self, loads: Sequence[float]) -> Cuts:
-        whole = sum(loads) or 1.0
-        speeds = tuple([1 / self._problem.devices[place].slowness for place in self._problem.places])
-        return _balanced(tuple([round(load / whole * 2**30) for load in loads]), speeds)
-
-    def _near(self, cuts: Cuts) -> Cuts:
-        """Move cuts as long as that lowers the largest excess, or until all fits."""
-        longest, value = 1, self._distance(cuts)
+    def _descended(self, cuts: Cuts, costs: Callable[[Sequence[Cuts]], Array]) -> tuple[Cuts, float]:
+        """Move cuts as long as that lowers a cost, and return them with it. A cost of 0 cannot be lowered."""
+        value, longest = float(costs([cuts])[0]), 1
         while value > 0:
-            best, one = min([(self._distance(one), one) for one in _moved(cuts, longest)], default=(math.inf, cuts))
-            if best < value:
-                value, cuts, longest = best, one, 1
+            others = list(_moved(cuts, longest))
+            found = costs(others) if others else np.array([math.inf])
+            best = int(found.argmin())
+            if found[best] < value * (1 - _ROUNDING):
+                cuts, value, longest = others[best], float(found[best]), 1
             elif longest < _LONGEST:
                 longest = _LONGEST
             else:
                 break
+        return cuts, value
+
+    # ---- A balance to begin with.
+
+    def _start(self) -> Cuts:
+        layers, made = self.problem.layers, Random(0)
+        cuts = self._even([one.forward + one.backward for one in layers])
+        if self._misfit(cuts) <= 0:
+            return cuts
+        if all(len(own) == 1 for own in self._rehearsal.partitions):
+            full = self._filled(0.0)
+            return (
+                self._nearest(cuts)
+                if full is None
+                else min(self._near(cuts), full, key=lambda one: self._misfit(one) > 0)
+            )
+        cuts = self._near(cuts)
+        most = max([float(own[..., 0].max()) for own in self._rehearsal.held])
+        for k in range(_BEGINNINGS):
+            if self._misfit(cuts) > 0:
+                loads = [(most * one.kept + one.state) * (made.random() if k else 1) for one in layers]
+                cuts = min(cuts, self._near(self._even(loads)), key=self._misfit)
         return cuts
+
+    def _even(self, loads: Sequence[float]) -> Cuts:
+        whole = sum(loads) or 1.0
+        speeds = tuple([1 / self.problem.devices[place].slowness for place in self.problem.places])
+        return _balanced(tuple([round(load / whole * 2**30) for load in loads]), speeds)
+
+    def _near(self, cuts: Cuts) -> Cuts:
+        """Move cuts as long as that lowers the largest excess, or until all fits."""
+        return self._descended(cuts, self._distances)[0]
+
+    def _nearest(self, cuts: Cuts) -> Cuts:
+        """Return a balance with nearly the least largest excess, given any; nothing fits."""
+        low, most = 0.0, self._misfit(cuts)
+        while most - low > 1:  # a byte
+            middle = (low + most) / 2
+            found = self._filled(middle)
+            low, most, cuts = (low, self._misfit(found), found) if found else (middle, most, cuts)
+        return self._near(cuts)
 
     def _filled(self, excess: float) -> Cuts | None:
         """Fill the devices from the left, each with as many layers as exceed its memory by no more than this."""
         cuts = [0]
-        for j, place in enumerate(self._problem.places):
+        for j, place in enumerate(self.problem.places):
             start = cuts[-1]
             most = self._size - (self._n - 1 - j)
             # A partition with more layers does not need less memory.
@@ -176,10 +183,19 @@ class Search:
         """Return the least largest excess of a balance, in bytes; 0 or less if all fits."""
         return max(map(self._fitting.excess, self._devices, self._spans(cuts)))
 
-    def _distance(self, cuts: Cuts) -> float:
+    def _distances(self, found: Sequence[Cuts]) -> Array:
         """Return the largest excess, and a little of all: so it shrinks also where several devices lack as much."""
-        over = [max(0.0, one) for one in map(self._fitting.excess, self._devices, self._spans(cuts))]
-        return max(over) + 0.05 * sum(over)
+        over = np.array([[*map(self._fitting.excess, self._devices, self._spans(cuts))] for cuts in found]).clip(0.0)
+        return np.asarray(over.max(1) + 0.05 * over.sum(1))
+
+    def _seconds(self, found: Sequence[Cuts]) -> Array:
+        """Return the seconds of each balance that fits; infinite for others."""
+        fitting = [k for k, cuts in enumerate(found) if self._misfit(cuts) <= 0]
+        self.tried += len(fitting)
+        seconds = np.full(len(found), math.inf)
+        if fitting:
+            seconds[fitting] = self._simulated([found[k] for k in fitting])
+        return seconds
 
     def _simulated(self, found: Sequence[Cuts]) -> Array:
         prices = []
@@ -195,7 +211,7 @@ class Search:
         """Return the prices of the partitions of a device, with the layers recomputed that have to be."""
         key = device, spans
         if key not in self._rows:
-            layers, problem = self._fitting.recomputed(device, spans), self._problem
+            layers, problem = self._fitting.recomputed(device, spans), self.problem
             costs = [
                 problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)
             ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ class Way(NamedTuple):
     recomputed: Collection[int] = ()
 
 
-class Subject(Protocol):
-    """A model to plan for, copied.
+class Subject:
+    """A copy of the model to plan for.
 
     Attributes:
         layers: for each layer, the names of the modules that it consists of
@@ -62,17 +62,49 @@ class Subject(Protocol):
     rows: int
     loss: str
 
+    def __init__(self, model: nn.Module, target: Any, options: Mapping[str, Any], *, has_own_loss: bool) -> None:
+        self._model, self._target = model, target
+        self._options = {**({} if has_own_loss else {"loss_fn": _mean_of_all}), **options}
+        known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
+        self.loss = "loss_fn" if "loss_fn" in options else known
+
     def module(self, name: str) -> nn.Module:
         """Return a module of the copy."""
+        return self._model.get_submodule(name)
 
     def owned(self) -> list[list[Tensor]]:
         """Return the parameters and buffers of each layer."""
+        owned: list[dict[int, Tensor]] = [{} for _ in self.layers]
+        # A parameter that two partitions share has a gradient in both.
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        for name, tensor in [*parameters, *self._model.named_buffers(remove_duplicate=False)]:
+            owned[self._layer_of(name)][id(tensor)] = tensor
+        return [list(own.values()) for own in owned]
 
     def plain(self, rows: int) -> Any:
         """Run forward of the copy, without a pipeline, on so many rows, and return the loss."""
+        output, loss_fn = self._output(rows), self._options.get("loss_fn")
+        return own_loss(output) if loss_fn is None else loss_fn(output, self._beside(self._targets(rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
+        raise NotImplementedError
+
+    def _layer_of(self, name: str) -> int:
+        """Return the position of the layer that a parameter or buffer belongs to."""
+        raise NotImplementedError
+
+    def _output(self, rows: int) -> Any:
+        """Run forward of the copy on so many rows."""
+        raise NotImplementedError
+
+    def _targets(self, rows: int) -> Any:
+        return resized(self._target, self.rows, rows)
+
+    def _beside(self, value: Any) -> Any:
+        """Return a value with its tensors on the device of the model."""
+        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
+        return mapped(value, lambda tensor: tensor.to(device))
 
 
 def subject_of(model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> Subject:
@@ -116,28 +148,11 @@ def apply(
         found: what the sample has shown of a model that is no Sequential (default: it runs)
     """
     recomputed = [name for k in sorted(way.recomputed) for name in layers[k]]
+    more = dict(chunks=way.chunks, devices=way.devices, schedule=way.schedule, **options)
     if isinstance(model, nn.Sequential):
-        return GPipe(
-            model,
-            way.balance,
-            devices=way.devices,
-            chunks=way.chunks,
-            checkpoint=recomputed or "never",
-            schedule=way.schedule,
-            **options,
-        )
-    cuts = list(accumulate(way.balance))[:-1]
-    return pipelined_apart(
-        model,
-        sample,
-        found=found,
-        chunks=way.chunks,
-        devices=way.devices,
-        balance={layers[cut][0]: j for j, cut in enumerate(cuts, 1)},
-        schedule=way.schedule,
-        checkpoint=recomputed,
-        **options,
-    )
+        return GPipe(model, way.balance, checkpoint=recomputed or "never", **more)
+    balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(way.balance))[:-1], 1)}
+    return pipelined_apart(model, sample, found=found, balance=balance, checkpoint=recomputed, **more)
 
 
 def released(devices: Iterable[torch.device]) -> None:
@@ -147,54 +162,46 @@ def released(devices: Iterable[torch.device]) -> None:
         torch.accelerator.empty_cache()
 
 
-class Layers:
-    """A Sequential, whose layers are those of GPipe. See `Subject`."""
+class Layers(Subject):
+    """A Sequential, whose layers are those of GPipe."""
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
-        self._model: nn.Sequential = _copied(model)
-        self._sample, self._target = sample, target
-        self._options = {"loss_fn": _mean_of_all, **options}
-        self.layers = [[name] for name in layers_of(self._model)]
-        self.rows = _rows(pytree.tree_leaves(sample))
-        self.loss = _source("loss_fn" in options, False)
-
-    def module(self, name: str) -> nn.Module:
-        """See `Subject`."""
-        return self._model.get_submodule(name)
-
-    def owned(self) -> list[list[Tensor]]:
-        """See `Subject`."""
-        return [[*layer.parameters(), *layer.buffers()] for layer in layers_of(self._model).values()]
-
-    def plain(self, rows: int) -> Any:
-        """See `Subject`."""
-        input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
-        with SkipTracker():
-            output = self._model(_beside(self._model, input))
-        return self._options["loss_fn"](output, _beside(self._model, resized(self._target, self.rows, rows)))
+        super().__init__(_copied(model), target, options, has_own_loss=False)
+        self._sample = sample
+        self._names = list(layers_of(model))
+        self.layers = [[name] for name in self._names]
+        tensors = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim()]
+        self.rows = _verified(len(tensors[0]) if tensors else 0)
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
-        model = apply(self._model, self.layers, way, None, self._options)
-        return model, lambda rows: model.step(self._input(rows), resized(self._target, self.rows, rows))
+        model: Any = apply(self._model, self.layers, way, None, self._options)
+        return model, lambda rows: model.step(self._input(rows), self._targets(rows))
+
+    def _layer_of(self, name: str) -> int:
+        return self._names.index(name.partition(".")[0])
+
+    def _output(self, rows: int) -> Any:
+        input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
+        with SkipTracker():
+            return self._model(self._beside(input))
 
     def _input(self, rows: int) -> Any:
         return resized(self._sample, self.rows, rows)
 
 
-class AnyModule:
-    """Any other module, whose layers are the parts of its spine. See `Subject`."""
+class AnyModule(Subject):
+    """Any other module, whose layers are the parts of its spine."""
 
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
-        self._model: nn.Module = _copied(model)
-        self._sample, self._target = arguments_of(sample), target
+        model = _copied(model)
+        self._sample = arguments_of(sample)
         # The sample runs once, before the partitions are on different devices.
-        self._found = study(self._model, self._sample, options.get("no_chunk", ()), rounds=1)
+        self._found = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
+        has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
+        super().__init__(model, target, options, has_own_loss=has_own)
         self._splitter = self._found.splitter
         self.rows = _verified(self._splitter.rows)
-        has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
-        self._options: dict[str, Any] = {**({} if has_own else {"loss_fn": _mean_of_all}), **options}
-        self.loss = _source("loss_fn" in options, has_own)
         self._settings = self._each_part_apart(partitions, options)
         parts = range(len(self._settings.devices))
         self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
@@ -203,49 +210,17 @@ class AnyModule:
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
         """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
 
+        more: dict[str, Any] = dict.fromkeys(("loss_fn", "weight", "reduce"))
+        more |= {"no_chunk": options.get("no_chunk", ()), "checkpoint": (), "chunks": 1, "schedule": "1F1B"}
+
         def arranged(n: int, balance: Any, *, fixed: bool) -> Settings:
-            return arrange(
-                self._model,
-                self._sample,
-                [torch.device("cpu")] * n,
-                fixed=fixed,
-                balance=balance,
-                no_chunk=options.get("no_chunk", ()),
-                checkpoint=(),
-                apart=True,
-                found=self._found,
-                chunks=1,
-                schedule="1F1B",
-                loss_fn=None,
-                weight=None,
-                reduce=None,
-            )
+            devices, apart = [torch.device("cpu")] * n, {"apart": True, "found": self._found, **more}
+            return arrange(self._model, self._sample, devices, fixed=fixed, balance=balance, **apart)
 
         # A schedule with more partitions than there are parts is left out later.
         spine = arranged(partitions, "parameters", fixed=False).layout.spine
         begins = [name.split("..")[0] for name in spine]
         return arranged(len(begins), {name: j for j, name in enumerate(begins) if j}, fixed=True)
-
-    def module(self, name: str) -> nn.Module:
-        """See `Subject`."""
-        return self._model.get_submodule(name)
-
-    def owned(self) -> list[list[Tensor]]:
-        """See `Subject`."""
-        owned: list[dict[int, Tensor]] = [{} for _ in self.layers]
-        # A parameter that two partitions share has a gradient in both.
-        parameters = self._model.named_parameters(remove_duplicate=False)
-        for name, tensor in [*parameters, *self._model.named_buffers(remove_duplicate=False)]:
-            owned[self._settings.column_of(name)][id(tensor)] = tensor
-        return [list(own.values()) for own in owned]
-
-    def plain(self, rows: int) -> Any:
-        """See `Subject`."""
-        args, kwargs = _beside(self._model, self._splitter.resized(self._sample, rows))
-        output, loss_fn = self._model(*args, **kwargs), self._options.get("loss_fn")
-        if loss_fn is None:
-            return own_loss(output)
-        return loss_fn(output, _beside(self._model, resized(self._target, self.rows, rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """See `Subject`."""
@@ -257,29 +232,22 @@ class AnyModule:
 
         def step(rows: int) -> Any:
             args, kwargs = self._splitter.resized(self._sample, rows)
-            return model.step(*args, target=resized(self._target, self.rows, rows), **kwargs)
+            return model.step(*args, target=self._targets(rows), **kwargs)
 
         return model, step
 
+    def _layer_of(self, name: str) -> int:
+        return self._settings.column_of(name)
 
-def _beside(model: nn.Module, value: Any) -> Any:
-    """Return a value with its tensors on the device of the model."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    return mapped(value, lambda tensor: tensor.to(device))
-
-
-def _source(is_given: bool, has_own: bool) -> str:
-    return "loss_fn" if is_given else "the model's own" if has_own else "none: the mean of the output stands in"
+    def _output(self, rows: int) -> Any:
+        args, kwargs = self._beside(self._splitter.resized(self._sample, rows))
+        return self._model(*args, **kwargs)
 
 
 def _mean_of_all(output: Any, _target: Any) -> Tensor:
     """Return a loss that depends on all of the output."""
     parts = [tensor.float().mean() for _, tensor in each(output) if tensor.is_floating_point()]
     return torch.stack(parts).sum()
-
-
-def _rows(tensors: Iterable[Any]) -> int:
-    return _verified(next((len(tensor) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 0))
 
 
 def _verified(rows: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.balancing.planning.models import Residual, mlp, quick
 from torchgpipe_balancing import Plan
-from torchgpipe_balancing.planning import check, recorded, subject
+from torchgpipe_balancing.planning import check, measure, subject
 from torchgpipe_balancing.planning.alternatives import Question, alternatives
 from torchgpipe_balancing.planning.check import checked
 from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
@@ -94,7 +94,7 @@ def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(check, "device_module", lambda device: Stub())
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(recorded, "synchronize", lambda devices: None)
+    monkeypatch.setattr(measure, "synchronize", lambda devices: None)
     names = ["cuda:10", "cuda:2"]
     took = Sample(1.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     layers = tuple(LayerCosts((name,), 0, 0, 0, (took,)) for name in "ab")
@@ -110,6 +110,6 @@ def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.Monke
 
 def test_a_timed_step_begins_when_devices_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(recorded, "synchronize", lambda devices: order.append("synchronize"))
-    recorded.timed(nn.Identity(), lambda: order.append("step"), [], 1)
+    monkeypatch.setattr(measure, "synchronize", lambda devices: order.append("synchronize"))
+    measure.timed(nn.Identity(), lambda: order.append("step"), [], 1)
     assert order == ["synchronize", "step", "synchronize"]

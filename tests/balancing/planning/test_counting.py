@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.balancing.planning.models import WIDTH, Attention, Residual, mlp, wide
+from tests.balancing.planning.models import WIDTH, Attention, mlp
 from tests.layers import Apply
 from torchgpipe_balancing.planning.counting import Bytes, counted
 from torchgpipe_balancing.planning.subject import Way, subject_of
@@ -22,8 +22,6 @@ X = ROWS * WIDTH * 4
 def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Bytes]:
     """Return what is counted in a pipeline with a partition a layer, as plans count it; on meta, without one."""
     subject = subject_of(model, sample, None, 2, options)
-    if next(model.parameters()).is_meta:
-        return counted(subject, partial(subject.plain, rows))
     n = len(subject.layers)
     _, step = subject.pipeline(Way([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1))
     return counted(subject, partial(step, rows))
@@ -85,12 +83,6 @@ def test_a_block_of_a_transformer_keeps_what_a_pipeline_keeps_in_all() -> None:
     assert (found[1].again, found[2].again) == (0, mask.nbytes)
 
 
-@pytest.mark.parametrize("make", [mlp, wide, Residual])
-def test_the_meta_device_counts_the_same(make: Any) -> None:
-    sample = torch.randn(2, WIDTH)
-    assert bytes_of(make().to("meta"), sample) == bytes_of(make(), sample)
-
-
 def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
     """Each partition has a copy of its own of a skip that several layers keep."""
 
@@ -111,33 +103,33 @@ def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
     assert [one.again for one in found] == [0, X, X, 0]
 
 
-def test_a_layer_in_place_makes_nothing_new() -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
-    found = bytes_of(nn.Sequential(*layers), torch.randn(2, WIDTH))
-    assert [(one.kept, one.again) for one in found] == [(0, 0), (X, 0), (0, X)]
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
+        self.register_buffer("constant", torch.ones(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.constant
 
 
-def test_parameters_and_buffers_that_are_kept_for_backward_are_no_activations() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
-            self.register_buffer("constant", torch.ones(ROWS, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight * self.constant
-
-    found = bytes_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Scale()), torch.randn(2, WIDTH))
-    assert [one.kept for one in found] == [0, X]  # x alone
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
-def test_a_view_counts_with_all_of_its_memory() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Apply(lambda x: x[:, :1]), Apply(lambda x: x * x))
-    assert [one.kept for one in bytes_of(model, torch.randn(2, WIDTH))] == [0, 0, X]
-
-
-def test_a_copy_is_counted_where_a_partition_begins_with_a_layer_that_keeps_nothing() -> None:
-    """The layer behind Identity keeps what the layer before Identity keeps, too: between them, a copy for each."""
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Identity(), nn.Linear(WIDTH, WIDTH)]
-    found = bytes_of(nn.Sequential(*layers), torch.randn(2, WIDTH))
-    assert [(one.kept, one.again) for one in found] == [(X, 0), (0, X), (0, X)]
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        # A layer in place makes nothing new.
+        ([linear(), nn.ReLU(inplace=True), linear()], [(0, 0), (X, 0), (0, X)]),
+        # Parameters and buffers that are kept for backward are no activations.
+        ([linear(), Scale()], [(0, 0), (X, 0)]),
+        # A view counts with all of its memory.
+        ([linear(), Apply(lambda x: x[:, :1]), Apply(lambda x: x * x)], [(0, 0), (0, 0), (X, 0)]),
+        # The layer behind Identity keeps what the layer before Identity keeps, too: between them, a copy for each.
+        ([nn.Sequential(linear(), nn.ReLU()), nn.Identity(), linear()], [(X, 0), (0, X), (0, X)]),
+    ],
+    ids=["in place", "owned", "view", "nothing kept"],
+)
+def test_kept_and_kept_again(layers: list[nn.Module], expected: list[tuple[int, int]]) -> None:
+    assert [(one.kept, one.again) for one in bytes_of(nn.Sequential(*layers), torch.randn(2, WIDTH))] == expected

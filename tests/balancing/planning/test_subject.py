@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
+from tests.balancing.planning.models import WIDTH, Residual, mlp
 from torchgpipe.frames import arrange
 from torchgpipe_balancing.planning.subject import Way, subject_of
 
@@ -60,18 +61,8 @@ def test_the_sample_runs_before_the_copy_is_spread_over_devices_and_not_again(mo
 
 @pytest.mark.parametrize("is_sequential", [True, False])
 def test_nothing_reaches_the_graph_of_the_sample(is_sequential: bool) -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x
-
-    leaf = torch.randn(4, 3, requires_grad=True)
-    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]) if is_sequential else Residual()
+    leaf = torch.randn(4, WIDTH, requires_grad=True)
+    model = mlp(4) if is_sequential else Residual(3)
     subject = subject_of(model, leaf * 2, None, 2, {})
     for _ in range(2):
         _, step = subject.pipeline(Way([2, 2], CPUS, 2))
@@ -80,32 +71,9 @@ def test_nothing_reaches_the_graph_of_the_sample(is_sequential: bool) -> None:
     assert leaf.grad is None
 
 
-def test_a_v_half_pipeline_of_any_module_gives_its_gradients() -> None:
-    torch.manual_seed(0)
-    model, args = Model(), sample()
-    model(*args).mean().backward()
-    wanted = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    a, b = CPUS
-    model = torchgpipe.pipelined(
-        model,
-        args,
-        chunks=2,
-        devices=[a, b, b, a],
-        schedule="V-Half",
-        no_chunk=["table"],
-        loss_fn=lambda output, _: output.mean(),
-    )
-    model.step(*args)
-
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], wanted)
-
-
-@pytest.mark.filterwarnings("ignore:.*script_method")
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: torchgpipe.GPipe(model, [2, 2], devices=CPUS, chunks=2)])
-def test_a_wrapped_model_is_refused_with_the_next_move(wrap: Any) -> None:
-    model = wrap(nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]))
-    with pytest.raises(TypeError, match=r"pipeline the plain model|call unpipelined\(\) or unwrap\(\) first"):
+def test_a_wrapped_model_is_refused_with_the_next_move() -> None:
+    model = torchgpipe.GPipe(mlp(4), [2, 2], devices=CPUS, chunks=2)
+    with pytest.raises(TypeError, match=r"call unpipelined\(\) or unwrap\(\) first"):
         subject_of(model, torch.randn(4, 3), None, 2, {})
 
 
@@ -113,18 +81,8 @@ def test_a_wrapped_model_is_refused_with_the_next_move(wrap: Any) -> None:
 def test_fewer_parts_than_the_schedules_with_two_partitions_a_device_want(layers: int) -> None:
     """The plan of a model of n to 2n - 1 parts for n devices was refused, for schedules that it need not take."""
 
-    class Short(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(layers)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x
-
-    model = Short()
-    plan = torchgpipe.plan(model, torch.randn(4, 3), batch=8, devices=["cpu:0", "cpu:1"], seconds=0, trials=0)
+    model = Residual(layers - 1)
+    plan = torchgpipe.plan(model, torch.randn(4, WIDTH), batch=8, devices=["cpu:0", "cpu:1"], seconds=0, trials=0)
     assert sum(plan.balance) == layers
     assert plan.apply(model).layout.balance == plan.balance
 
