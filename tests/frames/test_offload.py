@@ -450,7 +450,7 @@ def test_the_proof_runs_and_copies_are_pipelined(devices: Devices) -> None:
 
 
 def test_retained_graphs_and_optimizers_in_hooks(devices: Devices) -> None:
-    resident, model = pair(Model(), devices(2))
+    resident, model = pair(Model(), devices(2), checkpoint=True)
     ids, target = data()
     for one in (resident, model):
         output = one(ids)
@@ -552,6 +552,8 @@ def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatc
         made(odd)
     with pytest.raises(ValueError, match=r"slots must be 1 or more"):
         made(Model(), slots=0)
+    with pytest.raises(ValueError, match=r"offload must be True, 'weights' or False, but got 'all'"):
+        torchgpipe.pipelined(Model(), ids, chunks=2, offload="all")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pin must be an integer"):
         made(Model(), pin="1GiB")
     monkeypatch.setattr("torchgpipe.engine.host_memory.memory_in_use", lambda device: (0, 0, 300))
