@@ -60,9 +60,8 @@ COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/
 rounding: $(CLIENTS)
 	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
-# In a process that was forked coverage itself warns, and these tests let no warning pass.
-FORKING = --deselect tests/engine/test_threads.py::test_a_data_loader_that_forks \
-	--deselect tests/test_bugs.py::test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings
+# In a process that was forked coverage itself warns, and this test lets no warning pass.
+FORKING = --deselect tests/test_bugs.py::test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings
 
 coverage: $(CLIENTS)
 	$(RUN) -m coverage erase

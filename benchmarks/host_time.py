@@ -10,7 +10,6 @@ median over turns, and a ratio is taken within a turn.
     step        a cell of `GPipe.step`, beside forward and backward of the same pipeline
     pipelined   a micro-batch of a pipelined module: per call of a module, per operation between two, and its own
     timeline    what a timeline adds to a cell, with a recorder and without (`host_timeline.py`)
-    parts       what the parts of a cell cost one by one, and its autograd nodes (`host_parts.py`)
     proof       what the proof of a pipelined GPT-2 takes, and the memory of it (`host_proof.py`)
 
     python -m benchmarks.host_time                              # cells and step: a minute or two
@@ -25,7 +24,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import host_parts, host_proof, host_timeline
+from benchmarks import host_proof, host_timeline
 from benchmarks.cost import MODES
 from benchmarks.peers import PEERS, Answer, Request
 from benchmarks.placement import threaded
@@ -329,7 +328,6 @@ PROGRAM_PARTS = {
         cpu=True,
     ),
     "timeline": Part("timeline", host_timeline.measure, host_timeline.show),
-    "parts": Part("profile_cell", host_parts.measure, host_parts.show, cpu=True),
     "proof": Part("pipelined/proof", host_proof.measure, host_proof.show, cpu=True),
 }
 

@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks import (
     balance,
     distributed,
-    host_parts,
     host_proof,
     host_time,
     host_timeline,
@@ -187,8 +186,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "pipelined_host": ("pipelined/host", host_time.pipelined_host),
         "pipelined_times": ("pipelined/host", host_time.pipelined_times),
         "pipelined_proof": ("pipelined/proof", host_proof.pipelined_proof),
-        "parts": ("profile_cell", host_parts.parts),
-        "nodes": ("profile_cell", host_parts.nodes),
         "timeline": ("timeline", host_timeline.timeline),
         "memory": ("memory", memory.memory),
         "memory_by_mode": ("memory", memory.memory_by_mode),

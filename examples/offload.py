@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.manual_seed(0)
     plain = Model(options.width, options.layers)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     losses = []
     for offload in (False, True):
         model = torchgpipe.pipelined(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Apply"]
+__all__ = ["Apply", "Chain", "Using"]
 
 
 class Apply(nn.Module):
@@ -19,3 +19,28 @@ class Apply(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.function(*inputs, **keywords)
+
+
+class Using(nn.Module):
+    """A layer that calls ``function(linear, *inputs)`` with a linear map of its own."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(width, width, **options)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.linear, *inputs)
+
+
+class Chain(nn.Module):
+    """A model of two linear layers that is no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * scale
+        return x

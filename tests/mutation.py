@@ -133,10 +133,8 @@ MUTATIONS = [
     Mutation("... of a plain cell", "_pass_plain", "wait", keeps=-1),
     Mutation("... of a checkpointed cell", "_pass_checkpointed", "wait", keeps=-1),
     Mutation("... of a recorded cell", "_pass_kept", "wait", "engine/streams", keeps=-1),
-    Mutation("... of a cell of a program", "Executor._run", "mark_ready", "engine/step_streams"),
-    Mutation(
-        "a backward of a program waits for its gradient", "Executor._backward", "wait_back", "engine/step_streams"
-    ),
+    Mutation("... of a cell of a program", "Executor._run", "mark_ready", "step_transparency"),
+    Mutation("a backward of a program waits for its gradient", "Executor._backward", "wait_back", "step_transparency"),
     Mutation(
         "anomaly mode looks at a gradient that has arrived",
         "copy_back",
@@ -160,7 +158,7 @@ MUTATIONS = [
     Mutation("copies run beside the computation of the target", "_move", "arriving.use", "engine/overlap"),
     Mutation("a worker is on the stream of its device", "_Crew._serve_tasks", "worker.stream.use"),
     Mutation("with one device, the caller is on its stream", "Pipeline.run", "self._calls[0].stream.use"),
-    Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/step_streams"),
+    Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/streams"),
     Mutation(
         "a skip comes to the device of its pop", "_receive", "portal.receive", "skip/portal engine/streams", keeps=-1
     ),

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from torchgpipe import NoChunk
 
-__all__ = ["Outcome", "assert_same", "loss_of", "outcome", "plain_outcome", "run_plain", "tensors"]
+__all__ = [
+    "Outcome",
+    "assert_same",
+    "loss_of",
+    "mapped",
+    "outcome",
+    "pieces",
+    "plain_outcome",
+    "run_plain",
+    "tensors",
+]
 
 
 Loss: TypeAlias = Callable[[Any], Tensor | None]
@@ -50,7 +60,7 @@ def run_plain(
 ) -> Any:
     """Return the output of ``module``, run on one micro-batch after the other, each inside its own context."""
     outputs = []
-    for arguments in _split(inputs, chunks):
+    for arguments in pieces(inputs, chunks):
         with each():
             layers = iter(module)
             value = next(layers)(*arguments)
@@ -78,14 +88,16 @@ def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Calla
         loss: the function from the output to the tensor that is differentiated, by default `loss_of`
         run: the function to call with the inputs, by default ``model``
     """
-    inputs = copy.deepcopy(inputs)
+    before, inputs = copy.deepcopy(inputs), copy.deepcopy(inputs)
     model.zero_grad(set_to_none=True)
     output = (run or model)(*inputs)
     value = (loss or loss_of)(output)
     if value is not None and value.requires_grad:
         value.backward()
+    for given, kept in zip(tensors(inputs), tensors(before)):
+        _assert_equal(given.detach(), kept.detach(), "the caller's input")
     return Outcome(
-        output=_map(_on_host, output),
+        output=mapped(_on_host, output),
         input_grads=[_on_host(x.grad) for x in tensors(inputs)],
         param_grads={name: _on_host(parameter.grad) for name, parameter in model.named_parameters()},
         buffers={name: _on_host(buffer) for name, buffer in model.named_buffers()},
@@ -135,38 +147,34 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+def mapped(function: Callable[[Tensor], Any], value: Any, whole: Callable[[Tensor], Any] | None = None) -> Any:
+    """Return nested containers with what a function makes of each tensor.
+
+    Args:
+        function: what becomes of a tensor
+        value: nested containers
+        whole: what becomes of the tensor in a NoChunk, by default what ``function`` makes of it, in a NoChunk
+    """
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, NoChunk):
+        return NoChunk(function(value.tensor)) if whole is None else whole(value.tensor)
     if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
+        return {key: mapped(function, item, whole) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_map(function, item) for item in value)
+        return type(value)(mapped(function, item, whole) for item in value)
     return value
 
 
-def _split(inputs: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
-    pieces = [x.chunk(chunks) for x in _chunked(inputs)]
-
-    def piece(value: Any, parts: Iterator[Tensor]) -> Any:
-        if isinstance(value, NoChunk):
-            return value.tensor
-        if isinstance(value, (tuple, list)):
-            return type(value)(piece(item, parts) for item in value)
-        if isinstance(value, dict):
-            return {key: piece(item, parts) for key, item in value.items()}
-        return next(parts) if isinstance(value, Tensor) else value
-
-    # A layer that works in place may change the micro-batch, but not the user's mini-batch.
-    return [piece(inputs, iter([part.clone() for part in parts])) for parts in zip(*pieces, strict=True)]
-
-
-def _chunked(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _chunked(item)
+def pieces(value: Any, chunks: int) -> list[Any]:
+    """Split nested tensors into micro-batches: a layer that works in place may change these, but not the mini-batch."""
+    counts: list[int] = []
+    mapped(lambda tensor: counts.append(len(tensor.chunk(chunks))), value, whole=lambda _: None)
+    assert len(set(counts)) == 1, counts
+    return [
+        mapped(lambda tensor, i=i: tensor.chunk(chunks)[i].clone(), value, whole=lambda tensor: tensor)
+        for i in range(counts[0])
+    ]
 
 
 def _merge(outputs: Sequence[Any]) -> Any:

@@ -111,17 +111,19 @@ def test_these_are_the_rooms() -> None:
     assert {room_of(name) for name in OURS} == {*ROOMS, *THIN, "__init__"}
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if room_of(name) in ROOMS])
-def test_a_room_imports_only_from_those_below(name: str) -> None:
+def test_a_room_imports_only_from_those_below() -> None:
     order = [*ROOMS]
-    for inner in ours_imported_by(name):
-        assert inner, f"{name} imports from the package itself, which in turn imports {name}"
-        below, here = room_of(inner), room_of(name)
-        assert below in ROOMS, f"{name} imports {inner}, a public path for users only"
-        assert order.index(below) <= order.index(here), f"{name} imports {inner}, which is in a room above"
-    balancing = {imported for imported in imports(OURS[name]) if imported.partition(".")[0] == "torchgpipe_balancing"}
-    assert balancing <= {"torchgpipe_balancing.partition"}, "only the arithmetic of balancing, inside a function"
-    assert "torchgpipe_balancing.partition" not in set(imports(OURS[name], top_level_only=True))
+    for name in OURS:
+        if room_of(name) not in ROOMS:
+            continue
+        for inner in ours_imported_by(name):
+            assert inner, f"{name} imports from the package itself, which in turn imports {name}"
+            below, here = room_of(inner), room_of(name)
+            assert below in ROOMS, f"{name} imports {inner}, a public path for users only"
+            assert order.index(below) <= order.index(here), f"{name} imports {inner}, which is in a room above"
+        balancing = {each for each in imports(OURS[name]) if each.partition(".")[0] == "torchgpipe_balancing"}
+        assert balancing <= {"torchgpipe_balancing.partition"}, f"only arithmetic, inside a function, in {name}"
+        assert "torchgpipe_balancing.partition" not in set(imports(OURS[name], top_level_only=True))
 
 
 def test_no_import_leads_back() -> None:
@@ -142,24 +144,25 @@ def test_no_import_leads_back() -> None:
 PLANNING = {name: path for name, path in BALANCING.items() if room_of(name) == "planning"}
 
 
-@pytest.mark.parametrize("path", [BALANCING[name] for name in BALANCING if name not in PLANNING], ids=name_of)
-def test_balancing_imports_only_devices_and_skips(path: Path) -> None:
-    """These two rooms do not import balancing, so there is no cycle, whichever package is imported first."""
-    assert not [
-        imported
-        for imported in imports(path, top_level_only=True)
-        if imported.startswith("torchgpipe_balancing.planning")
-    ]
-    ours = [imported for imported in imports(path) if imported.partition(".")[0] == "torchgpipe"]
-    assert not [imported for imported in ours if not imported.startswith(("torchgpipe.devices.", "torchgpipe.skip."))]
+def test_balancing_imports_only_devices_and_skips() -> None:
+    """These two rooms do not import balancing, so there is no cycle, whichever package is imported first.
 
-
-@pytest.mark.parametrize("path", PLANNING.values(), ids=name_of)
-def test_planning_imports_no_front_but_the_timeline(path: Path) -> None:
-    """It records pipelines to measure them. Nothing of the engine imports it."""
-    for imported in imports(path):
-        package, _, inner = imported.partition(".")
-        assert package != "torchgpipe" or (room_of(inner) in ROOMS and room_of(inner) not in ("distributed", "compat"))
+    Planning records pipelines to measure them, so it imports more, and nothing of the engine imports it.
+    """
+    for name, path in BALANCING.items():
+        for imported in imports(path):
+            package, _, inner = imported.partition(".")
+            if package != "torchgpipe":
+                continue
+            if name in PLANNING:
+                assert room_of(inner) in ROOMS and room_of(inner) not in ("distributed", "compat"), name
+            else:
+                assert inner.startswith(("devices.", "skip.")), name
+        if name not in PLANNING:
+            later = [
+                one for one in imports(path, top_level_only=True) if one.startswith("torchgpipe_balancing.planning")
+            ]
+            assert not later, name
 
 
 def test_contributors_are_shown_the_rooms() -> None:
@@ -177,12 +180,12 @@ def test_the_package_imports_no_front_that_is_not_asked_for() -> None:
         assert package != "torchgpipe" or room_of(inner) not in fronts, f"torchgpipe imports {inner}, a front"
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_import_needs_torch_and_numpy_alone(path: Path) -> None:
+def test_import_needs_torch_and_numpy_alone() -> None:
     allowed = {*sys.stdlib_module_names, "torch", "numpy", "torchgpipe", "torchgpipe_balancing"}
-    extras = {name.partition(".")[0] for name in imports(path, top_level_only=True)} - allowed
-    assert not extras, f"import {extras} where they are used, inside a function"
-    assert "importlib.metadata" not in set(imports(path)), "a bare checkout has no metadata"
+    for path in ALL:
+        extras = {name.partition(".")[0] for name in imports(path, top_level_only=True)} - allowed
+        assert not extras, f"import {extras} of {name_of(path)} where they are used, inside a function"
+        assert "importlib.metadata" not in set(imports(path)), "a bare checkout has no metadata"
 
 
 @pytest.mark.timeout(120)
@@ -225,28 +228,26 @@ def test_both_packages_import_from_a_bare_checkout_in_any_order() -> None:
     assert (result.stdout, result.stderr) == (f"{torchgpipe.__version__}\n", "")
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_every_module_says_why_it_exists(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, f"{path.relative_to(ROOT)} has no docstring"
-    assert docstring.strip().splitlines()[0].endswith((".", ":")), "its first line is a sentence"
+def test_every_module_says_why_it_exists_and_lists_its_names() -> None:
+    for path in ALL:
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, f"{path.relative_to(ROOT)} has no docstring"
+        assert docstring.strip().splitlines()[0].endswith((".", ":")), f"{path}: its first line is a sentence"
+        name = name_of(path).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        assert len(set(module.__all__)) == len(module.__all__)
+        for public in module.__all__:
+            assert hasattr(module, public), f"{name}.__all__ has {public}, which is not there"
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_every_module_lists_its_names(path: Path) -> None:
-    name = name_of(path).removesuffix(".__init__")
-    module = importlib.import_module(name)
-    assert len(set(module.__all__)) == len(module.__all__)
-    for public in module.__all__:
-        assert hasattr(module, public), f"{name}.__all__ has {public}, which is not there"
-
-
-@pytest.mark.parametrize("path", [path for path in OURS.values() if path.name != "__init__.py"], ids=name_of)
-def test_names_that_other_modules_import_are_listed(path: Path) -> None:
+def test_names_that_other_modules_import_are_listed() -> None:
     """No other module imports a private name."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchgpipe"):
-            source = importlib.import_module(str(node.module))
-            for alias in node.names:
-                known = alias.name in source.__all__ or _is_module(f"{node.module}.{alias.name}")
-                assert known, f"{path.name} imports {alias.name}, which is not in {node.module}.__all__"
+    for path in OURS.values():
+        if path.name == "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchgpipe"):
+                source = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    known = alias.name in source.__all__ or _is_module(f"{node.module}.{alias.name}")
+                    assert known, f"{path.name} imports {alias.name}, which is not in {node.module}.__all__"

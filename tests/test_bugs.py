@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.accelerator import DEVICE, KIND, backend, be_slow, is_there, needs_accelerator
 from tests.conftest import Pipe
+from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 
 
@@ -53,12 +53,8 @@ def test_an_autograd_function_that_returns_its_input(pipe: Pipe, checkpoint: str
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad
 
-    class Layer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Identity.apply(x)
-
     x = torch.rand(42, requires_grad=True)
-    model = pipe(nn.Sequential(Layer(), Layer()), [1, 1], chunks=2, checkpoint=checkpoint)
+    model = pipe(nn.Sequential(Apply(Identity.apply), Apply(Identity.apply)), [1, 1], chunks=2, checkpoint=checkpoint)
     y = model(x)
     assert torch.equal(y, x)
     y.sum().backward()
@@ -72,20 +68,17 @@ def test_an_exception_does_not_hang(pipe: Pipe, checkpoint: str) -> None:
     So with at least three partitions and three micro-batches, the partition before it waited forever.
     """
 
-    class Expected(Exception):
-        pass
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
 
-    class Pass(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    class Fail(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise Expected
-
-    model = pipe(nn.Sequential(Pass(), Pass(), Fail()), [1, 1, 1], chunks=3, checkpoint=checkpoint)
-    with pytest.raises(Expected):
+    layers = nn.Sequential(nn.Identity(), nn.Identity(), Apply(fail))
+    model = pipe(layers, [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    with pytest.raises(ArithmeticError):
         model(torch.rand(3, requires_grad=True))
+
+
+def dropouts() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(*[nn.Dropout(0.005) for _ in range(20)]) for _ in range(2)])
 
 
 def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
@@ -93,19 +86,7 @@ def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
 
     Then an element whose output was dropped got a gradient. Many dropouts in a row make this visible.
     """
-
-    class Dropouts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(100):
-                x = F.dropout(x, p=0.001)
-            return x
-
-    x = torch.rand(10, 10, requires_grad=True)
-    model = pipe(nn.Sequential(Dropouts(), Dropouts()), [1, 1], chunks=10, checkpoint=checkpoint)
-    y = model(x)
-    y.norm().backward()
-    assert not y.all(), "some elements were dropped"
-    assert torch.equal(y.bool(), x.grad.bool())
+    assert_same_mask(pipe(dropouts(), [1, 1], chunks=10, checkpoint=checkpoint), "cpu")
 
 
 SECOND = f"{KIND}:1"
@@ -114,23 +95,21 @@ SECOND = f"{KIND}:1"
 @needs_accelerator
 @pytest.mark.skipif(backend.device_count() < 2, reason="needs two GPUs")
 def test_dropout_draws_the_same_mask_again_on_gpus(checkpoint: str) -> None:
-    model = GPipe(
-        nn.Sequential(*(nn.Sequential(*(nn.Dropout(0.01) for _ in range(10))) for _ in range(2))),
-        [1, 1],
-        devices=[DEVICE, SECOND],
-        chunks=10,
-        checkpoint=checkpoint,
-    )
-    x = torch.rand(10, 10, device=DEVICE, requires_grad=True)
+    assert_same_mask(GPipe(dropouts(), [1, 1], devices=[DEVICE, SECOND], chunks=10, checkpoint=checkpoint), DEVICE)
+
+
+def assert_same_mask(model: nn.Module, device: str) -> None:
+    x = torch.rand(10, 10, device=device, requires_grad=True)
     y = model(x)
     y.norm().backward()
+    assert not y.all(), "some elements were dropped"
     assert torch.equal(y.bool().cpu(), x.grad.bool().cpu())
 
 
 class Pair(nn.Module):
     """A layer with two tensors at a boundary; the gradient of the second one takes long."""
 
-    def __init__(self, slow: Tensor | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 3, 1)
         self.second = nn.Conv2d(3, 3, 1)
@@ -142,9 +121,8 @@ class Pair(nn.Module):
         return a, a * b, b
 
 
-class Sum(nn.Module):
-    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return values[0] + values[1] * 2 + values[2] * 3
+def pair_and_sum() -> nn.Sequential:
+    return nn.Sequential(Pair(), Apply(lambda values: values[0] + values[1] * 2 + values[2] * 3))
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -159,7 +137,7 @@ def test_all_tensors_of_a_tuple_are_waited_for(pipe: Pipe, checkpoint: str) -> N
 
     Without checkpointing, the gradients of the other tensors could be summed before they had arrived.
     """
-    module, x = nn.Sequential(Pair(), Sum()), torch.rand(8, 3, 4, 4)
+    module, x = pair_and_sum(), torch.rand(8, 3, 4, 4)
     expected = gradients(module, x)
     actual = gradients(pipe(module, [1, 1], chunks=4, checkpoint=checkpoint), x)
     for a, b in zip(actual, expected, strict=True):
@@ -172,7 +150,7 @@ def test_all_tensors_of_a_tuple_are_waited_for_on_gpus(checkpoint: str, second: 
     if second == SECOND and backend.device_count() < 2:
         pytest.skip("needs two GPUs")
     # In float32, convolutions on a GPU round to the 10 bits of TF32.
-    module, x = nn.Sequential(Pair(), Sum()).double(), torch.rand(8, 3, 32, 32, dtype=torch.float64)
+    module, x = pair_and_sum().double(), torch.rand(8, 3, 32, 32, dtype=torch.float64)
     expected = gradients(module, x)
     model = GPipe(module, [1, 1], devices=[DEVICE, second], chunks=4, checkpoint=checkpoint)
     for a, b in zip(gradients(model, x), expected, strict=True):
@@ -182,40 +160,26 @@ def test_all_tensors_of_a_tuple_are_waited_for_on_gpus(checkpoint: str, second: 
 def test_integers_at_a_boundary_need_no_gradient(pipe: Pipe, checkpoint: str) -> None:
     """Recomputation made all inputs of a partition require a gradient, which integers do not support."""
 
-    class WithIndices(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return x * 2, x.argsort(1), x > 0
-
-    class Gather(nn.Module):
-        def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-            x, indices, positive = values
-            return x.gather(1, indices) * positive
-
+    layers = nn.Sequential(Apply(lambda x: (x * 2, x.argsort(1), x > 0)), Apply(lambda v: v[0].gather(1, v[1]) * v[2]))
     x = torch.randn(4, 3, requires_grad=True)
-    model = pipe(nn.Sequential(WithIndices(), Gather()), [1, 1], chunks=2, checkpoint=checkpoint)
+    model = pipe(layers, [1, 1], chunks=2, checkpoint=checkpoint)
     model(x).sum().backward()
     expected = x.detach().clone().requires_grad_()
-    Gather()(WithIndices()(expected)).sum().backward()
+    layers(expected).sum().backward()
     assert torch.equal(x.grad, expected.grad)
 
 
 def test_an_output_that_the_loss_does_not_use(pipe: Pipe, checkpoint: str) -> None:
     """The first output carries the order of backward. A loss of the second output alone bypassed it."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Linear(2, 2)
-            self.used = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.unused(x), self.used(x)
-
-    module = nn.Sequential(nn.Linear(2, 2), Two())
+    unused, used = nn.Linear(2, 2), nn.Linear(2, 2)
+    two = Apply(lambda x: (unused(x), used(x)))
+    two.both = nn.ModuleList([unused, used])
+    module = nn.Sequential(nn.Linear(2, 2), two)
     model = pipe(module, [1, 1], chunks=3, checkpoint=checkpoint)
     model(torch.randn(6, 2))[1].sum().backward()
-    assert module[1].unused.weight.grad is None
-    assert module[1].used.weight.grad is not None
+    assert unused.weight.grad is None
+    assert used.weight.grad is not None
     assert module[0].weight.grad is not None
 
 
@@ -304,10 +268,8 @@ def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe
         def forward(self, x: Tensor) -> Tensor:
             return x + self.bias[None]
 
-    def linear() -> nn.Linear:
-        return nn.Linear(8, 8, dtype=torch.float64)
-
-    layers = nn.Sequential(linear(), nn.Tanh(), Bias(), linear(), nn.Tanh(), Bias(), linear(), nn.Tanh())
+    lines = [nn.Linear(8, 8, dtype=torch.float64) for _ in range(3)]
+    layers = nn.Sequential(lines[0], nn.Tanh(), Bias(), lines[1], nn.Tanh(), Bias(), lines[2], nn.Tanh())
     x = torch.randn(8, 8, dtype=torch.float64)
     for row in x.split(1):
         (layers(row).mean() / 8).backward()

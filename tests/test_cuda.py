@@ -10,7 +10,6 @@ import copy as python_copy
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.accelerator import DEVICE, KIND, LATE, NEEDS_ACCELERATOR, backend, be_slow, is_there
+from tests.layers import Apply
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.stream import AcceleratorStream
 from torchgpipe.engine.copy import Route, copy, wait
@@ -64,14 +64,12 @@ class _SlowBackward(torch.autograd.Function):
         return grads[0] * 1
 
 
-class Slow(nn.Module):
-    """A layer whose output is written late, and whose input gradient too."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if is_there(input):
-            be_slow()
-        output: Tensor = _SlowBackward.apply(input)  # type: ignore[no-untyped-call]
-        return output
+def slow(input: Tensor) -> Tensor:
+    """Write the output late, and the gradient of the input too."""
+    if is_there(input):
+        be_slow()
+    output: Tensor = _SlowBackward.apply(input)  # type: ignore[no-untyped-call]
+    return output
 
 
 def build(n: int) -> tuple[nn.Sequential, list[int]]:
@@ -79,7 +77,7 @@ def build(n: int) -> tuple[nn.Sequential, list[int]]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(n):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), Slow()]
+        layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Apply(slow)]
     return nn.Sequential(*layers).double(), [3] * n
 
 
@@ -89,14 +87,11 @@ def batch(device: str = "cpu") -> Tensor:
     return x.to(device).requires_grad_()
 
 
-def partitions_of(layers: nn.Sequential, balance: list[int]) -> list[nn.Sequential]:
-    ends = [sum(balance[:j]) for j in range(len(balance) + 1)]
-    return [layers[start:end] for start, end in pairwise(ends)]
-
-
 def place(layers: nn.Sequential, balance: list[int], devices: list[str]) -> nn.Sequential:
-    for partition, device in zip(partitions_of(layers, balance), devices, strict=True):
-        partition.to(device)
+    rest = iter(layers)
+    for count, device in zip(balance, devices, strict=True):
+        for _ in range(count):
+            next(rest).to(device)
     return layers
 
 
@@ -104,8 +99,11 @@ def run_plain(layers: nn.Sequential, balance: list[int], devices: list[str], x: 
     """Run the plain model with its layers on their devices, one micro-batch after the other."""
     outputs = []
     for value in x.chunk(CHUNKS):
-        for partition, device in zip(partitions_of(layers, balance), devices, strict=True):
-            value = partition(value.to(device))
+        rest = iter(layers)
+        for count, device in zip(balance, devices, strict=True):
+            value = value.to(device)
+            for _ in range(count):
+                value = next(rest)(value)
             backend.synchronize()
         outputs.append(value)
     return torch.cat(outputs)
@@ -136,20 +134,58 @@ def assert_same_step(model: GPipe, layers: nn.Sequential, devices: list[str], x:
     assert_close(x.grad, x2.grad, "gradient of the input")
     for (name, parameter), its in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert_close(parameter.grad, its.grad, f"gradient of {name}")
+    for (name, buffer), its in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert_close(buffer, its, name)
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # where the parameters are made on another one
 @pytest.mark.parametrize("home", HOMES)
 @every_mode
 @every_devices
 def test_a_training_step_is_that_of_the_plain_model(devices: list[str], mode: str, home: str) -> None:
-    """Forward and backward copy in both directions, wherever the input is."""
+    """Forward and backward copy in both directions, wherever the input is, on the default stream and on another.
+
+    The stream and the device of the call are current in the layers, also in a recomputation that starts while another
+    stream is current. The output can be used at once, by the caller's stream and by the host.
+    """
+    seen: list[tuple[bool, Any]] = []
+
+    def note(input: Tensor) -> Tensor:
+        if is_there(input) and input.device.index == 0:
+            seen.append((is_recomputing(), (backend.current_stream(GPU), backend.current_device())))
+        return input * 1
+
     layers, balance = build(len(devices))
+    layers.append(Apply(note)).insert(0, Apply(note))
+    balance[0] += 1
+    balance[-1] += 1
     model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
-    for _ in range(2):
-        assert_same_step(model, layers, devices, batch(home))
+    backend.synchronize()
+    mine = backend.Stream(GPU)
+    for current in (backend.current_stream(GPU), mine):
+        seen.clear()
+        with backend.stream(current):
+            assert_same_step(model, layers, devices, batch(home))
+        runs = [now for _, now in seen if GPU in (devices[0], devices[-1])]
+        assert set(runs) <= {(current, 0)} and bool(runs) == (GPU in (devices[0], devices[-1]))
+        assert any(again for again, _ in seen) == (mode != "never" and bool(runs))
+    seen.clear()
+    with backend.stream(mine):
+        loss = model(batch(home)).square().sum()
+    loss.backward()
+    backend.synchronize()
+    assert {now for _, now in seen} <= {(mine, 0)}
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            output = model.eval()(batch(home))
+            assert output.grad_fn is None
+            used = output * 1
+            values = output.tolist()
+            assert_close(torch.tensor(values, dtype=torch.float64), used)
+            assert_close(used, run_plain(layers, balance, devices, batch(home)))
 
 
 @every_mode
@@ -181,61 +217,6 @@ def test_what_the_caller_has_launched_is_waited_for(devices: list[str], mode: st
     assert late.grad is not None
     for parameter, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(parameter.grad, its.grad)
-
-
-@every_mode
-def test_the_output_can_be_used_at_once(mode: str) -> None:
-    """The caller's stream and the host can use the output."""
-    layers, balance = build(2)
-    model = GPipe(layers, balance, devices=["cpu", GPU], chunks=CHUNKS, checkpoint=mode)
-    output = model(batch())
-    on_gpu = output.detach() * 1
-    assert_close(output, run_plain(layers, balance, ["cpu", GPU], batch()))
-    assert_close(on_gpu, output)
-
-    layers, balance = build(2)
-    model = GPipe(layers, balance, devices=[GPU, "cpu"], chunks=CHUNKS, checkpoint=mode)
-    values = model(batch()).tolist()
-    assert_close(torch.tensor(values, dtype=torch.float64), run_plain(layers, balance, [GPU, "cpu"], batch()))
-
-
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-@every_devices
-def test_without_gradients(devices: list[str], off: Callable[[], Any]) -> None:
-    layers, balance = build(len(devices))
-    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS)
-    with off():
-        output = model(batch())
-        expected = run_plain(layers, balance, devices, batch())
-    assert_close(output, expected)
-    assert output.grad_fn is None
-
-
-class Mixed(nn.Module):
-    """A layer that returns tensors of several types, some without gradients."""
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor, None]:
-        if is_there(input):
-            be_slow()
-        return input * 2, torch.arange(len(input), device=input.device), None
-
-
-class Merge(nn.Module):
-    def forward(self, inputs: tuple[Tensor, Tensor, None]) -> Tensor:
-        a, b, nothing = inputs
-        assert nothing is None
-        return a * b[:, None]
-
-
-@every_mode
-@pytest.mark.parametrize("devices", [[GPU, "cpu"], ["cpu", GPU]], ids=str)
-def test_tuples_travel(devices: list[str], mode: str) -> None:
-    x = batch()
-    output = GPipe(nn.Sequential(Mixed(), Merge()), [1, 1], devices=devices, chunks=CHUNKS, checkpoint=mode)(x)
-    output.sum().backward()
-    factor = torch.arange(4, dtype=torch.float64).repeat(CHUNKS)[:, None] * 2
-    assert_close(output, x.detach() * factor)
-    assert_close(x.grad, factor.expand_as(x))
 
 
 def test_the_default_is_every_gpu() -> None:
@@ -332,59 +313,6 @@ def test_memory_is_not_used_again_before_the_target_has_read_it(route: Route) ->
 # ---------------------------------------------------------------------------------------- what the caller set
 
 
-class Notes(nn.Module):
-    """A layer that notes the current stream and device of its run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[bool, Any]] = []
-
-    def forward(self, input: Tensor) -> Tensor:
-        if is_there(input):
-            now = backend.current_stream(), backend.current_device(), torch.is_autocast_enabled(KIND)
-            self.seen.append((is_recomputing(), now))
-        return input * 1
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # where the parameters are made on another one
-@every_mode
-@every_devices
-def test_stream_and_device_are_current_in_layers(devices: list[str], mode: str) -> None:
-    """The stream of the call is current, also in a recomputation that starts while another stream is current."""
-    layers, _ = build(len(devices))
-    notes = [Notes() for _ in devices]
-    for j, its in enumerate(notes):
-        layers.insert(4 * j + 3, its)
-    model = GPipe(layers, [4] * len(devices), devices=devices, chunks=CHUNKS, checkpoint=mode)
-
-    mine = backend.Stream(GPU)
-    mine.wait_stream(backend.current_stream())
-    with backend.stream(mine):
-        output = model(batch(GPU))
-        loss = output.square().sum()
-        assert backend.current_stream() == mine
-    loss.backward()
-    backend.synchronize()
-
-    recomputed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[mode]
-    for its, device in zip(notes, devices, strict=True):
-        if device == GPU:
-            assert [again for again, _ in its.seen] == [False] * CHUNKS + [True] * recomputed
-            assert all(now == (mine, 0, False) for _, now in its.seen)
-
-
-@every_mode
-@every_devices
-def test_a_stream_of_the_callers(devices: list[str], mode: str) -> None:
-    """A whole training step runs on another stream than the default stream."""
-    layers, balance = build(len(devices))
-    model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint=mode)
-    backend.synchronize()
-    with backend.stream(backend.Stream(GPU)):
-        assert_same_step(model, layers, devices, batch(GPU))
-        assert_same_step(model, layers, devices, batch())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_mode
 @every_devices
@@ -422,11 +350,9 @@ def test_autocast(devices: list[str], mode: str, dtype: torch.dtype) -> None:
 # --------------------------------------------------------------------------------------------- random numbers
 
 
-class DrawsOnCpu(nn.Module):
-    """A layer that draws from the CPU's generator, whatever its device."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input * torch.rand(input.shape, dtype=input.dtype).to(input.device)
+def draw_on_cpu(input: Tensor) -> Tensor:
+    """Draw from the CPU's generator, whatever the device."""
+    return input * torch.rand(input.shape, dtype=input.dtype).to(input.device)
 
 
 @every_mode
@@ -443,7 +369,7 @@ def test_dropout(devices: list[str], mode: str) -> None:
                 nn.Linear(WIDTH, WIDTH),
                 nn.Dropout(0.5),
                 # Refused where workers draw from one generator.
-                DrawsOnCpu() if device == "cpu" or len({*devices}) == 1 else nn.Identity(),
+                Apply(draw_on_cpu) if device == "cpu" or len({*devices}) == 1 else nn.Identity(),
                 nn.AlphaDropout(0.2),
             )
         ]
@@ -556,17 +482,15 @@ def test_peak_memory_against_the_plain_model() -> None:
 def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
     """The note tells the place, the model works on, and the memory of the GPU is freed."""
 
-    class Fails(nn.Module):
-        armed = False
+    armed: list[None] = []
 
-        def forward(self, input: Tensor) -> Tensor:
-            if self.armed and is_recomputing() == (phase == "recomputation"):
-                raise ValueError("fails")
-            return input
+    def fail(input: Tensor) -> Tensor:
+        if armed and is_recomputing() == (phase == "recomputation"):
+            raise ValueError("fails")
+        return input
 
     layers, balance = build(2)
-    fails = Fails()
-    layers.append(fails)
+    layers.append(Apply(fail))
     balance[-1] += 1
     model = GPipe(layers, balance, devices=devices, chunks=CHUNKS, checkpoint="always")
     for _ in range(3):
@@ -575,7 +499,7 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
     backend.synchronize()
     before = backend.memory_allocated(GPU)
 
-    fails.armed = True
+    armed.append(None)
     with pytest.raises(ValueError, match="fails") as caught:
         model(batch()).sum().backward()
     (note,) = caught.value.__notes__
@@ -589,7 +513,7 @@ def test_a_fault_on_the_gpu(devices: list[str], phase: str) -> None:
             break
     assert backend.memory_allocated(GPU) <= before
 
-    fails.armed = False
+    armed.clear()
     assert_same_step(model, layers, devices, batch())
 
 
@@ -630,32 +554,17 @@ def test_training_with_a_grad_scaler(devices: list[str], mode: str) -> None:
     assert actual[-1] < actual[0]
 
 
-@every_mode
-def test_batch_norm_counts_once(mode: str) -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).double()
-    plain = place(python_copy.deepcopy(layers), [1, 2], ["cpu", GPU])
-    model = GPipe(layers, [1, 2], devices=["cpu", GPU], chunks=CHUNKS, checkpoint=mode)
-    for _ in range(2):
-        model(batch()).sum().backward()
-        run_plain(plain, [1, 2], ["cpu", GPU], batch()).sum().backward()
-    for (name, actual), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert_close(actual, expected, name)
-
-
 # ------------------------------------------------------------------------------------------------------- steps
 
 
-class SlowHooks(nn.Module):
-    """Keeps its GPU busy in forward and backward. Without a function of Python, whose backward cannot be split."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = input * 1
-        if is_there(input):
-            be_slow()
-            if output.requires_grad:
-                output.register_hook(lambda _: be_slow())
-        return output
+def slow_by_hooks(input: Tensor) -> Tensor:
+    """Keep the GPU busy in forward and backward. Without a function of Python, whose backward cannot be split."""
+    output = input * 1
+    if is_there(input):
+        be_slow()
+        if output.requires_grad:
+            output.register_hook(lambda _: be_slow())
+    return output
 
 
 PLACES: dict[str, list[list[str]]] = {
@@ -690,7 +599,7 @@ def test_a_step_gives_the_gradients_of_the_micro_batches(
     torch.manual_seed(0)
     balance = [3] * len(devices)
     layers = nn.Sequential(
-        *[layer for _ in devices for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), SlowHooks())]
+        *[layer for _ in devices for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), Apply(slow_by_hooks))]
     ).double()
     plain = python_copy.deepcopy(layers)
     loss_fn = nn.MSELoss()

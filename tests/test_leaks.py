@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import Devices, Pipe
+from tests.layers import Using
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import clock_cycles
 
@@ -178,57 +179,48 @@ def test_backward_drops_the_input_of_each_finished_cell(pipe: Pipe) -> None:
             assert kept <= set(range(i + 1))
 
 
-def test_after_backward_only_the_output_is_left(watched: tuple[GPipe, Watch]) -> None:
-    """The caller still holds the output and the loss, which hold the graph."""
-    model, watch = watched
-    x = torch.rand(3, 2, requires_grad=True)
-    output = model(x)
-    loss = output.sum()
-    loss.backward()
-    assert watch.alive() == set()  # the output is a concatenation with its own memory
-    assert output.grad_fn is not None
-    assert x.grad is not None
+@pytest.mark.parametrize("chunks", [3, 1])
+def test_nothing_is_left_but_what_the_graph_needs(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    """A second backward recomputes again, from what was kept for the first, also where few gradients are asked for.
 
-
-def test_after_backward_only_parameters_and_gradients_are_left(watched: tuple[GPipe, Watch]) -> None:
-    """All tensors known to Python are counted."""
-    model, _ = watched
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(torch.rand(3, 2)).sum().backward()
+    The output is a concatenation with its own memory, also of one micro-batch. All tensors known to Python are counted.
+    """
+    layers, watch = build(OPERATIONS_OF_ALL_KINDS)
+    model = pipe(layers, BALANCE, chunks=chunks, checkpoint=checkpoint)
 
     def tensors() -> int:
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
-    step()
-    before = tensors()
-    for _ in range(3):
-        step()
-    assert tensors() <= before
-
-
-def test_retain_graph_keeps_no_recomputation(watched: tuple[GPipe, Watch]) -> None:
-    """A second backward recomputes again; what is kept for it is what was kept for the first."""
-    model, watch = watched
-    loss = model(torch.rand(3, 2)).sum()
-    before = watch.memory()
-    loss.backward(retain_graph=True)
-    assert watch.memory() == before
-    loss.backward()
-    assert watch.alive() == set()
-
-
-def test_gradients_of_some_parameters_keep_no_recomputation(watched: tuple[GPipe, Watch], checkpoint: str) -> None:
-    """Also where the engine does not visit the whole graph."""
-    model, watch = watched
-    loss = model(torch.rand(3, 2)).sum()
-    before = watch.memory()
-    for k in (8, 5, 0):
-        torch.autograd.grad(loss, [model[k].weight], retain_graph=True, allow_unused=True)
+    for evaluates in (True, False, False):
+        count = tensors()
+        output = model.train(not evaluates)(torch.rand(3, 2))
+        assert watch.alive() or (checkpoint == "always" and not evaluates)
+        del output
+        assert watch.alive() == set(), "an output that is dropped"
+        loss = (output := model(torch.rand(3, 2))).sum()
+        before = watch.memory()
+        for k in (8, 5, 0):
+            torch.autograd.grad(loss, [model[k].weight], retain_graph=True, allow_unused=True)
+            assert watch.memory() == before
+        loss.backward(retain_graph=True)
         assert watch.memory() == before
-    del loss
-    assert watch.alive() == set()
+        loss.backward()
+        assert watch.alive() == set() and output.grad_fn is not None and output.isfinite().all()
+        del output, loss
+        model.zero_grad(set_to_none=True)
+    assert tensors() <= count
+
+
+def test_a_partition_whose_output_is_ignored_keeps_no_recomputation(pipe: Pipe, checkpoint: str) -> None:
+    """No gradient returns to the partition, but the order of the micro-batches still leads through it."""
+    layers, watch = build(["scale", "exp"])
+    ignores = Using(lambda linear, x: linear(torch.ones_like(x)), width=2)
+    model = pipe(layers.append(ignores), [2, 1], chunks=3, checkpoint=checkpoint)
+    loss = model(torch.rand(3, 2)).sum()
+    loss.backward()
+    assert not any(again for _, _, again in watch.alive())
+    assert layers[0].weight.grad is None
+    assert ignores.linear.weight.grad is not None
 
 
 def generator_states() -> int:
@@ -253,58 +245,7 @@ def test_states_of_the_generator_are_freed_with_the_recomputation(
     assert generator_states() == before
 
 
-class Ignores(nn.Module):
-    """A layer that ignores its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.weight * torch.ones_like(input)
-
-
-def test_a_partition_whose_output_is_ignored_keeps_no_recomputation(pipe: Pipe, checkpoint: str) -> None:
-    """No gradient returns to the partition, but the order of the micro-batches still leads through it."""
-    layers, watch = build(["scale", "exp"])
-    layers.append(Ignores())
-    model = pipe(layers, [2, 1], chunks=3, checkpoint=checkpoint)
-    loss = model(torch.rand(3, 2)).sum()
-    loss.backward()
-    assert not any(again for _, _, again in watch.alive())
-    assert layers[0].weight.grad is None
-    assert layers[2].weight.grad is not None
-
-
 # ------------------------------------------------------------------------------------------- without backward
-
-
-def test_an_output_that_is_dropped_leaves_nothing(watched: tuple[GPipe, Watch], checkpoint: str) -> None:
-    model, watch = watched
-    output = model(torch.rand(3, 2))
-    assert watch.alive() or checkpoint == "always"
-    del output
-    assert watch.alive() == set()
-
-
-def test_evaluation_leaves_nothing(watched: tuple[GPipe, Watch]) -> None:
-    model, watch = watched
-    model.eval()
-    output = model(torch.rand(3, 2))
-    assert output.requires_grad
-    assert watch.alive()
-    del output
-    assert watch.alive() == set()
-
-
-def test_the_only_micro_batch_is_freed_although_the_output_stays(pipe: Pipe, checkpoint: str) -> None:
-    """The micro-batch is copied into the output, as several micro-batches are."""
-    layers, watch = build(["scale", "sin", "exp"])
-    model = pipe(layers, [1, 1, 1], chunks=1, checkpoint=checkpoint)
-    output = model(torch.rand(3, 2))
-    output.sum().backward()
-    assert watch.alive() == set()
-    assert output.isfinite().all()
 
 
 def test_the_callers_input_is_not_held(pipe: Pipe, checkpoint: str) -> None:
@@ -341,14 +282,14 @@ def test_there_are_no_cycles(watched: tuple[GPipe, Watch]) -> None:
     try:
         model(torch.rand(3, 2)).sum().backward()
         gc.collect()
-        ours = [thing for thing in gc.garbage if issubclass(type(thing), Tensor) or _is_ours(thing)]
+        ours = [
+            thing
+            for thing in gc.garbage
+            if issubclass(type(thing), Tensor) or type(thing).__module__.startswith("torchgpipe")
+        ]
         # Fake tensors belong to other tests: PyTorch frees them late.
         ours = [thing for thing in ours if "FakeTensor" not in repr(thing)]
         assert ours == []
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-
-
-def _is_ours(thing: Any) -> bool:
-    return str(getattr(type(thing), "__module__", "")).startswith("torchgpipe")

@@ -21,53 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import VARIANTS, Pipe
-from tests.test_faults import Cell, Fault, Plan, note, rows
+from tests.faults import Cell, Fault, Layer, Plan, build, note, rows
+from tests.layers import Apply
 from tests.test_step_transparency import Placing, linear, placings
 from tests.test_transparency import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import Action
 
 pytestmark = pytest.mark.on_late
-
-#: The phase that an action is in when a part fails. ``weight`` is the gradient of a weight, ``hook`` a hook of one.
-PARTS = ["forward", "recomputation", "backward", "weight", "loss", "hook"]
-
-
-class Layer(nn.Module):
-    """A layer that computes and counts, and fails where the plan says so."""
-
-    count: Tensor
-
-    def __init__(self, plan: Plan, j: int) -> None:
-        super().__init__()
-        self.plan, self.j = plan, j
-        self.weight = nn.Parameter(torch.full((2,), 0.5 + j, dtype=torch.float64))
-        self.norm = nn.BatchNorm1d(1).double()
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, input: Tensor) -> Tensor:
-        cell = int(input[0, 0].item()), self.j
-        weight = self.weight * 1
-        self.watch(weight, cell, "weight")
-        result = (input[:, 1:] * weight).sin() + input[:, :1] * 0
-        self.watch(result, cell, "backward")
-        self.plan.enter(cell, "recomputation" if is_recomputing() else "forward")
-        if not is_recomputing():
-            self.count += 1
-        return torch.cat([input[:, :1], self.norm(result[:, None])[:, 0]], dim=1)
-
-    def watch(self, tensor: Tensor, cell: Cell, part: str) -> None:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: self.plan.enter(cell, part))
-
-
-class Line(nn.Module):
-    def forward(self, input: Tensor) -> Tensor:
-        return input
-
-
-def build(plan: Plan, n: int) -> nn.Sequential:
-    return nn.Sequential(*[layer for j in range(n) for layer in (Layer(plan, j), Line())])
 
 
 def pipeline(plan: Plan, placing: Placing, device: Callable[[int], str], m: int, checkpoint: str) -> GPipe:
@@ -105,21 +66,13 @@ def assert_equal(actual: list[Any], expected: list[Any]) -> None:
         assert a is b is None or torch.equal(a, b)
 
 
-def within_a_minute(function: Callable[[], None]) -> BaseException | None:
-    """Call a function in a thread, and return its exception; fail if the function hangs."""
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "the step hangs"
-    return errors[0] if errors else None
+def error_of(function: Callable[[], Any]) -> BaseException | None:
+    """Call a function, and return its exception; a step that hangs is ended by the time limit of a test."""
+    try:
+        function()
+    except BaseException as error:
+        return error
+    return None
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +128,7 @@ def test_any_faults(how: tuple[Placing, Callable[[int], str], int, str], hooked:
     raised = []
     for _ in range(2):
         plan.runs.clear()
-        caught = within_a_minute(lambda: model.step(rows(m)))
+        caught = error_of(lambda: model.step(rows(m)))
         assert threading.enumerate() == threads
         assert caught is error or type(caught) is error
         raised.append(caught)
@@ -240,67 +193,72 @@ def assert_place(
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
-def test_control_c(pipe: Pipe, phase: str) -> None:
+@pytest.mark.parametrize("steps", [True, False], ids=["step", "backward"])
+def test_control_c(pipe: Pipe, phase: str, steps: bool) -> None:
     """A signal arrives while a layer computes: the main thread waits for this layer, or runs it."""
+    waiting: list[None] = []
 
-    class Interrupted(nn.Module):
-        pressed = True
+    def press(_: Any = None) -> None:
+        if waiting:
+            waiting.pop()
+            os.kill(os.getpid(), signal.SIGINT)
 
-        def forward(self, input: Tensor) -> Tensor:
-            if phase == "backward":
-                input = input * 1
-                if input.requires_grad:
-                    input.register_hook(lambda _: self.press())
-            elif is_recomputing() == (phase == "recomputation"):
-                self.press()
-            return input * 1
+    def interrupted(input: Tensor) -> Tensor:
+        output = input * 1
+        if phase == "backward":
+            if output.requires_grad:
+                output.register_hook(press)
+        elif is_recomputing() == (phase == "recomputation"):
+            press()
+        return output
 
-        def press(self) -> None:
-            if not self.pressed:
-                self.pressed = True
-                os.kill(os.getpid(), signal.SIGINT)
+    def run() -> None:
+        if steps:
+            model.step(rows(2))
+        else:
+            model(rows(2)).sum().backward()
 
-    plan, layer = Plan(), Interrupted()
-    layers = nn.Sequential(Layer(plan, 0), layer, Layer(plan, 1))
+    plan = Plan()
+    layers = nn.Sequential(Layer(plan, 0), Apply(interrupted), Layer(plan, 1))
     model = pipe(layers, [1, 1, 1], chunks=2, checkpoint="always", schedule="GPipe", loss_fn=lambda y, _: y.sum())
-    model.step(rows(2))
+    run()
     grads = grads_of(model)
     values = copies(grads)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    layer.pressed = False
+    waiting.append(None)
     try:
         with pytest.raises(KeyboardInterrupt):
-            model.step(rows(2))
+            run()
     finally:
         signal.signal(signal.SIGINT, previous)
     for grad, before, value in zip(grads_of(model), grads, values, strict=True):
-        assert grad is before and torch.equal(grad, value)
+        assert grad is before and (not steps or torch.equal(grad, value))
     with suppress(KeyboardInterrupt):
-        model.step(rows(2))
-    assert_equal(grads_of(model), [2 * value for value in values])
+        run()
+    if steps:
+        assert_equal(grads_of(model), [2 * value for value in values])
+    model.zero_grad()
+    run()
+    assert_equal(grads_of(model), values)
 
 
-@pytest.mark.parametrize("present", [True, False], ids=["gradients present", "no gradients"])
-def test_a_failing_hook_undoes_what_other_hooks_have_let_pass(pipe: Pipe, present: bool) -> None:
+def test_a_failing_hook_undoes_what_other_hooks_have_let_pass(pipe: Pipe) -> None:
     """The gradients of other parameters with hooks had been added to ``.grad`` by then."""
 
     def fail(_: Tensor) -> None:
         raise Fault((0, 0), "hook")
 
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = pipe(layers, [1, 1], chunks=2, loss_fn=lambda y, _: y.sum())
-    handles = [parameter.register_hook(lambda grad: grad * 2) for parameter in model.parameters()]
-    if present:
-        model.step(torch.ones(4, 2))
-    grads = grads_of(model)
-    values = copies(grads)
+    model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, loss_fn=lambda y, _: y.sum())
     for parameter in model.parameters():
-        handle = parameter.register_hook(fail)
-        with pytest.raises(Fault):
-            model.step(torch.ones(4, 2))
-        handle.remove()
-        for grad, before, value in zip(grads_of(model), grads, values, strict=True):
-            assert grad is before
-            assert value is None or torch.equal(grad, value)
-    for handle in handles:
-        handle.remove()
+        parameter.register_hook(lambda grad: grad * 2)
+    for _ in range(2):  # without gradients, and with those of a step
+        grads = grads_of(model)
+        values = copies(grads)
+        for parameter in model.parameters():
+            handle = parameter.register_hook(fail)
+            with pytest.raises(Fault):
+                model.step(torch.ones(4, 2))
+            handle.remove()
+            assert all(grad is before for grad, before in zip(grads_of(model), grads, strict=True))
+            assert_equal(grads_of(model), values)
+        model.step(torch.ones(4, 2))

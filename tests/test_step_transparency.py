@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 import tests.skip.test_transparency
 from tests.conftest import ALL_VARIANTS, VARIANTS
-from tests.layers import Apply
-from tests.plain import loss_of, tensors
+from tests.plain import loss_of, mapped, pieces, tensors
 from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe
 from torchgpipe.schedule import Action, Program, program, simulate
@@ -295,11 +294,13 @@ class Run:
             if parameter.requires_grad and k in self.present:
                 values = torch.randint(-3, 4, parameter.shape, generator=generator)
                 parameter.grad = values.to(parameter)
+        present = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         losses, inputs = [], []
         for value in copy.deepcopy(self.inputs):
             rows = next(x for x in tensors(value)).shape[0]
             losses.append(step(value, torch.arange(rows, dtype=torch.float64)).cpu())
             inputs += [x.grad for x in tensors(value)]
+        assert all(parameter.grad is grad for parameter, grad in present), "gradients that are there are added to"
         grads = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
         return Result(losses, inputs, grads, {name: b.to("cpu", copy=True) for name, b in model.named_buffers()}, heard)
 
@@ -308,25 +309,6 @@ def linear(actions: Program) -> list[Action]:
     """Return the actions of all devices in the order of a simulation."""
     starts = simulate(actions).starts
     return [a for _, _, a in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
-
-
-def pieces(value: Any, m: int) -> list[Any]:
-    """Split tensors into ``m`` micro-batches, copies that are tied to their mini-batch."""
-
-    def split(value: Any) -> list[Any]:
-        if isinstance(value, Tensor):
-            size = -(-len(value) // m)
-            chunks = [chunk.clone() for chunk in value.chunk(m)]
-            assert len(chunks) == m, (len(value), size)
-            return chunks
-        if isinstance(value, dict):
-            columns = [split(item) for item in value.values()]
-            return [dict(zip(value, row)) for row in zip(*columns)]
-        if isinstance(value, (tuple, list)):
-            return [type(value)(row) for row in zip(*map(split, value))]
-        return [value] * m
-
-    return split(value)
 
 
 @st.composite
@@ -369,18 +351,14 @@ def _fits(case: Case) -> bool:
     return len(case.inputs) == 1 and len(next(tensors(case.inputs[0]))) > 0 and case.names[0] != "arguments"
 
 
+def _first(value: Any, rows: int) -> Any:
+    """Return the first rows of a mini-batch."""
+    return mapped(lambda x: x.detach()[:rows].clone().requires_grad_(x.requires_grad), value)
+
+
 def _parameters(module: nn.Module) -> Any:
     for part in module.modules():
         yield from part._parameters.values()
-
-
-def _first(value: Any, rows: int) -> Any:
-    """Return the first rows of a mini-batch."""
-    if isinstance(value, Tensor):
-        return value.detach()[:rows].clone().requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {key: _first(item, rows) for key, item in value.items()}
-    return type(value)(_first(item, rows) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 # ------------------------------------------------------------------------------------------------ the promise
@@ -451,14 +429,3 @@ def test_any_skips_step_as_in_the_plain_model(
         ),  # `late` lacks batch norms in evaluation
     )
     assert_same(run.stepped(), run.plain(whole=True))
-
-
-# ------------------------------------------------------------------------------------------------ bugs
-
-
-def test_complex_outputs_of_a_micro_batch_that_weighs_nothing() -> None:
-    """Its loss, which is no sum over anything, was complex as well."""
-    layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x * 1j))
-    model = GPipe(layers, [2], devices=["cpu"], chunks=2, loss_fn=lambda z, _: z.abs().mean(), weight=lambda t: t.sum())
-    loss = model.step(torch.ones(4, 4), torch.tensor([0, 0, 1, 1]))
-    assert loss.dtype == torch.float64 and loss.isfinite()

@@ -29,6 +29,8 @@ OTHERS = [
     "Expected to have finished reduction in the prior iteration",
     "'DistributedDataParallel' object has no attribute 'step'",
     "You can't train a model that has been loaded with `device_map='auto'` in any distributed mode",
+    "operator torchvision::nms does not exist",
+    "Could not import module 'LlamaConfig'",
     "use of fork() may lead to deadlocks in the child",
 ]
 

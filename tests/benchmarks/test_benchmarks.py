@@ -101,7 +101,6 @@ TINY = [
     ("host_time", "step", "--shape 2 2 --turns 1 --steps 1", "| workers | 1F1B ", ""),
     ("host_time", "pipelined", "--shape 2 2 --turns 1 --steps 1 --layers 2 4 --no-export", "glue operation, us", ""),
     ("host_time", "timeline", "--turns 1 --steps 1", "recording at most", ""),
-    ("host_time", "parts", "--steps 1 --peers ours plain", "queue.SimpleQueue, there and back", ""),
     ("memory", "peaks", "--steps 1 --models mlp --peers ours plain", "| mlp   | present   | always ", ""),
     ("memory", "random", "--seeds 1 3", "at most 1.001", ""),
     ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "from 0 to 2 ", ""),

@@ -7,7 +7,6 @@ micro-batch i. The engine visits a node after all nodes that lead to it. So thes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,25 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from tests.graph import graph
+from tests.layers import Apply, Using
 from torchgpipe import GPipe
 from torchgpipe.engine.dependency import fork, join
 from torchgpipe.engine.phony import get_phony
 
-CPU = torch.device("cpu")
-
 # ---------------------------------------------------------------------------------------------------- phonies
-
-
-def test_a_phony_is_empty() -> None:
-    phony = get_phony(CPU)
-    assert phony.shape == (0,)
-    assert phony.device == CPU
-    assert not phony.requires_grad
-
-
-def test_all_phonies_of_a_device_share_their_memory() -> None:
-    assert get_phony(CPU) is not get_phony(CPU)
-    assert get_phony(CPU).untyped_storage().data_ptr() == get_phony(CPU).untyped_storage().data_ptr()
 
 
 class _EmptyIsOnMeta(TorchFunctionMode):
@@ -44,23 +31,19 @@ class _EmptyIsOnMeta(TorchFunctionMode):
         return result.to("meta") if func is torch.empty else result
 
 
-@pytest.mark.parametrize(
-    ("index", "context"),  # devices that no other test uses
-    [
-        pytest.param(110, torch.inference_mode, id="inference mode"),
-        pytest.param(111, lambda: torch.device("meta"), id="default device"),
-        pytest.param(112, FakeTensorMode, id="fake tensors"),
-        pytest.param(113, _EmptyIsOnMeta, id="function mode"),
-        pytest.param(114, torch.no_grad, id="no_grad"),
-    ],
-)
+CONTEXTS = [torch.inference_mode, lambda: torch.device("meta"), FakeTensorMode, _EmptyIsOnMeta, torch.no_grad]
+
+
+@pytest.mark.parametrize(("index", "context"), list(enumerate(CONTEXTS, 110)))  # devices that no other test uses
 def test_the_first_phony_of_a_device_is_like_any_other(index: int, context: Any) -> None:
     """A phony is kept for the life of the process, so it must not keep the settings of the call that made it."""
     device = torch.device("cpu", index)
     with context():
         get_phony(device)
     phony = get_phony(device)
-    assert type(phony) is Tensor
+    assert (type(phony), phony.shape, phony.device, phony.requires_grad) == (Tensor, (0,), torch.device("cpu"), False)
+    assert get_phony(device) is not phony
+    assert get_phony(device).untyped_storage().data_ptr() == phony.untyped_storage().data_ptr()
     assert not phony.is_inference()
     assert not phony.is_meta
     x = torch.ones(2, requires_grad=True)
@@ -92,9 +75,11 @@ def test_fork_and_join_change_no_number() -> None:
     y2 = join(y * 3, phony)
     assert torch.equal(x2, x * 2)
     assert torch.equal(y2, y * 3)
+    y2.sum().backward(retain_graph=True)
+    assert x.grad is None, "a gradient reaches the fork through the phony alone"
     (x2.sum() + y2.sum()).backward()
     assert x.grad.tolist() == [2, 2, 2]
-    assert y.grad.tolist() == [3, 3]
+    assert y.grad.tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
@@ -120,43 +105,20 @@ def test_join_is_differentiated_before_fork(tied: bool) -> None:
     assert log.index("after the join") < log.index("before the fork")
 
 
-def test_fork_without_a_gradient_of_its_own() -> None:
-    """A gradient reaches the fork through the phony alone."""
-    x, y = torch.rand(3, requires_grad=True), torch.rand(2, requires_grad=True)
-    _, phony = fork(x)
-    join(y, phony).sum().backward()
-    assert x.grad is None
-    assert y.grad.tolist() == [1, 1]
-
-
-def test_several_phonies() -> None:
-    log: list[Any] = []
-    leaves = [torch.rand(1, requires_grad=True) for _ in range(3)]
-    forks = [fork(Log.apply(log, k, leaf)) for k, leaf in enumerate(leaves)]
-    y = Log.apply(log, "after the join", join(torch.rand(1, requires_grad=True), *[phony for _, phony in forks]))
-    (y + sum(x for x, _ in forks)).sum().backward()
-    assert log[0] == "after the join"
-    assert sorted(log[1:]) == [0, 1, 2]
-
-
 # ------------------------------------------------------------------------------------ the graph of a pipeline
 
 
-class Marks(nn.Module):
-    """A layer whose nodes name their cell (i, j). A micro-batch is a row that begins with i."""
+def marks(j: int, outputs: int) -> nn.Module:
+    """Return a layer whose nodes name their cell (i, j). A micro-batch is a row that begins with i."""
 
-    def __init__(self, j: int, outputs: int) -> None:
-        super().__init__()
-        self.j = j
-        self.outputs = outputs
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, input: Any) -> Any:
+    def mark(linear: nn.Linear, input: Any) -> Any:
         tensors = input if isinstance(input, tuple) else (input,)
         i = int(tensors[0][0, 0].item())
-        marked = tuple(_Mark.apply((i, self.j), x, self.weight) for x in tensors)
-        marked = (*marked, *marked[:1] * self.outputs)[: self.outputs]
-        return marked if self.outputs > 1 else marked[0]
+        marked = tuple(_Mark.apply((i, j), x, linear.weight) for x in tensors)
+        marked = (*marked, *marked[:1] * outputs)[:outputs]
+        return marked if outputs > 1 else marked[0]
+
+    return Using(mark, width=1, bias=False)
 
 
 class _Mark(torch.autograd.Function):
@@ -167,23 +129,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
-        return None, grads[0], grads[0].sum()
-
-
-def successors(node: Any) -> Iterator[Any]:
-    return (next_node for next_node, _ in node.next_functions if next_node is not None)
-
-
-def reachable(roots: Any) -> set[Any]:
-    """Return ``roots`` and the nodes that are differentiated after them."""
-    found: set[Any] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(successors(node))
-    return found
+        return None, grads[0], grads[0].sum().reshape(1, 1)
 
 
 def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
@@ -192,7 +138,7 @@ def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
     The nodes of a cell in the caller's graph carry a mark. A cell with a graph of its own has one node.
     """
     found: dict[tuple[int, int], set[Any]] = {(i, j): set() for i in range(m) for j in range(n)}
-    for node in reachable([root]):
+    for node in graph(root):
         if type(node).__name__ == "_MarkBackward":
             found[node.cell].add(node)
         if type(node).__name__ in ("CheckpointBackward", "KeepBackward"):
@@ -209,7 +155,7 @@ def test_every_cell_comes_after_the_next_micro_batch(
     checkpoint: str, m: int, devices: list[str], needs_grad: bool, outputs: int
 ) -> None:
     n = 3
-    layers = nn.Sequential(*[Marks(j, outputs) for j in range(n)])
+    layers = nn.Sequential(*[marks(j, outputs) for j in range(n)])
     model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint=checkpoint)
     output = model(torch.tensor([[float(i), 0.5] for i in range(m)], requires_grad=needs_grad))
     root = (output[0] if outputs > 1 else output).grad_fn
@@ -220,20 +166,20 @@ def test_every_cell_comes_after_the_next_micro_batch(
         if i == m - 1:
             continue
         before = members[i + 1, j]
-        if not its_nodes <= reachable(before):
+        if not its_nodes <= graph(*before).keys():
             # A cell without an input gradient cannot end a lane at its input. The join on its output ends the
             # lane; that join is differentiated just before the cell.
             assert checkpoint != "always"
             assert j == 0
             assert not needs_grad
-            joins = {node for node in reachable([root]) if before & set(successors(node))}
-            assert its_nodes <= reachable(joins), f"{(i, j)} does not wait for {(i + 1, j)}"
+            joins = {node for node in graph(root) if not before.isdisjoint(graph(node)[node])}
+            assert its_nodes <= graph(*joins).keys(), f"{(i, j)} does not wait for {(i + 1, j)}"
 
 
 def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> None:
     """A recomputation waits for the next micro-batches to finish on its partition, but not for its own gradient."""
     m, n = 3, 3
-    layers = nn.Sequential(*[Marks(j, 1) for j in range(n)])
+    layers = nn.Sequential(*[marks(j, 1) for j in range(n)])
     devices = [f"cpu:{j}" for j in range(n)]
     model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint="always")
     root = model(torch.tensor([[float(i), 0.5] for i in range(m)])).grad_fn
@@ -242,10 +188,10 @@ def test_a_recomputation_waits_for_the_cell_before_it_and_for_no_gradient() -> N
     for (i, j), its_nodes in members.items():
         (recompute,) = {
             node
-            for node in reachable([root])
-            if type(node).__name__ == "RecomputeBackward" and its_nodes & set(successors(node))
+            for node in graph(root)
+            if type(node).__name__ == "RecomputeBackward" and not its_nodes.isdisjoint(graph(node)[node])
         }
-        waits_for = {cell for cell, nodes in members.items() if recompute in reachable(nodes)}
+        waits_for = {cell for cell, nodes in members.items() if recompute in graph(*nodes)}
         assert {its_i for its_i, its_j in waits_for if its_j == j} == set(range(i + 1, m))
         assert i not in {its_i for its_i, _ in waits_for}
 
@@ -256,20 +202,13 @@ def test_outputs_beside_the_first_keep_the_order(swaps: int, requires_grad: bool
     """When only one output waited, the micro-batches of the other output came in the order 2, 0, 1."""
     log: list[Any] = []
 
-    class Detached(nn.Linear):
-        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-            return input.detach(), super().forward(input)
+    def first(linear: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        i = int(pair[0][0, 0])
+        return Log.apply(log, ("first", i), linear(pair[0])), Log.apply(log, ("second", i), pair[1])
 
-    class First(nn.Linear):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            i = int(pair[0][0, 0])
-            return Log.apply(log, ("first", i), super().forward(pair[0])), Log.apply(log, ("second", i), pair[1])
-
-    class Swap(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return pair[1], pair[0]
-
-    layers = nn.Sequential(Detached(2, 2), First(2, 2), *[Swap() for _ in range(swaps)], Swap())
+    detached = Using(lambda linear, x: (x.detach(), linear(x)), width=2)
+    swap = [Apply(lambda pair: (pair[1], pair[0])) for _ in range(swaps + 1)]
+    layers = nn.Sequential(detached, Using(first, width=2), *swap)
     model = GPipe(layers, [2 + swaps, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint="never")
     x = torch.tensor([[float(i), 0.5] for i in range(4)], requires_grad=requires_grad)
     sum(output.sum() for output in model(x)).backward()
@@ -277,22 +216,14 @@ def test_outputs_beside_the_first_keep_the_order(swaps: int, requires_grad: bool
     assert [i for name, i in log if name == "second"] == [3, 2, 1, 0]
 
 
-def test_one_device_needs_no_ties(checkpoint: str) -> None:
-    """The engine visits the nodes of one thread in reverse order of creation; see `test_checkpoint.py`."""
-    layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
-    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint)
-    output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
-    assert not {"ForkBackward", "JoinBackward"} & {type(node).__name__ for node in reachable([output.grad_fn])}
-
-
 def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
     """Without dependencies, no cell is tied to another micro-batch, so that their effect can be measured."""
-    layers = nn.Sequential(*[Marks(j, 1) for j in range(2)])
+    layers = nn.Sequential(*[marks(j, 1) for j in range(2)])
     model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
     model._mechanisms = replace(model._mechanisms, dependency=False)
     output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
-    checkpoints = {node for node in reachable([output.grad_fn]) if type(node).__name__ == "CheckpointBackward"}
+    checkpoints = {node for node in graph(output.grad_fn) if type(node).__name__ == "CheckpointBackward"}
     # Each cell leads at most to the cell before it in its own micro-batch.
-    assert all(len(checkpoints & reachable([node])) <= 2 for node in checkpoints)
+    assert all(len(checkpoints & graph(node).keys()) <= 2 for node in checkpoints)
     output.sum().backward()
-    assert layers[0].weight.grad is not None
+    assert layers[0].linear.weight.grad is not None

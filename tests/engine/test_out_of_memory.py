@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from tests.test_faults import Plan, rows
-from tests.test_step_faults import build, grads_of
+from tests.faults import Plan, build, rows
+from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
 from torchgpipe.schedule import program
@@ -32,8 +32,8 @@ def shortage(function: Callable[[], Any]) -> list[str]:
 
 def on(*devices: str, **options: Any) -> tuple[Plan, GPipe]:
     plan = Plan()
-    options = {"chunks": 8, "checkpoint": "never", "loss_fn": lambda y, _: y.sum()} | options
-    return plan, GPipe(build(plan, 2), [2, 2], devices=devices, **options)
+    options = {"chunks": 8, "checkpoint": "never", "loss_fn": lambda y, _: y.sum()} | options | {"devices": devices}
+    return plan, GPipe(build(plan, 2), [2, 2], **options)
 
 
 def pairs() -> Tensor:
@@ -41,43 +41,48 @@ def pairs() -> Tensor:
     return rows(8).repeat_interleave(2, dim=0)
 
 
-def test_forward_of_a_step() -> None:
-    plan, model = on("cpu:0", "cpu:1", schedule="GPipe")
-    plan.add((5, 0), "forward", torch.OutOfMemoryError)
-    assert shortage(lambda: model.step(pairs())) == [
-        "out of memory at action 6 of 16 of cpu:0, under schedule='GPipe': F(5,0)",
-        "cells under way on cpu:0: 6 of at most 8",
-        f"to take less: more chunks, or schedule='1F1B', or checkpoint='except_last', or {PLAN}",
-    ]
-
-
-def test_recomputation_in_a_step() -> None:
-    plan, model = on("cpu:0", "cpu:1", schedule="1F1B", checkpoint="always")
-    plan.add((2, 0), "recomputation", torch.OutOfMemoryError)
-    assert shortage(lambda: model.step(pairs())) == [
-        "out of memory at action 7 of 16 of cpu:0, under schedule='1F1B': B(2,0)",
-        "cells under way on cpu:0: 2 of at most 2",
-        f"to take less: more chunks, or {PLAN}",
-    ]
-
-
-def test_the_gradients_of_weights_in_a_step() -> None:
-    plan, model = on("cpu:0", "cpu:1", schedule="ZeroBubble")
-    plan.add((2, 1), "weight", torch.OutOfMemoryError)
-    assert shortage(lambda: model.step(pairs()))[:2] == [
-        "out of memory at action 11 of 24 of cpu:1, under schedule='ZeroBubble': W(2,1)",
-        "cells under way on cpu:1: 2 of at most 2",
-    ]
-
-
-def test_several_partitions_of_a_device_in_a_program_of_ones_own() -> None:
-    """The inner partitions are joined, and still counted one by one."""
-    plan, model = on("cpu", "cpu", schedule=program("GPipe", 4, [0, 0]), chunks=4)
-    plan.add((1, 1), "forward", torch.OutOfMemoryError)
-    assert shortage(lambda: model.step(rows(4)))[:2] == [
-        "out of memory at action 4 of 16 of cpu, under a program of your own: F(1,1)",
-        "cells under way on cpu: 4 of at most 8",
-    ]
+@pytest.mark.parametrize(
+    ("options", "cell", "phase", "told", "advice"),
+    [
+        (
+            {"schedule": "GPipe"},
+            (5, 0),
+            "forward",
+            "out of memory at action 6 of 16 of cpu:0, under schedule='GPipe': F(5,0), 6 of at most 8",
+            "more chunks, or schedule='1F1B', or checkpoint='except_last', or ",
+        ),
+        (
+            {"schedule": "1F1B", "checkpoint": "always"},
+            (2, 0),
+            "recomputation",
+            "out of memory at action 7 of 16 of cpu:0, under schedule='1F1B': B(2,0), 2 of at most 2",
+            "more chunks, or ",
+        ),
+        (
+            {"schedule": "ZeroBubble"},
+            (2, 1),
+            "weight",
+            "out of memory at action 11 of 24 of cpu:1, under schedule='ZeroBubble': W(2,1), 2 of at most 2",
+            None,
+        ),
+        (  # The inner partitions are joined, and still counted one by one.
+            {"schedule": program("GPipe", 4, [0, 0]), "chunks": 4, "devices": ["cpu", "cpu"]},
+            (1, 1),
+            "forward",
+            "out of memory at action 4 of 16 of cpu, under a program of your own: F(1,1), 4 of at most 8",
+            None,
+        ),
+    ],
+)
+def test_a_step(options: dict[str, Any], cell: tuple[int, int], phase: str, told: str, advice: str | None) -> None:
+    plan, model = on(*options.get("devices", ["cpu:0", "cpu:1"]), **options)
+    plan.add(cell, phase, torch.OutOfMemoryError)
+    first, *rest = shortage(lambda: model.step(rows(model.chunks).repeat_interleave(2, dim=0)))
+    expected, _, count = told.rpartition(", ")
+    assert first == expected
+    device = expected.split(" of ")[3].partition(",")[0]
+    assert rest[0] == f"cells under way on {device}: {count}"
+    assert advice is None or rest[1:] == [f"to take less: {advice}{PLAN}"]
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
@@ -119,15 +124,9 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_pipelined_model(phase: str) -> None:
     plan = Plan()
-    model = pipelined(
-        Blocks(plan),
-        rows(2),
-        chunks=8,
-        devices=["cpu:0", "cpu:1"],
-        balance=[1, 1],
-        schedule="GPipe",
-        loss_fn=lambda output, target=None: output.mean(),
-    )
+    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "balance": [1, 1], "schedule": "GPipe"}
+    loss_fn = lambda output, target=None: output.mean()  # noqa: E731
+    model = pipelined(Blocks(plan), rows(2), chunks=8, loss_fn=loss_fn, **options)
     plan.add((4, 0), phase, torch.OutOfMemoryError)
     action, number = ("F(4,0)", 5) if phase == "forward" else ("B(4,0)", 12)
     rest = f"or checkpoint=True, or {PLAN}"
@@ -157,7 +156,7 @@ def test_the_note_keeps_nothing_alive_and_the_model_works_on(pipe: Pipe, phase: 
             model.step(rows(4))
         assert caught.value is error
     assert len(error.__notes__) == 2, "an error that is raised again has its notes already"
-    assert grads_of(model) == [None] * len(list(model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
     del caught
     plan.faults.clear()
     model.step(rows(4))
@@ -169,11 +168,8 @@ def test_the_note_keeps_nothing_alive_and_the_model_works_on(pipe: Pipe, phase: 
 
 
 def test_what_the_allocator_of_the_cpu_says() -> None:
-    class Greedy(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            return input.new_empty(2**50)
-
-    model = GPipe(nn.Sequential(nn.Linear(2, 2), Greedy()), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    layers = nn.Sequential(nn.Linear(2, 2), Apply(lambda input: input.new_empty(2**50)))
+    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
         model(torch.ones(2, 2))
     assert caught.value.__notes__[1].startswith("out of memory at action 3 of 8 of cpu, ")

@@ -9,23 +9,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.layers import Apply
+from tests.graph import graph
+from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
-from tests.skip.layers import Pop, Stash
 from tests.test_transparency import NOT_ON_LATE, Case, cases
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
-from torchgpipe.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.late
 
@@ -82,38 +80,6 @@ def test_deferred_batch_norm(mode: str) -> None:
     assert_same(several, one_device)
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_random_layers(mode: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3), nn.Dropout(), nn.Dropout())
-    x = torch.randn(8, 3, requires_grad=True)
-    outcomes = []
-    for each in (mode, "never"):
-        model = pipeline(module, [2, 2, 1], checkpoint=each)
-        torch.manual_seed(1)
-        outcomes.append(outcome(model, x))
-        outcomes[-1].buffers["state"] = torch.get_rng_state()
-    assert_same(*outcomes)
-
-
-def test_autocast(mode: str) -> None:
-    module, x = linears(3), torch.randn(8, 3, requires_grad=True)
-    model = pipeline(module, [1, 1, 1], checkpoint=mode)
-    # With the cache, the plain model would sum the gradients of all micro-batches in the lower precision.
-    off: dict[str, Any] = {"dtype": torch.bfloat16, "cache_enabled": False}
-    with torch.autocast("cpu", **off), torch.autocast("late", **off):
-        assert_like_plain(model, module, x)
-
-
-def test_second_backward() -> None:
-    module, x = linears(3), torch.randn(4, 3, requires_grad=True)
-
-    def run(output: Tensor) -> list[Tensor]:
-        return [torch.autograd.grad(output.sin().sum(), x, retain_graph=True)[0] for _ in range(2)]
-
-    model = pipeline(module, [1, 1, 1], checkpoint="never", chunks=2)
-    torch.testing.assert_close(run(model(x)), run(run_plain(module, x, chunks=2)), rtol=0, atol=0)
-
-
 def test_without_dependency(mode: str) -> None:
     # Micro-batches then go backward in another order, but stream waits must be right in any order.
     module, x = linears(3), torch.randn(8, 3, requires_grad=True)
@@ -142,57 +108,47 @@ def test_on_the_stream_of_the_caller(mode: str) -> None:
     assert streams == {own.stream_id}
 
 
-@pytest.mark.parametrize("devices", [[0, 1, 2, 3], [0, 1, 1, 0], [0, 0, 1, 1]], ids=str)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_skips(mode: str, devices: list[int], frozen: bool) -> None:
-    outer, inner = Namespace(), Namespace()
-    module = nn.Sequential(
-        nn.Sequential(nn.Linear(3, 3), Stash().isolate(outer)),
-        nn.Sequential(nn.Linear(3, 3), Stash().isolate(inner)),
-        nn.Linear(3, 3),
-        nn.Sequential(Pop().isolate(inner), Pop().isolate(outer), nn.Linear(3, 3)),
-    )
-    module[0].requires_grad_(not frozen)
-    model = pipeline(module, [1, 1, 1, 1], devices=devices, checkpoint=mode)
-    assert_like_plain(model, module, torch.randn(8, 3))
-
-
 @given(case=cases(training=st.just(True)).filter(lambda case: NOT_ON_LATE.isdisjoint(case.names)))
 def test_any_pipeline(case: Case) -> None:
     assert_same(case.piped(GPipe, lambda n: [f"late:{j % 4}" for j in range(n)]), case.plain())
 
 
+@pytest.mark.parametrize("run", ["forward", "step"])
 @pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)
 @pytest.mark.parametrize("last", [nn.Identity, lambda: nn.BatchNorm1d(3)], ids=["plain", "norm"])
 def test_streams_and_devices_are_current_in_the_layers(
-    mode: str, devices: list[int], last: Callable[[], nn.Module]
+    mode: str, devices: list[int], last: Callable[[], nn.Module], run: str
 ) -> None:
-    def current() -> tuple[int, list[int]]:
-        accelerator = torch.accelerator
-        return accelerator.current_device_index(), [accelerator.current_stream(j).stream_id for j in range(2)]
+    def note(phase: str) -> None:
+        current = [torch.accelerator.current_stream(j).stream_id for j in range(2)]
+        seen.add((phase, f"late:{torch.accelerator.current_device_index()}", *current))
 
     def forward(x: Tensor) -> Tensor:
-        seen.append(current())
+        note("recomputation" if is_recomputing() else "forward")
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda grad: note("backward"))
         return x.sin()
 
-    seen: list[Any] = []
+    seen: set[tuple[Any, ...]] = set()
     module = nn.Sequential(*[nn.Sequential(Apply(forward), last()) for _ in range(2)])
-    model = pipeline(module, [1, 1], devices=devices, chunks=1, checkpoint=mode)
-    output = model(torch.randn(2, 3, requires_grad=True))
-    first = [(device.index, current()[1]) for device in model.devices]
-    assert seen == first
-    seen.clear()
-    output.sum().backward()
-    assert sorted(seen) == (sorted(first) if mode == "always" else [])
+    options: dict[str, Any] = {"checkpoint": mode, "chunks": 2, "schedule": "GPipe", "loss_fn": lambda y, _: y.sum()}
+    model = pipeline(module, [1, 1], devices=devices, **options)
+    x = torch.randn(4, 3, requires_grad=True)
+    if run == "step":
+        model.step(x)
+    else:
+        model(x).sum().backward()
+    default = [torch.accelerator.current_stream(j).stream_id for j in range(2)]
+    assert {phase for phase, *_ in seen} >= {"forward", "backward"}
+    assert seen == {(phase, f"late:{j}", *default) for j in devices for phase in {phase for phase, *_ in seen}}
 
 
 # Order of backward
 
 
 class Trace(torch.autograd.Function):
-    """The identity, noting which cells are differentiated. A micro-batch is a row that begins with its number."""
-
-    order: ClassVar[list[tuple[int, int]]] = []
+    """The identity, whose node knows its cell. A micro-batch is a row that begins with its number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, j: int) -> Tensor:
@@ -201,36 +157,13 @@ class Trace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        Trace.order.append(ctx.cell)
         return grad, None
-
-
-def traced(mode: str) -> GPipe:
-    class Layer(nn.Module):
-        def __init__(self, j: int) -> None:
-            super().__init__()
-            self.j = j
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Trace.apply(x * self.weight, self.j)
-
-    return pipeline(nn.Sequential(*[Layer(j) for j in range(3)]), [1, 1, 1], checkpoint=mode)
-
-
-@pytest.mark.parametrize("input_requires_grad", [False, True])
-def test_micro_batches_go_backward_in_reverse_order_on_each_device(mode: str, input_requires_grad: bool) -> None:
-    model = traced(mode)
-    output = model(torch.arange(4.0).reshape(4, 1).requires_grad_(input_requires_grad))
-    Trace.order.clear()
-    output.sum().backward()
-    for j in range(3):
-        assert [cell for cell in Trace.order if cell[1] == j] == [(i, j) for i in reversed(range(4))]
 
 
 def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> None:
     """`test_dependency` holds the ties of all other cells."""
-    model = traced("never")
+    layers = [Using(lambda linear, x, j=j: Trace.apply(x + 0 * linear.weight, j), width=1) for j in range(3)]
+    model = pipeline(nn.Sequential(*layers), [1, 1, 1], checkpoint="never")
     leads_to = graph(model(torch.arange(4.0).reshape(4, 1)))
     joins = [followers for node, followers in leads_to.items() if type(node).__name__ == "JoinBackward"]
     for i in range(3):
@@ -242,18 +175,6 @@ def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> 
         assert node is cell
 
 
-def graph(output: Tensor) -> dict[Any, list[Any]]:
-    """Return the nodes behind a tensor, each with its successors."""
-    pending: list[Any] = [output.grad_fn]
-    leads_to: dict[Any, list[Any]] = {}
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in leads_to:
-            leads_to[node] = [follower for follower, _ in node.next_functions]
-            pending += leads_to[node]
-    return leads_to
-
-
 def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
     model = pipeline(linears(3), [1, 1, 1], checkpoint="always")
     leads_to = graph(model(torch.randn(4, 3)))
@@ -261,54 +182,6 @@ def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
     waits = [node for node in leads_to if type(node).__name__ == "WaitBackward"]
     assert len(waits) == 2 * 4
     assert all(sum(wait in followers for followers in recomputed) == 1 for wait in waits)
-
-
-# Faults
-
-
-class Failure(Exception):
-    pass
-
-
-def fail_at(i: int, when: Callable[[], bool]) -> nn.Module:
-    def forward(x: Tensor) -> Tensor:
-        if x[0, 0] == i and when():
-            raise Failure
-        return x
-
-    return Apply(forward)
-
-
-@pytest.mark.parametrize("j", [0, 1, 2])
-def test_failure_in_forward(mode: str, j: int) -> None:
-    failing = [True]
-    module = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(), nn.Linear(1, 1))
-    module[j] = fail_at(2, lambda: bool(failing))
-    x = torch.arange(4.0).reshape(4, 1).requires_grad_()
-    model = pipeline(module, [1, 1, 2], checkpoint=mode)
-    with pytest.raises(Failure) as info:
-        model(x)
-    (note,) = info.value.__notes__
-    assert note.startswith(f"micro-batch 2 of 4, partition {j} ") and note.endswith("during forward")
-    assert f"on late:{j}," in note
-    del info
-    failing.clear()
-    assert_like_plain(model, module, x)
-
-
-@pytest.mark.parametrize("j", [0, 1, 2])
-def test_failure_in_recomputation(j: int) -> None:
-    failing = [True]
-    module = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(), nn.Linear(1, 1))
-    module[j] = fail_at(2, lambda: bool(failing) and is_recomputing())
-    x = torch.arange(4.0).reshape(4, 1).requires_grad_()
-    model = pipeline(module, [1, 1, 2], checkpoint="always")
-    with pytest.raises(Failure) as info:
-        model(x).sum().backward()
-    assert any(f"partition {j} " in note and "recomputation" in note for note in info.value.__notes__)
-    del info
-    failing.clear()
-    assert_like_plain(model, module, x)
 
 
 # Lifetimes (`test_leaks` examines single layers)
@@ -320,43 +193,12 @@ def allocated() -> int:
     return sum(torch.accelerator.memory_allocated(index) for index in range(torch.accelerator.device_count()))
 
 
-def test_after_backward_only_gradients_are_left_on_the_devices(mode: str) -> None:
-    model, x = pipeline(linears(3), [1, 1, 1], checkpoint=mode), torch.randn(4, 3, requires_grad=True)
-    before = allocated()
-    model(x).sum().backward()
-    assert allocated() - before == nbytes([parameter.grad for parameter in model.parameters()])
-
-
 def test_without_gradients_only_the_output_is_left_on_the_devices() -> None:
     model, x = pipeline(linears(3), [1, 1, 1]), torch.randn(4, 3)
     before = allocated()
     with torch.no_grad():
         output = model(x)
     assert allocated() - before == nbytes([output])
-
-
-def test_skip_leaves_its_source_when_it_has_arrived() -> None:
-    @skippable(stash=["skip"])
-    class Source(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = x * 2
-            sources.append(StorageWeakRef(skip.untyped_storage()))
-            yield stash("skip", skip)
-            return x.sin()
-
-    @skippable(pop=["skip"])
-    class Target(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            skip = yield pop("skip")
-            gone.append(sources[len(gone)].expired())
-            return x + skip
-
-    sources: list[StorageWeakRef] = []
-    gone: list[bool] = []
-    model = pipeline(nn.Sequential(Source(), nn.Identity(), Target()), [1, 1, 1], chunks=3)
-    with torch.no_grad():
-        model(torch.randn(3, 3))
-    assert gone == [True] * 3
 
 
 def test_checkpointing_keeps_what_crosses_the_boundaries() -> None:

@@ -6,21 +6,20 @@ each other, Python switches between them as often as it can.
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 import torchgpipe.engine.pipeline
 from tests.conftest import Devices, Pipe
+from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 
@@ -59,31 +58,6 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ the workers
 
 
-def test_no_thread_is_left(pipe: Pipe, checkpoint: str) -> None:
-    """No thread is left between calls or after the model is freed; a thread would break a data loader that forks."""
-    before = {*threading.enumerate()}
-    model = pipe(build(), [2, 2, 1], chunks=3, checkpoint=checkpoint)
-    assert before.issuperset(threading.enumerate())
-    output = model(batch())
-    assert before.issuperset(threading.enumerate())
-    output.sum().backward()
-    assert before.issuperset(threading.enumerate())
-    with torch.no_grad():
-        model(batch())
-    assert before.issuperset(threading.enumerate())
-
-
-class Where(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: list[threading.Thread] = []
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not is_recomputing():
-            self.threads.append(threading.current_thread())
-        return input * 1
-
-
 @pytest.mark.parametrize(
     ("devices", "workers"),
     [
@@ -95,20 +69,25 @@ class Where(nn.Module):
     ids=str,
 )
 def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -> None:
-    """With a single device, the caller's own thread is the worker."""
-    layers = [Where() for _ in devices]
-    GPipe(nn.Sequential(*layers), [1, 1, 1], devices=devices, chunks=4)(torch.rand(4, 2))
+    """With a single device, the caller's own thread is the worker. No thread is left, which data loaders that fork
+    would not survive."""
+    before = {*threading.enumerate()}
+    ran: list[set[threading.Thread]] = [set() for _ in devices]
+
+    def note(j: int, input: Tensor) -> Tensor:
+        ran[j].add(threading.current_thread())
+        return input * 1
+
+    layers = nn.Sequential(*[Apply(partial(note, j)) for j in range(3)])
+    output = GPipe(layers, [1, 1, 1], devices=devices, chunks=4, checkpoint="never")(torch.rand(4, 2))
+    assert before.issuperset(threading.enumerate())
     of_devices: dict[str, set[threading.Thread]] = {}
-    for device, layer in zip(devices, layers, strict=True):
-        assert len(layer.threads) == 4
-        of_devices.setdefault(device, set()).update(layer.threads)
+    for device, threads in zip(devices, ran, strict=True):
+        of_devices.setdefault(device, set()).update(threads)
     assert all(len(threads) == 1 for threads in of_devices.values())
     used = set.union(*of_devices.values())
-    if workers == 0:
-        assert used == {threading.current_thread()}
-    else:
-        assert len(used) == workers
-        assert threading.current_thread() not in used
+    assert used == {threading.current_thread()} if workers == 0 else len(used - before) == workers
+    assert output.shape == (4, 2)
 
 
 def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,18 +95,16 @@ def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: set())
     ahead = threading.Event()
 
-    class Fast(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            if input[0, 0].item() == 2:
-                ahead.set()
-            return input + 10
+    def fast(input: Tensor) -> Tensor:
+        if input[0, 0].item() == 2:
+            ahead.set()
+        return input + 10
 
-    class Slow(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            assert input[0, 0].item() > 10 or ahead.wait(TIMEOUT)
-            return input
+    def slow(input: Tensor) -> Tensor:
+        assert input[0, 0].item() > 10 or ahead.wait(TIMEOUT)
+        return input
 
-    model = GPipe(nn.Sequential(Fast(), Slow()), [1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
+    model = GPipe(nn.Sequential(Apply(fast), Apply(slow)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
     x = torch.arange(4.0)[:, None]
     assert torch.equal(model(x), x + 10)
 
@@ -141,22 +118,17 @@ def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.Monk
     monkeypatch.setattr(torchgpipe.engine.pipeline, "sharing_generator", lambda devices: {torch.device("cpu:0")})
     meet = threading.Barrier(2, timeout=TIMEOUT)
 
-    class Meets(nn.Module):
-        def __init__(self, j: int, draws: bool) -> None:
-            super().__init__()
-            self.j, self.draws = j, draws
-
-        def forward(self, input: Tensor) -> Tensor:
-            meets = not is_recomputing() and 1 <= int(input[0, 0].item()) + self.j <= 3
-            if meets:
-                meet.wait()
-            mask = torch.rand(input.shape) if self.draws else 1
-            if meets:
-                meet.wait()
-            return torch.cat([input[:, :1], input[:, 1:] * (mask[:, 1:] if isinstance(mask, Tensor) else mask)], 1)
+    def meet_and_draw(j: int, draws: bool, input: Tensor) -> Tensor:
+        meets = not is_recomputing() and 1 <= int(input[0, 0].item()) + j <= 3
+        if meets:
+            meet.wait()
+        mask = torch.rand(input.shape) if draws else torch.ones(input.shape)
+        if meets:
+            meet.wait()
+        return torch.cat([input[:, :1], input[:, 1:] * mask[:, 1:]], 1)
 
     def step(checkpoint: str, draws: list[bool]) -> list[Tensor]:
-        layers = nn.Sequential(*(Meets(j, its) for j, its in enumerate(draws)))
+        layers = nn.Sequential(*(Apply(partial(meet_and_draw, j, its)) for j, its in enumerate(draws)))
         x = torch.cat([torch.arange(4.0)[:, None], torch.ones(4, 2)], 1).requires_grad_()
         torch.manual_seed(0)
         output = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint=checkpoint)(x)
@@ -174,17 +146,17 @@ def test_workers_of_the_cpu_share_its_cores() -> None:
     """Each worker uses its share of the cores during the call; threads that start later have all cores."""
     seen: list[int] = []
 
-    class Notes(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
-            if input[0, 0].item() > 1:
-                raise ValueError("fails")
-            return input
+    def note(input: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        if input[0, 0].item() > 1:
+            raise ValueError("fails")
+        return input
 
+    notes = nn.Sequential(Apply(note), Apply(note))
     threads = torch.get_num_threads()
     torch.set_num_threads(5)
     try:
-        model = GPipe(nn.Sequential(Notes(), Notes()), [1, 1], devices=["cpu:0", "cpu:1"])
+        model = GPipe(notes, [1, 1], devices=["cpu:0", "cpu:1"])
         model(torch.ones(1, 1))
         with pytest.raises(ValueError, match="fails"):
             model(torch.ones(1, 1) * 2)
@@ -192,7 +164,7 @@ def test_workers_of_the_cpu_share_its_cores() -> None:
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 5
         seen.clear()
-        GPipe(nn.Sequential(Notes(), Notes()), [1, 1])(torch.ones(1, 1))
+        GPipe(notes, [1, 1])(torch.ones(1, 1))
         assert seen == [5, 5]
     finally:
         torch.set_num_threads(threads)
@@ -201,158 +173,71 @@ def test_workers_of_the_cpu_share_its_cores() -> None:
 # ------------------------------------------------------------------------------------------ beside each other
 
 
-def test_two_pipelines_in_turn(pipe: Pipe, checkpoint: str) -> None:
-    """Two pipelines run forward and backward interleaved, in one thread."""
-    layers = [build(0), build(1)]
-    models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
-    inputs = [batch(0), batch(1)]
-    outputs = [model(x) for model, x in zip(models, inputs, strict=True)]
-    for output in outputs:
-        output.square().sum().backward()
-    for its, x in zip(layers, inputs, strict=True):
-        actual = [x.grad, *[parameter.grad for parameter in its.parameters()]]
-        its.zero_grad()
-        expected = torch.autograd.grad(run_plain(its, x, chunks=3).square().sum(), [x, *its.parameters()])
-        assert all(map(torch.equal, actual, expected))
+@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
+def test_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
+    """Each thread asks for its own gradients, serves, and adds to `.grad`; hooks hear each backward once."""
+    modules = [build(0), build(0 if shared else 1)]
+    models = [pipe(module, [2, 2, 1], chunks=3, checkpoint=checkpoint) for module in modules]
+    if shared:
+        modules[1], models[1] = modules[0], models[0]
+    repeats = 6
 
-
-def test_one_pipeline_after_another(pipe: Pipe, checkpoint: str) -> None:
-    """The output of one pipeline is the input of the other: one backward goes through both."""
-    layers = [build(0), build(1)]
-    models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
-    x = batch()
-    assert_same(outcome(nn.Sequential(*models), x), plain_outcome(nn.Sequential(*layers), x, chunks=3))
-
-
-def test_two_pipelines_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    layers = [build(0), build(1)]
-    models = [pipe(its, [2, 2, 1], chunks=3, checkpoint=checkpoint) for its in layers]
-    expected = [plain_outcome(its, batch(k), chunks=3) for k, its in enumerate(layers)]
-
-    def train(k: int) -> list[Outcome]:
-        return [outcome(models[k], batch(k)) for _ in range(5)]
-
-    for results, wanted in zip(in_threads(lambda: train(0), lambda: train(1)), expected, strict=True):
-        for result in results:
-            assert_same(result, wanted)
-
-
-# ---------------------------------------------------------------------------- one pipeline in several threads
-
-
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_forward_in_two_threads(pipe: Pipe, off: Callable[[], Any]) -> None:
-    """A server calls one model from several threads."""
-    layers = build()
-    model = pipe(layers, [2, 2, 1], chunks=3).eval()
-    expected = [run_plain(layers, batch(k), chunks=3) for k in range(2)]
-
-    def serve(k: int) -> list[Tensor]:
-        with off():
-            return [model(batch(k)) for _ in range(10)]
-
-    for results, wanted in zip(in_threads(lambda: serve(0), lambda: serve(1)), expected, strict=True):
-        assert all(torch.equal(result, wanted) for result in results)
-
-
-def test_forward_and_backward_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """Each thread asks for its own gradients; gradients in `.grad` would be added up."""
-    layers = build()
-    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
-
-    def gradients(run: Callable[[Tensor], Tensor], k: int) -> tuple[Tensor, ...]:
+    def results(run: Callable[[Tensor], Tensor], k: int) -> list[Tensor]:
         x = batch(k)
-        return torch.autograd.grad(run(x).square().sum(), [x, *layers.parameters()])
+        with torch.no_grad():
+            output = run(x)
+        with torch.inference_mode():
+            inferred = run(x)
+        grads = torch.autograd.grad(run(x).square().sum(), [x, *modules[k].parameters()])
+        return [output, inferred, *grads]
 
-    expected = [gradients(lambda x: run_plain(layers, x, chunks=3), k) for k in range(2)]
+    expected = [results(partial(run_plain, modules[k], chunks=3), k) for k in range(2)]
+    calls: list[None] = []
+    for module in modules[: 1 if shared else 2]:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda grad: calls.append(None))  # type: ignore[arg-type]
 
-    def train(k: int) -> list[tuple[Tensor, ...]]:
-        return [gradients(model, k) for _ in range(8)]
-
-    for results, wanted in zip(in_threads(lambda: train(0), lambda: train(1)), expected, strict=True):
-        assert all(torch.equal(a, b) for result in results for a, b in zip(result, wanted, strict=True))
-
-
-def test_backward_into_grad_from_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """The gradients of both threads are added up, in any order."""
-    layers = build()
-    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
-    repeats = 8
-    expected = torch.autograd.grad(run_plain(layers, batch(), chunks=3).sum(), list(layers.parameters()))
-
-    def train() -> None:
+    def train(k: int) -> list[list[Tensor]]:
+        found = [results(models[k], k) for _ in range(repeats)]
+        calls_before.append(len(calls))
         for _ in range(repeats):
-            model(batch()).sum().backward()
+            models[k](batch(k)).square().sum().backward()
+        return found
 
-    in_threads(train, train)
-    for parameter, grad in zip(layers.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * repeats * grad)
-
-
-def test_hooks_of_parameters_with_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """The hooks are called once per backward, even while the other thread is in the middle of a backward."""
-    layers = build()
-    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
-    repeats = 8
-    calls: list[Any] = []
-    for parameter in layers.parameters():
-        parameter.register_hook(lambda grad: calls.append(1))  # type: ignore[arg-type]
-
-    def train() -> None:
-        for _ in range(repeats):
-            model(batch()).sum().backward()
-
-    in_threads(train, train)
-    assert len(calls) == 2 * repeats * len(list(layers.parameters()))
+    calls_before: list[int] = []
+    for found, wanted in zip(in_threads(partial(train, 0), partial(train, 1)), expected, strict=True):
+        assert all(torch.equal(a, b) for result in found for a, b in zip(result, wanted, strict=True))
+    sums = [[repeats * grad for grad in wanted[3:]] for wanted in expected]
+    if shared:
+        sums = [[a + b for a, b in zip(*sums)]] * 2
+    for module, wanted in zip(modules, sums):
+        torch.testing.assert_close([parameter.grad for parameter in module.parameters()], wanted)
+    # Those of `torch.autograd.grad` are called as well, once each.
+    assert len(calls) == 2 * 2 * repeats * len(sums[0])
 
 
-def test_forward_here_and_backward_there(pipe: Pipe, checkpoint: str) -> None:
-    """The thread that called the model may have ended."""
-    layers = build()
-    model = pipe(layers, [2, 2, 1], chunks=3, checkpoint=checkpoint)
-    x = batch()
-    with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(model, x).result(TIMEOUT)
-    output.square().sum().backward()
-    expected = torch.autograd.grad(run_plain(layers, x, chunks=3).square().sum(), [x])
-    assert torch.equal(x.grad, expected[0])
-
-
-def test_batch_norm_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
+def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
     """Every micro-batch is counted once, even while another thread recomputes, which must not count.
 
-    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean.
+    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean. The norm
+    belongs to a different partition in each of two models that share it.
     """
-    norms = [nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2, momentum=None)]
-    layers = nn.Sequential(nn.Identity(), norms[0], nn.Linear(2, 2), norms[1])
-    model = pipe(layers, [2, 2], chunks=3, checkpoint=checkpoint)
+    norm = nn.BatchNorm1d(2, momentum=None)
+    models = [
+        pipe(nn.Sequential(nn.Identity(), norm, nn.Linear(2, 2)), balance, chunks=3, checkpoint=checkpoint)
+        for balance in ([2, 1], [1, 2])
+    ]
     repeats = 20
     x = torch.rand(6, 2)  # drawn here, because a thread could draw the numbers meant for the other thread's layers
-
-    def train() -> None:
-        for _ in range(repeats):
-            model(x).sum().backward()
-
-    in_threads(train, train)
-    assert [int(norm.num_batches_tracked) for norm in norms] == [2 * repeats * 3] * 2
-    assert all(norm.running_mean.abs().sum() > 0 for norm in norms)
-
-
-def test_batch_norm_that_two_pipelines_share(devices: Devices) -> None:
-    """Two models share their layers, and the norm belongs to a different partition in each."""
-    norm = nn.BatchNorm1d(2)
-    other = nn.BatchNorm1d(2)
-    first = GPipe(nn.Sequential(other, norm), [2], devices=devices(1), chunks=3, checkpoint="always")
-    second = GPipe(nn.Sequential(norm, nn.Tanh()), [1, 1], devices=devices(2), chunks=3, checkpoint="always")
-    repeats = 20
-    x = torch.rand(6, 2)
 
     def train(model: GPipe) -> None:
         for _ in range(repeats):
             model(x).sum().backward()
 
-    in_threads(lambda: train(first), lambda: train(second))
+    in_threads(partial(train, models[0]), partial(train, models[0 if shared else 1]))
     assert int(norm.num_batches_tracked) == 2 * repeats * 3
+    assert norm.running_mean.abs().sum() > 0
 
 
 def test_random_layers_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
@@ -462,12 +347,11 @@ def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
     """A layer is recomputing if any enclosing cell is; the innermost run without a graph is a checkpoint."""
     seen: list[tuple[bool, bool]] = []
 
-    class Notes(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            seen.append((is_checkpointing(), is_recomputing()))
-            return input * 1
+    def note(input: Tensor) -> Tensor:
+        seen.append((is_checkpointing(), is_recomputing()))
+        return input * 1
 
-    inner = GPipe(nn.Sequential(nn.Linear(2, 2), Notes()), [1, 1], devices=devices(2), checkpoint="always")
+    inner = GPipe(nn.Sequential(nn.Linear(2, 2), Apply(note)), [1, 1], devices=devices(2), checkpoint="always")
     outer = GPipe(nn.Sequential(nn.Linear(2, 2), inner), [1, 1], devices=devices(2), checkpoint="always")
     output = outer(torch.rand(1, 2))
     assert seen == [(True, False)]
@@ -475,28 +359,3 @@ def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
     output.sum().backward()
     # The outer recomputation runs the inner pipeline, with the inner pipeline's own two runs.
     assert seen == [(True, True), (False, True)]
-
-
-# ----------------------------------------------------------------------------------------------- data loaders
-
-
-class Numbers(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((2,), float(index), dtype=torch.float64)
-
-
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
-@pytest.mark.slow
-def test_a_data_loader_that_forks(pipe: Pipe, checkpoint: str) -> None:
-    """The loader forks between two calls, when no worker thread exists, so Python does not warn about one."""
-    layers = build()
-    model = pipe(layers, [2, 2, 1], chunks=2, checkpoint=checkpoint)
-    model(batch()).sum().backward()
-    loader = DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context="fork")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for x in loader:
-            assert_same(outcome(model, x), plain_outcome(layers, x, chunks=2))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections import namedtuple
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from tests.conftest import Pipe
-from tests.plain import assert_same, outcome, plain_outcome
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -21,14 +17,6 @@ def make_model(layers: int = 3) -> nn.Sequential:
 
 def make_input(batch: int = 6) -> Tensor:
     return torch.randn(batch, 2, dtype=torch.float64, requires_grad=True)
-
-
-def assert_transparent(pipe: Pipe, module: nn.Sequential, balance: list[int], *inputs: Any, chunks: int = 2) -> None:
-    """Assert that the pipeline equals the plain module in every checkpoint mode."""
-    expected = plain_outcome(copy.deepcopy(module), *inputs, chunks=chunks)
-    for checkpoint in ["always", "except_last", "never"]:
-        model = pipe(copy.deepcopy(module), balance, chunks=chunks, checkpoint=checkpoint)
-        assert_same(outcome(model, *inputs), expected)
 
 
 class Recorder(nn.Module):

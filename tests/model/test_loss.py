@@ -7,28 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
+from tests.layers import Chain
 from torchgpipe import GPipe, pipelined
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) * scale
-        return x
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        lambda **options: GPipe(nn.Sequential(*Net().layers), [1, 1], devices=["cpu", "cpu"], **options),
-        lambda **options: pipelined(Net(), torch.randn(2, 2), devices=["cpu", "cpu"], partitions=2, **options),
+        lambda **options: GPipe(nn.Sequential(*Chain().layers), [1, 1], devices=["cpu", "cpu"], **options),
+        lambda **options: pipelined(Chain(), torch.randn(2, 2), devices=["cpu", "cpu"], partitions=2, **options),
     ],
     ids=["GPipe", "pipelined"],
 )

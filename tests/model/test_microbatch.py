@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.layers import Apply
+from tests.layers import Apply, Chain
 from tests.plain import tensors
 from torchgpipe import GPipe, NoChunk, pipelined
 from torchgpipe.model.microbatch import Batch, gather, scatter
@@ -32,44 +32,18 @@ def numbers(batch: int) -> Tensor:
 # Batch: a value and its leaves
 
 
-def test_a_tensor_is_its_own_leaf() -> None:
-    x = numbers(2)
-    batch = Batch.of(x, "x")
-    assert len(batch.leaves) == 1
-    assert batch.leaves[0] is x
-    assert batch.value is x
-
-
-@pytest.mark.parametrize("value", [None, (), [], {}, (None, [None]), {"a": (), "b": None}])
-def test_a_value_without_tensors(value: Any) -> None:
-    batch = Batch.of(value, "value")
-    assert all(leaf is None for leaf in batch.leaves)
-    assert batch.value == value
-
-
 def test_containers_are_taken_apart_in_order_and_put_back() -> None:
     x, y, z = numbers(1), numbers(2), numbers(3)
-    value = {"a": (x, [None, y]), "b": OrderedDict(z=z), "c": ()}
+    value = {"a": (x, [None, y]), "b": OrderedDict(z=z), "c": (), "again": x}
     batch = Batch.of(value, "value")
-    assert [leaf if leaf is None else len(leaf) for leaf in batch.leaves] == [1, None, 2, 3]
+    assert [leaf if leaf is None else len(leaf) for leaf in batch.leaves] == [1, None, 2, 3, 1]
+    assert batch.replace((y, None, y, y, y)).value["a"] == (y, [None, y])
     again = batch.value
     assert again["a"][0] is x
     assert again["a"][1][1] is y
     assert type(again["b"]) is OrderedDict
     assert again is not value
     assert again["a"][1] is not value["a"][1]
-
-
-def test_the_same_structure_around_other_leaves() -> None:
-    x, y = numbers(1), numbers(2)
-    batch = Batch.of({"x": x, "none": [None]}, "value")
-    assert batch.replace((y, None)).value == {"x": y, "none": [None]}
-    assert batch.value["x"] is x, "the batch itself stays as it was"
-
-
-def test_the_same_tensor_twice_is_two_leaves() -> None:
-    x = numbers(1)
-    assert [leaf is x for leaf in Batch.of((x, [x]), "value").leaves] == [True, True]
 
 
 @pytest.mark.parametrize("leaf", ["text", 3, 2.5, True, object(), {1}, NoChunk(torch.zeros(1)), torch.float32])
@@ -83,41 +57,14 @@ def test_other_leaves_are_named_with_their_source_path_and_type(leaf: Any) -> No
 # Scatter
 
 
-@pytest.mark.parametrize(
-    ("batch", "chunks", "sizes"),
-    [
-        (6, 3, [2, 2, 2]),
-        (5, 2, [3, 2]),
-        (5, 4, [2, 2, 1]),  # as torch.chunk: no more micro-batches than needed
-        (2, 4, [1, 1]),
-        (1, 1, [1]),
-        (0, 1, [0]),
-    ],
-)
-def test_scatter_splits_as_torch_chunk(batch: int, chunks: int, sizes: list[int]) -> None:
-    x = numbers(batch)
-    assert [len(value) for value in values(scatter((x,), chunks, CPU))] == sizes
-    assert [len(value["x"]) for value in values(scatter(({"x": x},), chunks, CPU))] == sizes
-
-
-def test_an_empty_mini_batch_makes_at_least_one_empty_micro_batch() -> None:
-    micro_batches = values(scatter((numbers(0),), 3, CPU))
-    assert micro_batches
-    assert all(value.shape == (0, 2) for value in micro_batches)
-
-
-def test_scatter_of_nested_inputs() -> None:
-    x, y = numbers(3), torch.arange(3)
-    first, second = values(scatter(({"x": x, "rest": [y, None]},), 2, CPU))
-    assert torch.equal(first["x"], x[:2])
-    assert torch.equal(second["x"], x[2:])
-    assert torch.equal(second["rest"][0], y[2:])
-    assert first["rest"][1] is None
-
-
-def test_scatter_copies_nothing() -> None:
-    x = numbers(4)
-    assert [value.data_ptr() for value in values(scatter((x,), 2, CPU))] == [x.data_ptr(), x[2:].data_ptr()]
+def test_scatter_copies_nothing_and_passes_no_chunk_whole() -> None:
+    x, table = numbers(4), NoChunk(numbers(7))
+    for inputs in ((x, table), (table, x)):
+        pieces = values(scatter(inputs, 2, CPU))
+        assert [{x.data_ptr(), table.tensor.data_ptr()}, {x[2:].data_ptr(), table.tensor.data_ptr()}] == [
+            {tensor.data_ptr() for tensor in tensors(piece)} for piece in pieces
+        ]
+    assert repr(table) == "NoChunk((7, 2))"
 
 
 def test_inputs_are_passed_to_a_module_as_they_were_given() -> None:
@@ -129,38 +76,7 @@ def test_inputs_are_passed_to_a_module_as_they_were_given() -> None:
         assert_equal(taken, (inputs, keywords))
 
 
-def test_no_chunk_is_the_same_tensor_in_every_micro_batch() -> None:
-    x, table = numbers(4), numbers(7)
-    for value in values(scatter(((x, NoChunk(table)),), 2, CPU)):
-        assert torch.equal(value[1], table)
-        assert not isinstance(value[1], NoChunk)
-
-
-def test_no_chunk_before_the_tensor_that_is_split() -> None:
-    assert len(scatter((NoChunk(numbers(9)), numbers(2)), 3, CPU)) == 2
-
-
-def test_no_chunk_tells_its_shape() -> None:
-    assert repr(NoChunk(torch.zeros(2, 3))) == "NoChunk((2, 3))"
-
-
-def test_gradients_come_back_through_scatter() -> None:
-    x, table = numbers(4).requires_grad_(), numbers(2).requires_grad_()
-    for i, (piece, whole) in enumerate(values(scatter(((x, NoChunk(table)),), 2, CPU))):
-        ((i + 1) * (piece * whole)).sum().backward()
-    assert torch.equal(x.grad, torch.cat([table, 2 * table]))
-    assert torch.equal(table.grad, x[:2] + 2 * x[2:])
-
-
 # Gather
-
-
-def test_gather_concatenates_leaf_by_leaf() -> None:
-    pieces = [{"x": numbers(k), "y": (torch.full((k,), k), None)} for k in [1, 2, 3]]
-    output = gather([Batch.of(piece, "piece") for piece in pieces])
-    assert torch.equal(output["x"], torch.cat([numbers(1), numbers(2), numbers(3)]))
-    assert output["y"][0].tolist() == [1, 2, 2, 3, 3, 3]
-    assert output["y"][1] is None
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -174,13 +90,6 @@ def test_a_gathered_output_has_memory_of_its_own(m: int) -> None:
         assert output.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr()
 
 
-def test_a_single_micro_batch_may_have_no_dimensions() -> None:
-    x = torch.tensor(3)
-    output = gather([Batch.of(x, "x")])
-    assert output == 3
-    assert output is not x
-
-
 @pytest.mark.parametrize(
     "other", [numbers(1), None, (numbers(1),), [numbers(1), numbers(1)], (numbers(1), None), {"x": numbers(1)}]
 )
@@ -190,7 +99,11 @@ def test_gather_of_different_structures_tells_which(other: Any) -> None:
         gather([Batch.of(piece, "piece") for piece in pieces])
 
 
-def test_gather_of_scalars_tells_what_to_do() -> None:
+def test_a_single_micro_batch_may_have_no_dimensions_and_several_are_told_what_to_do() -> None:
+    x = torch.tensor(3)
+    output = gather([Batch.of(x, "x")])
+    assert output == 3
+    assert output is not x
     with pytest.raises(ValueError, match="dimension"):
         gather([Batch.of(torch.tensor(1), "x"), Batch.of(torch.tensor(2), "x")])
 
@@ -234,17 +147,6 @@ def assert_equal(actual: Any, expected: Any) -> None:
         assert len(actual) == len(expected)
         for a, b in zip(actual, expected):
             assert_equal(a, b)
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize("call", ["forward", "step"])

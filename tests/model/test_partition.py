@@ -56,9 +56,3 @@ def test_writing_to_a_view_is_refused_and_tells_where_to_write(write: str) -> No
         else:
             getattr(partition, write)("1", layer)
     assert isinstance(partition[1], nn.Linear)
-
-
-def test_other_attributes_of_a_view_can_be_set() -> None:
-    model = GPipe(make_model(2), [2], devices=CPUS)
-    model.partitions[0].note = "mine"
-    assert model.partitions[0].note == "mine"

@@ -33,15 +33,10 @@ def test_every_partition_is_moved_to_its_device() -> None:
 
 
 def test_a_partition_that_is_in_its_place_is_not_copied() -> None:
-    """PyTorch itself copies a CPU tensor to 'cpu:1'."""
+    """PyTorch itself copies a CPU tensor to 'cpu:1'. Parameters stay themselves, so that an optimizer keeps them."""
     module = make_model(2)
+    parameters = list(module.parameters())
     pointers = [parameter.data_ptr() for parameter in module.parameters()]
     place(split(layers_of(module), [1, 1]), CPUS[:2])
     assert [parameter.data_ptr() for parameter in module.parameters()] == pointers
-
-
-def test_parameters_are_moved_in_place_so_that_an_optimizer_keeps_them() -> None:
-    module = make_model(2)
-    parameters = list(module.parameters())
-    place(split(layers_of(module), [1, 1]), CPUS[:2])
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))

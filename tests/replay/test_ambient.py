@@ -23,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import Pipe
+from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-
-MODES = ["always", "except_last", "never"]
 
 AUTOCAST_TYPES = [
     kind
@@ -191,16 +190,8 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dispatch mode": lambda: DispatchMode("other dispatch mode"),
 }
 
-every_setting = pytest.mark.parametrize("name", SETTINGS)
-nothing_or_everything = pytest.mark.parametrize("name", ["nothing", "everything"])
-
-#: Each at forward with one at backward, and each at backward with nothing and with everything.
-PAIRS = sorted(
-    {
-        *zip(SETTINGS, list(OTHERS) * len(SETTINGS)),
-        *[(name, other) for name in ("nothing", "everything") for other in OTHERS],
-    }
-)
+#: Each at forward with one at backward, and each at backward with everything at forward.
+PAIRS = sorted({*zip(SETTINGS, list(OTHERS) * len(SETTINGS)), *[("everything", other) for other in OTHERS]})
 
 
 class Probe(nn.Module):
@@ -223,19 +214,23 @@ def probes(model: GPipe) -> list[Probe]:
     return [layer for layer in model if isinstance(layer, Probe)]
 
 
+def probed(pipe: Pipe, checkpoint: str) -> GPipe:
+    """Return two partitions with a probe each."""
+    layers = nn.Sequential(nn.Linear(2, 2), Probe(), nn.Linear(2, 2), Probe())
+    return pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
+
+
 @pytest.fixture
 def model(pipe: Pipe) -> GPipe:
-    """Two partitions with a probe each."""
-    layers = nn.Sequential(nn.Linear(2, 2), Probe(), nn.Linear(2, 2), Probe())
-    return pipe(layers, [2, 2], chunks=2, checkpoint="always")
+    return probed(pipe, "always")
 
 
 # ------------------------------------------------------------------------------- in every layer, at every run
 
 
-@every_setting
-def test_it_holds_in_every_layer(model: GPipe, name: str) -> None:
-    x = torch.rand(4, 2)
+@pytest.mark.parametrize(("name", "checkpoint"), [*[(name, "always") for name in SETTINGS], ("everything", "never")])
+def test_it_holds_in_every_layer(pipe: Pipe, name: str, checkpoint: str) -> None:
+    model, x = probed(pipe, checkpoint), torch.rand(4, 2)
     before = state()
     with SETTINGS[name]():
         expected = state()
@@ -248,7 +243,7 @@ def test_it_holds_in_every_layer(model: GPipe, name: str) -> None:
 
     for probe in probes(model):
         assert probe.first_runs == [expected] * 2
-        assert probe.recomputations == [expected] * 2
+        assert probe.recomputations == [expected] * (2 if checkpoint == "always" else 0)
 
 
 @pytest.mark.parametrize("name, other", PAIRS)
@@ -269,71 +264,31 @@ def test_it_holds_in_recomputation_whatever_is_set_at_backward(model: GPipe, nam
         assert probe.grad_modes == [("checkpointing", False)] * 2 + [("recomputing", True)] * 2
 
 
-def test_it_holds_in_each_of_several_backward_passes(pipe: Pipe) -> None:
-    """Whatever was set in the one before."""
-    probe = Probe()
-    model = pipe(nn.Sequential(nn.Linear(2, 2), probe), [1, 1], chunks=2, checkpoint="always")
-    loss = model(torch.rand(4, 2)).sum()
-    loss.backward(retain_graph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss.backward()
-    assert len(probe.recomputations) == 4
-    assert probe.recomputations == probe.first_runs * 2
-
-
-@nothing_or_everything
-def test_it_holds_when_another_thread_calls_backward(model: GPipe, name: str) -> None:
-    x = torch.rand(4, 2)
-    with SETTINGS[name]():
-        expected = state()
-        loss = model(x).float().sum()
-
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-
-    for probe in probes(model):
-        assert probe.recomputations == [expected] * 2
-
-
-@nothing_or_everything
-def test_it_is_not_the_next_call_that_counts(model: GPipe, name: str) -> None:
-    """Each call has its own state, also when their backwards come later and in another order."""
+def test_each_call_has_its_own(model: GPipe) -> None:
+    """Whatever was set in another call or another backward pass, in this thread or in another."""
     x = torch.rand(4, 2)
     neutral = state()
-    with SETTINGS[name]():
+    with SETTINGS["everything"]():
         expected = state()
         first = model(x).float().sum()
     second = model(x).sum()
+    thread = threading.Thread(target=lambda: first.backward(retain_graph=True))
+    thread.start()
+    thread.join()
+    second.backward()
+    first.backward()
     for probe in probes(model):
         assert probe.first_runs == [expected] * 2 + [neutral] * 2
-
-    first.backward()
-    second.backward()
-    for probe in probes(model):
-        assert probe.recomputations == [expected] * 2 + [neutral] * 2
-
-
-@nothing_or_everything
-def test_it_holds_without_checkpointing(pipe: Pipe, name: str) -> None:
-    x = torch.rand(4, 2)
-    model = pipe(nn.Sequential(nn.Linear(2, 2), Probe(), Probe()), [1, 1, 1], chunks=2, checkpoint="never")
-    with SETTINGS[name]():
-        expected = state()
-        model(x)
-    for probe in probes(model):
-        assert probe.first_runs == [expected] * 2
-        assert probe.grad_modes == [("plain", True)] * 2
+        assert probe.recomputations == [expected] * 2 + [neutral] * 2 + [expected] * 2
 
 
 def test_it_is_put_back_when_recomputation_fails(pipe: Pipe) -> None:
-    class FailsInRecomputation(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            if is_recomputing():
-                raise ValueError("fails")
-            return input * 1
+    def fail(input: Tensor) -> Tensor:
+        if is_recomputing():
+            raise ValueError("fails")
+        return input * 1
 
-    model = pipe(nn.Sequential(nn.Linear(2, 2), FailsInRecomputation()), [1, 1], chunks=2, checkpoint="always")
+    model = pipe(nn.Sequential(nn.Linear(2, 2), Apply(fail)), [1, 1], chunks=2, checkpoint="always")
     x = torch.rand(4, 2)
     with SETTINGS["everything"]():
         loss = model(x).float().sum()
@@ -347,13 +302,8 @@ def test_it_is_put_back_when_recomputation_fails(pipe: Pipe) -> None:
             assert not is_recomputing()
 
 
-# ------------------------------------------------------------------------------------------ without gradients
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_no_layer_computes_gradients_when_they_are_off(pipe: Pipe, mode: str, off: Callable[[], Any]) -> None:
-    model = pipe(nn.Sequential(nn.Linear(2, 2), Probe(), Probe()), [1, 1, 1], chunks=2, checkpoint=mode)
+def test_no_layer_computes_gradients_when_they_are_off(model: GPipe, off: Callable[[], Any]) -> None:
     x = torch.rand(4, 2, requires_grad=True)
     with off():
         expected = state()
@@ -382,69 +332,55 @@ def test_gradients_can_be_switched_on_again(model: GPipe, outside: Any, inside: 
 # --------------------------------------------------------------------------------------------------- autocast
 
 
-@pytest.mark.parametrize(
-    "dtype, cache, backward_inside",
-    [
-        (torch.bfloat16, True, False),
-        (torch.bfloat16, False, True),
-        (torch.float16, True, True),
-        (torch.float16, False, False),
-    ],
-    ids=["cache-outside", "no cache-inside", "cache-inside", "no cache-outside"],
-)
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.bfloat16, False), (torch.float16, True)])
 def test_numbers_under_autocast_are_those_of_the_plain_model(
-    pipe: Pipe, checkpoint: str, dtype: torch.dtype, cache: bool, backward_inside: bool
+    pipe: Pipe, checkpoint: str, dtype: torch.dtype, cache: bool
 ) -> None:
-    """Not a single gradient is lost to a weight whose cast was cached by a run without a graph."""
+    """Not a single gradient is lost to a weight whose cast was cached by a run without a graph.
+
+    Here backward is inside the block. `test_transparency` has any layers, and backward outside.
+    """
     layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     x = torch.rand(6, 3, requires_grad=True)
 
     def step(run: Callable[[Tensor], Tensor], cache: bool) -> Any:
-        block = torch.autocast("cpu", dtype, cache_enabled=cache)
-
-        def loss(output: Tensor) -> Tensor:
-            assert output.dtype == dtype
-            if not backward_inside:
-                block.__exit__(None, None, None)
-            return output.float().square().sum()
-
-        block.__enter__()
-        try:
-            return outcome(layers, x, run=run, loss=loss)
-        finally:
-            if backward_inside:
-                block.__exit__(None, None, None)
+        with torch.autocast("cpu", dtype, cache_enabled=cache):
+            return outcome(layers, x, run=run, loss=lambda output: output.float().square().sum())
 
     # With its cache, autocast keeps one cast of a weight for all micro-batches, and so adds up their
     # gradients in the narrow type. Every recomputation has casts of its own, as there are without the cache.
-    one_cast_for_all = cache and checkpoint == "never"
-    expected = step(lambda x: run_plain(layers, x, chunks=3), one_cast_for_all)
+    expected = step(lambda x: run_plain(layers, x, chunks=3), cache and checkpoint == "never")
     assert_same(step(pipe(layers, [2, 1, 2], chunks=3, checkpoint=checkpoint), cache), expected)
 
 
-def test_a_cast_cached_before_the_call_costs_no_gradient(pipe: Pipe, checkpoint: str) -> None:
+def test_cached_casts_cost_no_gradient(pipe: Pipe, checkpoint: str) -> None:
+    """Casts that were cached before the call, and the caller's after a backward in the same block."""
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = pipe(layers, [1, 1], chunks=2, checkpoint=checkpoint)
     x = torch.rand(4, 2)
     with torch.autocast("cpu"):
-        run_plain(layers, x, chunks=2)
-        model(x).float().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layers.parameters())
+        layers(x)
+        for run in (model, layers):
+            layers.zero_grad()
+            run(x).float().sum().backward()
+            assert all(parameter.grad is not None and parameter.grad.any() for parameter in layers.parameters())
 
 
-def test_a_recomputation_leaves_the_callers_casts_usable(pipe: Pipe) -> None:
-    """Backward inside the block, and another forward after it in the same block."""
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = pipe(layers, [1, 1], chunks=2, checkpoint="always")
-    x = torch.rand(4, 2)
-    with torch.autocast("cpu"):
-        model(x).float().sum().backward()
-        layers.zero_grad()
-        layers(x).float().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layers.parameters())
+def test_a_layer_can_set_something_for_itself(pipe: Pipe, checkpoint: str) -> None:
+    class Linear(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bias is None):
+                output = super().forward(input)
+            assert output.dtype == (torch.bfloat16 if self.bias is None else torch.float32)
+            return output.float()
+
+    layers = nn.Sequential(*[Linear(2, 2, bias=k % 2 == 1) for k in range(4)])
+    model = pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 2, requires_grad=True)
+    assert_same(outcome(layers, x, run=model), plain_outcome(layers, x, chunks=2))
 
 
-# ----------------------------------------------------------------------------------------- saved-tensor hooks
+# -------------------------------------------------------------------------------- saved-tensor hooks and modes
 
 
 def test_save_on_cpu(pipe: Pipe, checkpoint: str) -> None:
@@ -467,38 +403,26 @@ def test_hooks_get_what_the_plain_model_saves(pipe: Pipe) -> None:
 
     def saved(run: Callable[[Tensor], Tensor]) -> list[list[Any]]:
         packed: list[Any] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            packed.append(tensor.tolist())
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(lambda tensor: packed.append(tensor.tolist()) or tensor, lambda tensor: tensor):
             run(x)
         return sorted(packed, key=str)
 
     assert saved(model) == saved(lambda x: run_plain(layers, x, chunks=2))
 
 
-def test_hooks_of_the_forward_need_a_backward_that_allows_hooks(model: GPipe) -> None:
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_backward_that_forbids_hooks(model: GPipe, hooked: bool) -> None:
     """A recomputation needs the hooks of its call, so it fails where hooks are forbidden, with that one's message."""
-    with hooks("hooks"):
+    with hooks("hooks") if hooked else nullcontext():
         loss = model(torch.rand(4, 2)).sum()
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        pytest.raises(RuntimeError, match="not here") as caught,
-    ):
-        loss.backward()
-    assert "during recomputation" in caught.value.__notes__[0]
-
-
-def test_a_backward_that_forbids_hooks_needs_none_of_the_forward(model: GPipe) -> None:
-    loss = model(torch.rand(4, 2)).sum()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        loss.backward()
-    assert all(probe.recomputations for probe in probes(model))
-
-
-# ------------------------------------------------------------------------------------------------------ modes
+        if not hooked:
+            loss.backward()
+            assert all(probe.recomputations for probe in probes(model))
+            return
+        with pytest.raises(RuntimeError, match="not here") as caught:
+            loss.backward()
+    assert "during recomputation" in caught.value.__notes__[0]
 
 
 def test_flop_counter_counts_every_layer(pipe: Pipe, checkpoint: str) -> None:
@@ -521,52 +445,27 @@ def test_flop_counter_counts_every_layer(pipe: Pipe, checkpoint: str) -> None:
     assert count(lambda: model(x).sum().backward()) == both + recomputed
 
 
-def test_modes_are_not_entered_anew(pipe: Pipe) -> None:
+def test_modes_are_not_entered_anew(model: GPipe) -> None:
     """A mode that resets what it knows when it is entered must not lose it: it was entered once."""
 
-    class CountsEntries(TorchDispatchMode):
+    class CountsEntries(DispatchMode):
         entries = 0
 
         def __enter__(self) -> Any:
             self.entries += 1
             return super().__enter__()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    model = pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, checkpoint="always")
-    mode = CountsEntries()
+    mode = CountsEntries("")
     with mode:
         loss = model(torch.rand(4, 2)).sum()
     loss.backward()
     assert mode.entries == 1
 
 
-def test_a_layer_can_set_something_for_itself(pipe: Pipe, checkpoint: str) -> None:
-    class InBfloat16(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                output = super().forward(input)
-            assert output.dtype == torch.bfloat16
-            return output.float()
-
-    class Plain(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            output = super().forward(input)
-            assert output.dtype == torch.float32
-            return output
-
-    layers = nn.Sequential(InBfloat16(2, 2), Plain(2, 2), InBfloat16(2, 2), Plain(2, 2))
-    model = pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
-    x = torch.rand(4, 2, requires_grad=True)
-    assert_same(outcome(layers, x, run=model), plain_outcome(layers, x, chunks=2))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_fake_tensors(mode: str) -> None:
+def test_fake_tensors(checkpoint: str) -> None:
     """A training step can be tried without memory or time; the model is for real again afterwards."""
     layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=mode)
+    model = GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
     with FakeTensorMode(allow_non_fake_inputs=True):
         output = model(torch.rand(4, 2))
         assert isinstance(output, FakeTensor)

@@ -31,9 +31,8 @@ class Own(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("schedule", ["GPipe", "ZeroBubble"])
+@pytest.mark.parametrize(("mode", "dropout"), [("never", 0.5), ("always", 0.5), ("always", 0.0)])
 def test_layers_draw_and_the_caller_draws_what_they_would_draw(dropout: float, mode: Any, schedule: Any) -> None:
     results = []
     for recomputes in (False, True):
@@ -42,7 +41,7 @@ def test_layers_draw_and_the_caller_draws_what_they_would_draw(dropout: float, m
         options: dict[str, Any] = {"schedule": schedule, "checkpoint": mode, "loss_fn": nn.functional.mse_loss}
         model = GPipe(layers, [2, 2, 2], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=6, **options)
         seen = []
-        for _ in range(8):
+        for _ in range(5):
             loss = model.step(X, X)
             seen.append(torch.cat([loss[None], *[one.grad.flatten() for one in model.parameters()], torch.rand(3)]))
             model.zero_grad()

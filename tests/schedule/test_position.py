@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchgpipe.schedule import NAMES, ScheduleName, program, simulate
@@ -14,8 +14,9 @@ from torchgpipe.schedule.programs import usual_places
 from torchgpipe.schedule.simulation import changes
 
 
+@settings(max_examples=settings.default.max_examples // 3)
 @pytest.mark.parametrize("name", NAMES)
-@given(n=st.integers(1, 4), m=st.integers(1, 8))
+@given(n=st.integers(1, 3), m=st.integers(1, 5))
 def test_what_is_held_is_what_the_simulation_counts(name: ScheduleName, n: int, m: int) -> None:
     actions = program(name, m, usual_places(name, n))
     peaks = simulate(actions).peaks

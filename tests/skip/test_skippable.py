@@ -64,11 +64,9 @@ def test_it_stays_the_class_that_it_was() -> None:
     assert list(inspect.signature(Layer).parameters) == ["width", "bias"]
     with pytest.raises(TypeError, match="width"):
         Layer()  # type: ignore[call-arg]
-
-
-def test_its_forward_stays_documented() -> None:
     assert Layer.forward.__doc__ == "Runs." and Layer.forward.__name__ == "forward"
     assert list(inspect.signature(Layer.forward).parameters) == ["self", "x", "factor"]
+    assert list(Layer(3).state_dict()) == ["count", "linear.weight", "linear.bias"]
 
 
 def test_it_is_skippable() -> None:
@@ -76,16 +74,8 @@ def test_it_is_skippable() -> None:
     assert isinstance(layer, Skippable) and issubclass(Layer, Skippable)
     assert layer.stashable_names == {"a", "b"} and layer.poppable_names == {"c"}
     assert not isinstance(nn.Linear(1, 1), Skippable)
-
-
-def test_its_representation_says_so() -> None:
-    assert repr(Layer(3)).startswith("@skippable(Layer(\n  extra\n")
+    assert repr(layer).startswith("@skippable(Layer(\n  extra\n")
     assert repr(nn.Sequential(Stash())) == "Sequential(\n  (0): @skippable(Stash())\n)"
-
-
-def test_its_state_dict_has_its_own_keys() -> None:
-    assert list(Layer(3).state_dict()) == ["count", "linear.weight", "linear.bias"]
-    assert [name for name, _ in nn.Sequential(Layer(3)).named_parameters()] == ["0.linear.weight", "0.linear.bias"]
 
 
 def test_names_are_given_in_a_list() -> None:
@@ -96,16 +86,6 @@ def test_names_are_given_in_a_list() -> None:
     with pytest.raises(TypeError, match=r"only=\['a'\]"):
         Layer(3).isolate(Namespace(), only="a")
     assert skippable(pop=iter("ab"))(type("Both", (nn.Module,), {})).poppable_names == {"a", "b"}  # type: ignore[attr-defined]
-
-
-def test_as_a_function() -> None:
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", x)
-            return x
-
-    assert skippable(stash=["skip"])(Plain) is Plain
-    assert equal(nn.Sequential(Plain(), Pop(lambda x, skip: skip))(torch.ones(1)), torch.ones(1))
 
 
 # --------------------------------------------------------------------------------------------- what can be loaded
@@ -200,17 +180,12 @@ def test_copies_of_a_pair_that_were_made_apart_still_find_each_other() -> None:
         assert equal(run(function(a), function(c), function(b), function(d)), -torch.ones(2).sin())
 
 
-def test_isolation_of_a_copy_is_its_own() -> None:
-    layer = Layer(2).isolate(first := Namespace())
-    again = copy.deepcopy(layer).isolate(Namespace())
-    assert layer.skip_key("a").namespace == first != again.skip_key("a").namespace
-
-
 # -------------------------------------------------------------------------------------------------------- isolation
 
 
 def test_isolate() -> None:
-    """All declared names or some can be isolated; the last call counts; the layer itself is returned."""
+    """All declared names or some can be isolated, of the layer and not of its class, copies or inner layers; the last
+    call counts; the layer itself is returned."""
     alice, bob = Namespace(), Namespace()
     layer: Any = Layer(2)
     assert [layer.skip_key(name) for name in "abc"] == [(None, "a"), (None, "b"), (None, "c")]
@@ -222,27 +197,13 @@ def test_isolate() -> None:
     assert [layer.skip_key(name).namespace for name in "abc"] == [alice, alice, bob]
     layer.isolate(bob, only=[])
     assert [layer.skip_key(name).namespace for name in "abc"] == [alice, alice, bob]
-
-
-def test_isolate_takes_declared_names_only() -> None:
-    with pytest.raises(ValueError, match=r"Layer declares \['a', 'b', 'c'\], so \['d'\] cannot be isolated"):
-        Layer(2).isolate(Namespace(), only=["a", "d"])
-
-
-def test_isolation_is_the_layers_and_not_its_classes() -> None:
-    Layer(2).isolate(Namespace())
+    again = copy.deepcopy(layer).isolate(Namespace())
+    assert layer.skip_key("a").namespace == alice != again.skip_key("a").namespace
     assert Layer(2).skip_key("a").namespace is None
-
-
-def test_isolate_a_block_says_nothing_about_the_layers_in_it() -> None:
-    @skippable(stash=["outer"])
-    class Block(Skippable, nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Stash()
-
-    block = Block().isolate(Namespace())
-    assert block.inner.skip_key("skip").namespace is None
+    with pytest.raises(ValueError, match=r"Layer declares \['a', 'b', 'c'\], so \['d'\] cannot be isolated"):
+        layer.isolate(Namespace(), only=["a", "d"])
+    block: Any = Outer()
+    assert block.isolate(Namespace()).inner.skip_key("a").namespace is None
 
 
 # ------------------------------------------------------------------------------------------------------- subclasses
@@ -261,14 +222,17 @@ class PopBase(nn.Module):
         return (yield pop("skip"))
 
 
-class Inherits(Base):
-    pass
+def stashing(factor: float, twice: bool, extends: bool) -> type[nn.Module]:
+    """Return a subclass that stashes or extends, in steps of its own."""
 
+    def forward(self: Any, x: Tensor) -> Any:
+        if twice:
+            yield stash("skip", x * 0)  # The second value counts.
+        if not extends:
+            yield stash("skip", x * factor)
+        return Base.forward(self, x * factor / 2) / (factor / 2) if extends else x
 
-class Overrides(Base):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 3)
-        return x
+    return type("Derived", (Base,), {"forward": forward})
 
 
 class Extends(Base):
@@ -277,21 +241,24 @@ class Extends(Base):
         return output / 4
 
 
-class ExtendsInSteps(Base):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 0)  # The second value counts.
-        output = super().forward(x * 5)
-        return output / 5
-
-
-@pytest.mark.parametrize(("kind", "expected"), [(Inherits, 2), (Overrides, 3), (Extends, 8), (ExtendsInSteps, 10)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (type("Inherits", (Base,), {}), 2),
+        (stashing(3, twice=False, extends=False), 3),
+        (Extends, 8),
+        (stashing(10, twice=True, extends=True), 10),
+    ],
+)
 def test_subclasses_are_skippable(kind: type[nn.Module], expected: int) -> None:
     layer = kind()
     assert isinstance(layer, Skippable) and isinstance(layer, Base)
-    assert equal(
-        run(layer, Pop(lambda x, skip: torch.stack([x, skip]))), torch.tensor([[1.0], [expected]]).expand(2, 2)
-    )
+    found = run(layer, Pop(lambda x, skip: torch.stack([x, skip])))
+    assert equal(found, torch.tensor([[1.0], [expected]]).expand(2, 2))
     assert repr(layer) == f"@skippable({kind.__name__}())"
+    forgets = type("Forgets", (kind,), {"forward": lambda self, x: x})
+    with pytest.raises(RuntimeError, match=r"Forgets has declared but not done: stash\('skip'\)"):
+        forgets()(torch.ones(1))
 
 
 def test_a_subclass_may_declare_other_skips() -> None:
@@ -311,15 +278,6 @@ def test_a_subclass_may_declare_other_skips() -> None:
     assert Base.stashable_names == {"skip"} and layer.stashable_names == {"skip", "other"}  # type: ignore[attr-defined]
     assert equal(run(layer, Pop(lambda x, skip: x + skip), PopOther()), torch.full((2,), 10.0))
     assert repr(layer) == "@skippable(More())"
-
-
-def test_a_subclass_that_does_not_do_what_is_declared_is_refused() -> None:
-    class Forgets(Base):
-        def forward(self, x: Tensor) -> Any:
-            return x
-
-    with pytest.raises(RuntimeError, match=r"Forgets has declared but not done: stash\('skip'\)"):
-        Forgets()(torch.ones(1))
 
 
 def test_a_class_with_init_subclass_is_skippable() -> None:
@@ -348,43 +306,6 @@ def layer_of(forward: Callable[..., Any], **names: Any) -> nn.Module:
     return skippable(**names)(type("Mine", (nn.Module,), {"forward": forward}))()
 
 
-def test_several_names() -> None:
-    @skippable(stash=["a", "b"])
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("a", x * 2)
-            yield stash("b", x * 3)
-            return x
-
-    @skippable(stash=["c"], pop=["b", "a"])
-    class Three(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            b = yield pop("b")
-            yield stash("c", b * 10)
-            a = yield pop("a")
-            return torch.stack([x, a, b])
-
-    @skippable(pop=["c"])
-    class One(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            c = yield pop("c")
-            return torch.cat([x, c[None]])
-
-    assert equal(run(Two(), Three(), One())[:, 0], torch.tensor([1.0, 2, 3, 30]))
-
-
-@pytest.mark.parametrize("skip", [None, torch.arange(3), torch.tensor([True]), torch.zeros(0), torch.tensor(2.0)])
-def test_what_can_be_stashed(skip: Tensor | None) -> None:
-    popped: list[Tensor | None] = []
-
-    def keep(x: Tensor, it: Any) -> Tensor:
-        popped.append(it)
-        return x
-
-    run(Stash(lambda x: skip), Pop(keep))
-    assert popped[0] is skip
-
-
 def test_a_forward_without_skips_need_not_be_a_generator() -> None:
     layer = layer_of(lambda self, x: x + 1)
     assert equal(run(layer), torch.full((2,), 2.0)) and isinstance(layer, Skippable)
@@ -397,22 +318,6 @@ def test_a_forward_with_several_arguments() -> None:
 
     layer = layer_of(forward, stash=["skip"])
     assert layer(torch.ones(1), torch.zeros(1), factor=3).item() == 3
-
-
-@pytest.mark.parametrize("value", [None, (1, 2), [3], {"a": 4}, StopIteration])
-def test_a_forward_returns_anything(value: Any) -> None:
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return value
-
-    assert layer_of(forward, stash=["skip"])(torch.ones(1)) is value
-
-
-def test_hooks_see_the_output() -> None:
-    layer, seen = Stash(), []
-    layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    layer(torch.zeros(1))
-    assert isinstance(seen[0], Tensor)
 
 
 def test_blocks_with_skips_in_them(pipe: Pipe) -> None:
@@ -450,76 +355,95 @@ def test_blocks_with_skips_in_them(pipe: Pipe) -> None:
 # ------------------------------------------------------------------------------------- what is not, and what it says
 
 
-def never(self: nn.Module, x: Tensor) -> Any:
+def doing(*actions: Any) -> Callable[..., Any]:
+    """Return a forward that yields these, or what functions make of its input."""
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        for action in actions:
+            yield action(x) if callable(action) and not isinstance(action, type) else action
+        return x
+
+    return forward
+
+
+def caught(self: nn.Module, x: Tensor) -> Any:
+    """A layer may catch the error, and it is still told that it has not popped."""
+    try:
+        skip = yield pop("skip")
+    except RuntimeError:
+        skip = x * 2
+    yield stash("next", skip)
     return x
 
 
-def stash_undeclared(self: nn.Module, x: Tensor) -> Any:
-    yield stash("other", x)
-    return x
-
-
-def pop_undeclared(self: nn.Module, x: Tensor) -> Any:
-    yield pop("other")
-    return x
-
-
-def pop_nothing(self: nn.Module, x: Tensor) -> Any:
-    yield pop("skip")
-    return x
-
-
-def stash_list(self: nn.Module, x: Tensor) -> Any:
-    yield stash("skip", [x])  # type: ignore[arg-type]
-    return x
-
-
-def yield_tensor(self: nn.Module, x: Tensor) -> Any:
-    yield x
-    return x
-
-
-def yield_class(self: nn.Module, x: Tensor) -> Any:
-    yield stash
-    return x
-
-
-Wrong = tuple[Callable[..., Any], dict[str, Any], type[Exception], str]
-
-WRONG: list[Wrong] = [
-    (never, {"stash": ["skip"]}, RuntimeError, r"^Mine has declared but not done: stash\('skip'\); yield each"),
-    (never, {"pop": ["skip"]}, RuntimeError, r"^Mine has declared but not done: pop\('skip'\); yield each"),
-    (never, {"pop": "ab", "stash": "c"}, RuntimeError, r"^Mine .* done: pop\('a'\), pop\('b'\), stash\('c'\)"),
-    (stash_undeclared, {}, RuntimeError, r"^'other' has not been declared as stashable by Mine: @skippable\(stash="),
-    (stash_undeclared, {"pop": ["other"]}, RuntimeError, "^'other' has not been declared as stashable by Mine"),
-    (pop_undeclared, {}, RuntimeError, r"^'other' has not been declared as poppable by Mine: @skippable\(pop="),
-    (pop_undeclared, {"stash": ["other"]}, RuntimeError, "^'other' has not been declared as poppable by Mine"),
-    (pop_nothing, {"pop": ["skip"]}, RuntimeError, "^Mine pops 'skip', which no earlier layer has stashed, or which"),
-    (stash_list, {"stash": ["skip"]}, TypeError, "^Mine stashes 'skip', which is list, but only a tensor or None can"),
-    (yield_tensor, {"stash": ["skip"]}, TypeError, "^Mine yielded Tensor, but a skippable layer yields stash"),
-    (yield_class, {"stash": ["skip"]}, TypeError, "^Mine yielded type, but a skippable layer yields stash"),
+#: Which actions, under which declarations, are which error.
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
+    (doing(), {"stash": ["skip"]}, RuntimeError, r"^Mine has declared but not done: stash\('skip'\); yield each"),
+    (
+        doing(),
+        {"pop": ["a", "b"], "stash": ["c"]},
+        RuntimeError,
+        r"^Mine .* done: pop\('a'\), pop\('b'\), stash\('c'\)",
+    ),
+    *[
+        (
+            doing(lambda x: stash("other", x)),
+            names,
+            RuntimeError,
+            r"^'other' has not been declared as stashable by Mine: @skippable\(stash=",
+        )
+        for names in ({}, {"pop": ["other"]})
+    ],
+    *[
+        (
+            doing(pop("other")),
+            names,
+            RuntimeError,
+            r"^'other' has not been declared as poppable by Mine: @skippable\(pop=",
+        )
+        for names in ({}, {"stash": ["other"]})
+    ],
+    (
+        doing(pop("skip"), pop("skip")),
+        {"pop": ["skip"]},
+        RuntimeError,
+        "^Mine pops 'skip', which no earlier layer has stashed, or which was popped already",
+    ),
+    (caught, {"pop": ["skip"], "stash": ["next"]}, RuntimeError, r"done: pop\('skip'\)"),
+    (
+        doing(lambda x: stash("skip", [x])),  # type: ignore[arg-type]
+        {"stash": ["skip"]},
+        TypeError,
+        "^Mine stashes 'skip', which is list, but only a tensor or None can",
+    ),
+    (doing(lambda x: x), {"stash": ["skip"]}, TypeError, "^Mine yielded Tensor, but a skippable layer yields stash"),
+    (doing(stash), {"stash": ["skip"]}, TypeError, "^Mine yielded type, but a skippable layer yields stash"),
 ]
 
 
 @pytest.mark.parametrize(("forward", "names", "kind", "message"), WRONG)
-def test_an_error_names_the_layer(
-    forward: Callable[..., Any], names: dict[str, Any], kind: type[Exception], message: str
+def test_an_error_names_the_layer_and_in_a_pipeline_its_place(
+    pipe: Pipe, forward: Callable[..., Any], names: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    names = {end: list(given) for end, given in names.items()}
+    layer = layer_of(forward, **names)
     with pytest.raises(kind, match=message):
-        layer_of(forward, **names)(torch.ones(1))
-
-
-def test_a_skip_is_popped_once() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        yield pop("skip")
-        yield pop("skip")
-
-    with pytest.raises(RuntimeError, match=r"Mine pops 'skip', .* or which was popped already"):
-        run(Stash(), layer_of(forward, pop=["skip"]))
+        layer(torch.ones(1))
+    if forward is caught:
+        return
+    pops, stashes = names.get("pop", ()), names.get("stash", ())
+    first = layer_of(doing(*[lambda x, name=name: stash(name, x) for name in pops]), stash=pops)
+    last = layer_of(doing(*map(pop, stashes)), pop=stashes)
+    model = pipe(nn.Sequential(first, nn.Sequential(layer), last), [1, 1, 1], chunks=2)
+    with pytest.raises(kind, match=message) as info:
+        model(torch.ones(2, 1))
+    assert info.value.__notes__[0].startswith("micro-batch 0 of 2, partition 1 (layers '1'..'1')")
 
 
 def test_an_error_is_raised_where_the_layer_has_yielded() -> None:
+    def stash_list(self: nn.Module, x: Tensor) -> Any:
+        yield stash("skip", [x])  # type: ignore[arg-type]
+        return x
+
     with pytest.raises(TypeError) as info:
         layer_of(stash_list, stash=["skip"])(torch.ones(1))
     lines = [frame.line for frame in traceback.extract_tb(info.value.__traceback__)]
@@ -553,28 +477,6 @@ def test_an_error_leaves_the_blocks_that_the_layer_is_in() -> None:
     assert tensors[0]() is None
 
 
-def test_a_layer_may_catch_the_error() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        try:
-            skip = yield pop("skip")
-        except RuntimeError:
-            skip = x * 2
-        yield stash("next", skip)
-        return x
-
-    with pytest.raises(RuntimeError, match=r"done: pop\('skip'\)"):
-        layer_of(forward, pop=["skip"], stash=["next"])(torch.ones(1))
-
-
-def test_an_error_of_the_layer_is_its_own() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        yield stash("skip", x)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        layer_of(forward, stash=["skip"])(torch.ones(1))
-
-
 def test_an_error_in_a_nested_layer_does_not_affect_the_next_call() -> None:
     """A thread leaves every layer that it has entered, however a call ends."""
 
@@ -589,30 +491,3 @@ def test_an_error_in_a_nested_layer_does_not_affect_the_next_call() -> None:
     with pytest.raises(ZeroDivisionError):
         layer(-torch.ones(1))
     assert layer(torch.ones(1)).item() == 1
-
-
-@pytest.mark.parametrize(("forward", "names", "kind", "message"), WRONG)
-def test_in_a_pipeline_the_error_tells_where(
-    pipe: Pipe, forward: Callable[..., Any], names: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    names = {end: list(given) for end, given in names.items()}
-    layer = layer_of(forward, **names)
-
-    def other_end(self: nn.Module, x: Tensor) -> Any:
-        for name in names.get("pop", ()):
-            yield stash(name, x)
-        return x
-
-    def last(self: nn.Module, x: Tensor) -> Any:
-        for name in names.get("stash", ()):
-            yield pop(name)
-        return x
-
-    first, last_ = layer_of(other_end, stash=names.get("pop", ())), layer_of(last, pop=names.get("stash", ()))
-    model = pipe(nn.Sequential(first, nn.Sequential(layer), last_), [1, 1, 1], chunks=2)
-    if forward is pop_nothing:
-        model(torch.ones(2, 1))
-        return
-    with pytest.raises(kind, match=message) as info:
-        model(torch.ones(2, 1))
-    assert info.value.__notes__[0].startswith("micro-batch 0 of 2, partition 1 (layers '1'..'1')")

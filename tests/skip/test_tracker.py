@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,31 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash, pair
-from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker
-
-KEY = SkipKey(None, "skip")
-
-
-def test_a_skip_is_popped_once() -> None:
-    tracker, x, layer = SkipTracker(), torch.zeros(1), nn.Identity()
-    tracker.stash(KEY, x, layer)
-    assert tracker.pop(KEY) is x
-    with pytest.raises(KeyError):
-        tracker.pop(KEY)
-
-
-def test_none_is_a_skip() -> None:
-    tracker = SkipTracker([(KEY, None)])
-    assert tracker.pop(KEY) is None
-
-
-def test_what_has_arrived_is_popped_and_what_leaves_is_taken() -> None:
-    a, b = SkipKey(None, "a"), SkipKey(None, "b")
-    x, y = torch.zeros(1), torch.ones(1)
-    tracker = SkipTracker([(a, x)])
-    tracker.stash(b, y, nn.Identity())
-    assert tracker.pop(a) is x and tracker.take([b])[0] is y and tracker.take([]) == ()
 
 
 def test_the_innermost_tracker_is_the_current_one_of_its_thread() -> None:
@@ -57,51 +34,36 @@ def test_the_innermost_tracker_is_the_current_one_of_its_thread() -> None:
 # A plain model that fails between a stash and its pop. The thread's tracker is not notified.
 
 
-class Scene:
-    """A plain model that can fail between stash and pop, and the memory of its skips."""
+def test_what_was_left_is_freed_by_the_next_call_and_with_the_model() -> None:
+    skips: list[StorageWeakRef] = []
 
-    def __init__(self) -> None:
-        self.fails = True
-        self.skips: list[StorageWeakRef] = []
-        stashing, popping = pair(self.make)
-        self.model = nn.Sequential(stashing, Apply(self.middle), popping)
-
-    def make(self, x: torch.Tensor) -> torch.Tensor:
+    def make(x: torch.Tensor) -> torch.Tensor:
         skip = x + 1
-        self.skips.append(StorageWeakRef(skip.untyped_storage()))
+        skips.append(StorageWeakRef(skip.untyped_storage()))
         return skip
 
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        if fails:
             raise ZeroDivisionError
         return x
 
-    def fail(self) -> None:
-        with pytest.raises(ZeroDivisionError):
-            self.model(torch.zeros(1))
+    def call(alive: list[bool]) -> None:
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            assert torch.equal(model(torch.zeros(1)), torch.ones(1).tanh())
+        assert [not skip.expired() for skip in skips] == alive
 
-
-def test_the_next_call_frees_what_was_left() -> None:
-    scene = Scene()
-    scene.fail()
-    scene.fails = False
-    output = scene.model(torch.zeros(1))
-    assert [skip.expired() for skip in scene.skips] == [True, True]
-    torch.testing.assert_close(output, torch.ones(1).tanh(), rtol=0, atol=0)
-
-
-def test_the_next_failing_call_frees_what_was_left() -> None:
-    scene = Scene()
-    scene.fail()
-    scene.fail()
-    assert scene.skips[0].expired()
-
-
-def test_what_was_left_is_freed_with_the_model() -> None:
-    scene = Scene()
-    scene.fail()
-    del scene.model
-    assert scene.skips[0].expired()
+    fails: list[None] = [None]
+    stashing, popping = pair(make)
+    model = nn.Sequential(stashing, Apply(middle), popping)
+    call([True])
+    call([False, True])
+    fails.pop()
+    call([False, False, False])
+    fails.append(None)
+    call([False, False, False, True])
+    model = None  # type: ignore[assignment]
+    del stashing, popping
+    assert skips[-1].expired()
 
 
 def test_a_freed_model_removes_no_skip_of_an_equal_one() -> None:

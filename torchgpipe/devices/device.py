@@ -34,6 +34,11 @@ def canonical_device(device: Device) -> torch.device:
     Raises:
         ValueError: PyTorch sees no such device.
     """
+    if isinstance(device, int) and _accelerator() is None:
+        raise ValueError(
+            f"{device} is the number of an accelerator, but PyTorch sees none; to try it on the CPU, give "
+            "devices=['cpu', 'cpu']"
+        )
     device = torch.device(device)
     if device.type in ("cpu", "meta"):
         return device

@@ -250,6 +250,10 @@ def shares_memory(tensor: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
+#: What `_use_count` says of a gradient that only the backward of a Function holds; before 2.13, the engine did as well.
+_HELD_BY_PYTHON = 1 if torch.__version__ >= "2.13" else 2
+
+
 def is_shared(tensor: Tensor) -> bool:
     """Return whether something beside the caller's Python code holds ``tensor`` or its memory, such as autograd.
 
@@ -257,7 +261,7 @@ def is_shared(tensor: Tensor) -> bool:
     place as soon as nobody else holds it. Since 2.3 or a little earlier. Without it, every gradient would be copied on
     its device before it is sent.
     """
-    return bool(tensor._use_count() > 1) or shares_memory(tensor)  # type: ignore[attr-defined]
+    return bool(tensor._use_count() > _HELD_BY_PYTHON) or shares_memory(tensor)  # type: ignore[attr-defined]
 
 
 def storage_key(tensor: Tensor) -> int:

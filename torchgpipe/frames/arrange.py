@@ -65,7 +65,7 @@ def arrange(
         part.seconds = min([one.seconds(part.modules.values()) for one in traces])
     if len(spine) < n:
         raise ValueError(_too_short(spine, n))
-    counts = _counts(spine, n, balance)
+    counts = _counts(module, spine, n, balance)
     parts = _divided(spine, counts)
     columns = [*range(n)] if apart else _columns(devices)
     doors = {name: columns[j] for j, own in enumerate(parts) for part in own for name in part.modules}
@@ -113,7 +113,10 @@ def arrange(
 
 def _too_short(spine: list[Part], n: int) -> str:
     if not spine:
-        return "there is nothing to split: the model calls no module with parameters"
+        return (
+            "there is nothing to split: the model is a single layer, or calls no module with parameters; wrap it in a "
+            "module whose forward calls several"
+        )
     names = ", ".join([f"'{part.name}'" for part in spine])
     largest = max(spine, key=lambda part: part.parameters)
     return (
@@ -122,7 +125,9 @@ def _too_short(spine: list[Part], n: int) -> str:
     )
 
 
-def _counts(spine: list[Part], n: int, balance: str | Sequence[int] | Mapping[str, int]) -> list[int]:
+def _counts(
+    module: nn.Module, spine: list[Part], n: int, balance: str | Sequence[int] | Mapping[str, int]
+) -> list[int]:
     """Return the number of parts in each partition."""
     if isinstance(balance, str):
         from torchgpipe_balancing.partition import partition
@@ -135,7 +140,8 @@ def _counts(spine: list[Part], n: int, balance: str | Sequence[int] | Mapping[st
             )
         return partition([getattr(part, costs[balance]) for part in spine], n)
     if isinstance(balance, Mapping):
-        return _counts_of_names(spine, n, balance)
+        bare = {name for name, child in module.named_modules() if next(child.parameters(), None) is None}
+        return _counts_of_names(spine, n, {name: j for name, j in balance.items() if name not in bare})
     counts = list(balance)
     if len(counts) != n or sum(counts) != len(spine) or min(counts) < 1:
         raise ValueError(
@@ -147,21 +153,29 @@ def _counts(spine: list[Part], n: int, balance: str | Sequence[int] | Mapping[st
 
 
 def _counts_of_names(spine: list[Part], n: int, balance: Mapping[str, int]) -> list[int]:
-    starts = {0: 0}
-    for name, j in balance.items():
+    """Return the number of parts in each partition: it begins at the first part that is named for it."""
+    parts = [part.name for part in spine]
+    named: dict[int, int] = {}
+    begins = [0, *[len(spine)] * (n - 1)]
+    for name, j in sorted(balance.items(), key=lambda item: len(item[0])):  # an inner name counts more
         found = [k for k, part in enumerate(spine) if any(f"{own}.".startswith(f"{name}.") for own in part.modules)]
         if not found:
-            raise ValueError(
-                f"balance names '{name}', which is no part of the spine; the parts are {[part.name for part in spine]}"
-            )
-        starts[j] = found[0]
-    begins = [starts.get(j, -1) for j in range(n)]
-    if len(starts) != n or any(a >= b for a, b in pairwise(begins)):
+            raise ValueError(f"balance names '{name}', which is no part of the spine; the parts are {parts}")
+        begins[j] = min(begins[j], found[0])
+        named.update(dict.fromkeys(found, j))
+    counts = [b - a for a, b in zip(begins, [*begins[1:], len(spine)])]
+    if min(counts) < 1:
         raise ValueError(
-            f"balance must name where each of the partitions 1 to {n - 1} begins, in the order of the spine, but got "
-            f"{dict(balance)}; the parts are {[part.name for part in spine]}"
+            f"balance must name where each of {n} partitions but the first begins, in the order of the spine, but got "
+            f"{dict(balance)}; the parts are {parts}"
         )
-    return [b - a for a, b in zip(begins, [*begins[1:], len(spine)])]
+    for k, j in named.items():
+        if not begins[j] <= k < begins[j] + counts[j]:
+            raise ValueError(
+                f"balance puts '{parts[k]}' into partition {j}, which is '{parts[begins[j]]}' to "
+                f"'{parts[begins[j] + counts[j] - 1]}': a partition has neighbours in the order of the spine, {parts}"
+            )
+    return counts
 
 
 def _divided(spine: list[Part], counts: Sequence[int]) -> list[list[Part]]:
@@ -268,13 +282,16 @@ def _recomputed(names: Collection[str], doors: Mapping[str, int], checkpoint: bo
             "checkpoint='except_last' is for GPipe; a pipelined model recomputes modules, in all micro-batches: give "
             "'always', 'never', or the names of modules to recompute"
         )
-    if isinstance(checkpoint, bool) or checkpoint in ("always", "never"):
+    if isinstance(checkpoint, bool) or checkpoint in ("always", "never", None):
         return {*doors} if checkpoint in (True, "always") else set()
     if isinstance(checkpoint, str):
         checkpoint = [checkpoint]
     unknown = [name for name in checkpoint if name not in names]
     if unknown:
-        raise ValueError(f"checkpoint names {unknown}, but the parts of the spine are {[*doors]}")
+        raise ValueError(
+            f"checkpoint names {unknown}, but takes 'always', 'never', or names of modules, such as the parts of the "
+            f"spine: {[*doors]}"
+        )
     apart = [name for name in checkpoint if door_of(name, doors) is None]
     across = [name for name in apart if len({doors[one] for one in doors if one.startswith(f"{name}.")}) != 1]
     if across:

@@ -17,8 +17,9 @@ from torchgpipe.frames.values import container, dotted, each, hidden, is_cache
 
 __all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
-#: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them.
-Kinds: TypeAlias = dict[str, int | Literal["coupled"] | None]
+#: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them, and
+#: 'counts' if it is a number of Python that depends on how many there are.
+Kinds: TypeAlias = dict[str, int | Literal["coupled", "counts"] | None]
 
 #: Joins tensors without dimensions, such as losses, given the path of the output.
 JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
@@ -55,7 +56,19 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
             kinds[path] = varying[0]
         else:
             kinds[path] = "coupled"
+    numbers = dict(_numbers(other, ""))
+    kinds |= {path: "counts" for path, number in _numbers(output, "") if numbers.get(path, number) != number}
     return kinds
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers of Python, with their paths."""
+    if type(value) in (int, float):
+        yield path or "value", value
+    opened = container(value)
+    if opened is not None:
+        for name, item in zip(opened.names, opened.items):
+            yield from _numbers(item, dotted(path, name))
 
 
 def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
@@ -133,10 +146,12 @@ class _Join:
             raise _differs(path, [type(value).__name__ for value in values])
         if is_cache(first):
             return _lazily_joined(values, self._sizes)
-        if any([value is not first and value != first for value in values]):
+        path = path or "value"
+        if self._kinds.get(path) == "counts" or any([value is not first and value != first for value in values]):
+            depends = "depends on the rows" if self._kinds.get(path) == "counts" else "differs between micro-batches"
             raise TypeError(
-                f"the output '{path or 'value'}' is {type(first).__name__}, which differs between micro-batches and "
-                "cannot be joined; use model.step, whose loss_fn gets the output of each micro-batch"
+                f"the output '{path}' is {type(first).__name__}, which {depends} and cannot be joined; return a tensor "
+                "with a value for each row, or use model.step, whose loss_fn gets the output of each micro-batch"
             )
         return first
 
@@ -177,7 +192,7 @@ class _Join:
                 "differs between micro-batches, so it cannot be joined; return a value for each row, or a number, or "
                 "use model.step, whose loss_fn gets the output of each micro-batch"
             )
-        if dim == "coupled":
+        if isinstance(dim, str):
             raise ValueError(
                 f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "
                 "couples the rows of a batch, so it cannot be joined; use model.step with a loss_fn that takes the "

@@ -42,6 +42,9 @@ _SETTINGS = "_torchgpipe"
 #: The attribute with what runs it, which copies and pickles leave out.
 _RUNS = "_torchgpipe_runs"
 
+#: How many partitions a device has under ``offload``, if nobody says.
+_ROUNDS = 8
+
 
 def pipelined(
     module: M,
@@ -89,9 +92,10 @@ def pipelined(
         sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict)
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
-        partitions: the number of partitions (default: one for each device)
+        partitions: the number of partitions (default: one for each device, or under ``offload`` up to eight)
         balance: ``'time'``, ``'parameters'`` or ``'size'``: what to balance; or the number of parts of the spine in
-            each partition; or a dict from names of modules to the partitions that begin there
+            each partition; or a dict from names of modules to their partitions, which a part that is not named joins
+            with the part before it
         schedule: for ``step``; see :class:`GPipe` (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
         loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the mean loss, or a pair of
             the mean loss and other values (default: the output's own ``loss``)
@@ -106,8 +110,8 @@ def pipelined(
             and the gradients of all parameters; or the names of outputs, such as a loss that balances experts over the
             batch, that may differ between rows together and apart, with a warning
         offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
-            leave afterwards, so a model may be larger than all devices. Give several partitions for each device. What
-            recomputation keeps waits in host memory, too; with ``'weights'``, on the devices
+            leave afterwards, so a model may be larger than all devices. What recomputation keeps waits in host memory,
+            too; with ``'weights'``, on the devices
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
             that is free), which CUDA copies beside the computation
@@ -192,7 +196,7 @@ def _pipelined(
         checkpoint = True if isinstance(checkpoint, tuple) and not checkpoint else checkpoint
     if reduce not in (None, "mean", "sum"):
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
-    places, fixed = _devices(devices, partitions, balance)
+    places, fixed = _devices(devices, partitions, balance, rounds=_ROUNDS if offload else 1)
     verify_name(schedule)
     arguments = arguments_of(sample)
     settings = arrange(
@@ -251,7 +255,7 @@ def _prove(module: Any, sample: Arguments) -> None:
     proof = Proof(runs, module, plain, *sample_of(runs, sample))
     comparison = proof.run()
     if comparison.faults:
-        raise ValueError(f"{comparison.faults[0]} (verify=False does without this comparison)")
+        raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
     if proof.differing:
         warnings.warn(
             f"torchgpipe.pipelined: {proof.differing} differ between rows together and rows apart; the pipeline gives "
@@ -262,15 +266,38 @@ def _prove(module: Any, sample: Arguments) -> None:
 
 
 def _devices(
-    devices: Iterable[Device] | None, partitions: int | None, balance: str | Sequence[int] | Mapping[str, int]
+    devices: Iterable[Device] | None,
+    partitions: int | None,
+    balance: str | Sequence[int] | Mapping[str, int],
+    *,
+    rounds: int,
 ) -> tuple[list[torch.device], bool]:
-    """Return the device of each partition, and whether so many partitions were asked for."""
+    """Return the device of each partition, and whether so many partitions were asked for.
+
+    Args:
+        devices: as for `pipelined`
+        partitions: as for `pipelined`
+        balance: as for `pipelined`
+        rounds: how often partitions go round the devices if their number is not given
+    """
     n = partitions
-    if n is None and not isinstance(balance, str):
-        n = len(balance) if isinstance(balance, Sequence) else 1 + max(balance.values(), default=0)
+    counts: Any = [*balance.values()] if isinstance(balance, Mapping) else balance
+    if isinstance(counts, str):
+        asked_by = "partitions="
+    elif isinstance(counts, Sequence) and all([type(count) is int and count >= 0 for count in counts]):
+        asked_by = "balance="
+        n = n or (1 + max(counts, default=0) if isinstance(balance, Mapping) else len(counts))
+    else:
+        raise TypeError(
+            "balance must be 'time', 'parameters' or 'size', a list with the number of parts in each partition, or a "
+            f"dict from names to the numbers of partitions, but got {balance!r}"
+        )
     if devices is not None:
         if isinstance(devices, (str, int, torch.device)):
-            raise TypeError(f"devices must be a list with a device for each partition, but got {devices!r}")
+            raise TypeError(
+                f"devices must be a list with a device for each partition, such as {[str(devices)] * 2}, but got "
+                f"{devices!r}"
+            )
         places = [canonical_device(device) for device in devices]
     else:
         places = working_devices()[:n]
@@ -278,9 +305,11 @@ def _devices(
         raise ValueError("devices must name at least one device, but is empty")
     if n is not None and (n < 1 or n % len(places)):
         raise ValueError(
-            f"{n} partitions do not go evenly round {len(places)} devices; give a device for each partition, or a "
-            "multiple of the devices as partitions"
+            f"{n} partition{'s do' if n != 1 else ' does'} not go evenly round {len(places)} devices, and {asked_by} "
+            "asks for that; give a device for each partition, or a multiple of the devices as partitions"
         )
+    if n is None and rounds > 1:
+        return places * rounds, False
     asked = n is not None or devices is not None or places[0].type != "cpu"
     return places * ((n or len(places)) // len(places)), asked
 
@@ -292,7 +321,8 @@ def verify_module(module: Any) -> None:
         TypeError: this is no module, or one that is compiled, wrapped or pipelined already.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}")
+        made = "; make the model first, Model()" if isinstance(module, type) else ""
+        raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}{made}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule has no Python forward to stop; pipeline the module that it was made from")
     if is_optimized(module) or own_call(module) is not None:
@@ -311,9 +341,9 @@ def verify_module(module: Any) -> None:
         if isinstance(child, torch.jit.ScriptModule):
             raise TypeError(f"'{name}' is a ScriptModule, which has no Python forward to see; use the plain module")
         if _SETTINGS in vars(child) or isinstance(child, GPipe):
+            undone = "unwrap()" if isinstance(child, GPipe) else "unpipelined()"
             raise TypeError(
-                f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call unpipelined() "
-                "or unwrap() first"
+                f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call {undone} first"
             )
     taken = [name for name in ("step", "verify", "layout", "unpipelined") if hasattr(module, name)]
     if taken:
@@ -429,6 +459,13 @@ class _Pipelined(nn.Module):
             move_buffers(self, torch.device("cpu"))
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("chunks", "schedule", "checkpoint") and not hasattr(self, name):  # It would have no effect.
+            raise AttributeError(
+                f"{name} of a pipelined model cannot be set; call unpipelined(), then pipelined(..., {name}=...)"
+            )
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The pipeline manages the place of parameters and buffers; only their dtype may change.
         settings: Settings = vars(self)[_SETTINGS]
@@ -440,7 +477,7 @@ class _Pipelined(nn.Module):
                     f"denied to move a pipelined {type(self).__name__}, whose partitions are on "
                     f"{[*map(str, settings.devices)]}"
                     + ", with weights in host memory" * (settings.offload is not None)
-                    + "; call unpipelined() first"
+                    + ", where they stay: leave this call out, or call unpipelined() first"
                 )
         # A class that overrides this method, as that of YOLOv5, may not know of `recurse`.
         return super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -75,7 +75,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
             raise
         draws_elsewhere = python_random_states() != before
         kinds = _kinds(module, sample, splitter)
-        takes_items, shifts = _loss_of(module, sample)
+        takes_items, shifts = _loss_of(module, _with_labels_by_name(sample, splitter))
     return Study(splitter, traces, kinds, takes_items, shifts, draws_elsewhere, on_meta)
 
 
@@ -124,6 +124,13 @@ def without_compiler(module: nn.Module) -> Iterator[None]:
         yield
 
 
+def _with_labels_by_name(sample: Arguments, splitter: Splitter) -> Arguments:
+    """Return the same arguments, with the labels and what comes after them by name."""
+    names = [*splitter.names(sample)]
+    k = names.index("labels") if "labels" in names else len(names)
+    return Arguments(sample.args[:k], {**dict(zip(names[k:], sample.args[k:])), **sample.kwargs})
+
+
 def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
     """Return two properties of the model's own loss, which a look at the model would not tell for sure.
 
@@ -131,22 +138,23 @@ def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
         whether the loss is divided by ``num_items_in_batch``, which many models accept and ignore; and whether it
         leaves out the first label of each row, because it compares outputs with the next labels
     """
-    labels = sample.kwargs.get("labels")
+    labels, named = sample.kwargs.get("labels"), _names_a_causal_loss(module)
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_meta:
-        return False, _names_a_causal_loss(module)
+        return False, named
     plain = _loss(module, sample)
     if plain is None:
         return False, False
     one, two = (_loss(module, sample, num_items_in_batch=count) for count in (1, 2))
     divides = one is not None and two is not None and abs(one) > 1.5 * abs(two)
-    named, left_out = _names_a_causal_loss(module), labels == -100
-    if labels.dim() != 2 or not (named or left_out.any()):
-        return divides, False  # Another number than -100 may be left out, and -100 be an error.
-    if left_out[:, 0].all():
-        return divides, named
-    without = labels.clone()
-    without[:, 0] = -100
-    return divides, _loss(module, sample, labels=without) == plain
+    if labels.dim() != 2:
+        return divides, False
+    # Labels of the sample in the place of others: a number of our own might be an error.
+    known = labels[labels != -100]
+    other = torch.where(labels == known.min(), known.max(), known.min()) if known.numel() else labels
+    first = torch.cat([other[:, :1], labels[:, 1:]], dim=1)
+    if torch.equal(first, labels) or _loss(module, sample, labels=other) == plain:
+        return divides, named  # Nothing shows.
+    return divides, _loss(module, sample, labels=first) == plain
 
 
 def _loss(module: nn.Module, sample: Arguments, **others: Any) -> float | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import canonical_device, default_devices
-from torchgpipe.devices.torch_internals import uses_cuda_graphs
+from torchgpipe.devices.torch_internals import is_optimized, uses_cuda_graphs
 from torchgpipe.devices.typing import Device
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.settings import CheckpointMode
@@ -35,11 +35,16 @@ def verify_module(module: nn.Module) -> None:
         ValueError: a layer occurs twice.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}; "
+        remedy = (
             "torchgpipe.pipelined(module, sample, chunks=...) takes a module of any class, and nn.Sequential(*layers) "
             "makes one of a list of layers"
         )
+        if hasattr(module, "unwrap"):
+            remedy = "it is a pipeline already: unwrap() gives its layers back"
+        elif is_optimized(module):
+            remedy = "it is compiled as a whole: wrap the plain layers, and call model.compile() afterwards"
+        kind = type(module).__name__
+        raise TypeError(f"module must be nn.Sequential to be partitioned, but got {kind}; {remedy}")
     names: dict[int, str] = {}
     for name, layer in module._modules.items():
         first = names.setdefault(id(layer), name)

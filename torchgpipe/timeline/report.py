@@ -251,6 +251,9 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
     yield f"bubble           {percent(report.bubble):>6}   {ideal}"
     if report.take_turns:
         yield "                 CPU devices take turns: this is no bubble of a pipeline"
+    unexplained = 1 - _share(report.predicted * steps, report.duration)
+    if unexplained >= 0.1 and not report.take_turns and report.failed is None:
+        yield f"beside cells     {percent(unexplained):>6}   of a step: the host, copies, or other work of the machine"
     names = rows[report.slowest].layers
     layers = f"layers '{names[0]}'..'{names[-1]}'" if names else "no layers"
     yield (

@@ -1,0 +1,93 @@
+"""Layers that fail on demand, in the cells and phases of a `Plan`.
+
+A micro-batch is one row whose first number is the index of the micro-batch, so that a layer knows its cell. Phases are
+``forward``, ``recomputation``, ``backward`` and ``weight``, where the gradient of a weight is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchgpipe import is_recomputing
+
+__all__ = ["Cell", "Fault", "Layer", "Plan", "build", "note", "rows"]
+
+Cell = tuple[int, int]
+
+
+class Fault(Exception):
+    """An exception that cannot be constructed without arguments, like many exceptions of users."""
+
+    def __init__(self, cell: Cell, phase: str) -> None:
+        super().__init__(f"{cell} fails during {phase}")
+        self.cell = cell
+        self.phase = phase
+
+
+class Plan:
+    """The cells that fail and their phases, the cells that have run, and their results."""
+
+    def __init__(self) -> None:
+        self.faults: dict[tuple[Cell, str], BaseException | type[BaseException]] = {}
+        self.runs: list[tuple[Cell, str]] = []
+        self.storages: list[StorageWeakRef] = []
+
+    def add(self, cell: Cell, phase: str, error: BaseException | type[BaseException] = Fault) -> None:
+        self.faults[cell, phase] = error
+
+    def enter(self, cell: Cell, phase: str) -> None:
+        self.runs.append((cell, phase))
+        error = self.faults.get((cell, phase))
+        if error is not None:
+            raise error(cell, phase) if isinstance(error, type) else error
+
+    @property
+    def alive(self) -> int:
+        """Count the intermediate results that are still in memory."""
+        return sum(not storage.expired() for storage in self.storages)
+
+
+class Layer(nn.Module):
+    """A layer that computes and counts, and fails where the plan says so."""
+
+    count: Tensor
+
+    def __init__(self, plan: Plan, j: int) -> None:
+        super().__init__()
+        self.plan, self.j = plan, j
+        self.weight = nn.Parameter(torch.full((2,), 0.5 + j, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(1).double()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        cell = int(input[0, 0].item()), self.j
+        weight = self.weight * 1
+        self.watch(weight, cell, "weight")
+        result = (input[:, 1:] * weight).sin() + input[:, :1] * 0
+        self.plan.storages.append(StorageWeakRef(result.untyped_storage()))
+        self.watch(result, cell, "backward")
+        self.plan.enter(cell, "recomputation" if is_recomputing() else "forward")
+        if not is_recomputing():
+            self.count += 1
+        return torch.cat([input[:, :1], self.norm(result[:, None])[:, 0]], dim=1)
+
+    def watch(self, tensor: Tensor, cell: Cell, part: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self.plan.enter(cell, part))
+
+
+def build(plan: Plan, n: int) -> nn.Sequential:
+    return nn.Sequential(*[layer for j in range(n) for layer in (Layer(plan, j), nn.Identity())])
+
+
+def rows(m: int) -> Tensor:
+    x = torch.linspace(-1, 1, 3 * m, dtype=torch.float64).reshape(m, 3)
+    x[:, 0] = torch.arange(m)
+    return x
+
+
+def note(cell: Cell, m: int, device: str, phase: str) -> str:
+    i, j = cell
+    return f"micro-batch {i} of {m}, partition {j} (layers '{2 * j}'..'{2 * j + 1}') on {device}, during {phase}"
