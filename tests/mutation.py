@@ -203,7 +203,7 @@ MUTATIONS = [
     ),
     Mutation("random numbers follow a micro-batch", "MiniBatch.forward", "self.random_numbers.of", "frames/pipelined"),
     # Locks
-    Mutation("steps of one model come one after the other", "run_step", "lock", "step step_faults engine/threads"),
+    Mutation("steps of one model come one after the other", "run_step", "lock", "engine/threads"),
     Mutation("one thread at a time copies a generator's state", "_note", "_copying", "replay/random"),
     Mutation(
         "a norm counts one run at a time",

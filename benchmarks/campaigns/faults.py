@@ -32,7 +32,7 @@ from benchmarks.peers import CHECKOUT
 from benchmarks.program import Command
 from benchmarks.records import spread, table
 
-__all__ = ["lines", "main", "trial"]
+__all__ = ["lines", "main", "tells", "trial"]
 
 #: The last one gives every restart a store of its own: in a shared one gloo would find addresses of the run before.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

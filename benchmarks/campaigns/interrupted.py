@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
-__all__ = ["STEPS", "TIMEOUT", "Harm", "main", "train"]
+__all__ = ["STEPS", "TIMEOUT", "Harm", "main", "note", "train"]
 
 STEPS = 12
 EVERY = 3  # steps between two checkpoints

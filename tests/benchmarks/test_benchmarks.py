@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +65,6 @@ class Silent:
     def measure(self, forward: Callable[[], Tensor]) -> Answer:
         torch.autograd.backward(forward())
         return dict.fromkeys(("forward", "held", "backward"), 10**6)
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Give the process back as it was: benchmarks have one to themselves."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    gc.unfreeze()
 
 
 def run_parts(name: str, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:

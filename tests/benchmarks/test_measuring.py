@@ -11,13 +11,13 @@ from torch import Tensor, nn
 pytest.importorskip("matplotlib")
 
 from benchmarks import language_models, schedules
-from benchmarks.cost import MODES, ideal_speed_up
+from benchmarks.cost import ideal_speed_up
 from benchmarks.language_models import place_naively
 from benchmarks.mechanisms import places
 from benchmarks.memory_capacity import LADDERS
 from benchmarks.memory_steps import MAKERS
 from benchmarks.models import gpt, resnet, unet
-from benchmarks.peers import Peer, Request, running
+from benchmarks.peers import Peer, Request
 from benchmarks.placement import placed
 from benchmarks.pytorch_pipelines import answer as pytorch_answer
 from benchmarks.pytorch_pipelines import refusal
@@ -26,7 +26,7 @@ from benchmarks.records import spread, table_of
 from benchmarks.schedules import NAMES, WAYS, Sleeping
 from benchmarks.tasks import TASKS, closed_units, inputs
 from benchmarks.tiny_steps import Chain
-from benchmarks.training_speed import PEERS, Proposal, experiments, summary, targets
+from benchmarks.training_speed import Proposal, experiments, summary, targets
 from benchmarks.training_steps import balance, runner, train
 from tests.benchmarks.test_benchmarks import Silent
 from torchgpipe import GPipe
@@ -64,16 +64,21 @@ def test_neighbours_share_a_device_where_there_are_too_few() -> None:
     assert places(["cpu"], 2) == ["cpu:0", "cpu:1"], "each partition has a device to copy to"
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_models_are_drawn_by_the_seed(seed: int) -> None:
-    first, second = random_model(seed), random_model(seed)
-    assert sum(first.balance) == len(first.layers)
-    assert (first.about, first.balance, first.m, first.mode) == (second.about, second.balance, second.m, second.mode)
-    for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
-        torch.manual_seed(0)
-        output = first.layers(part)
-        torch.manual_seed(0)
-        assert torch.equal(output, second.layers(same))
+def test_models_are_drawn_by_the_seed() -> None:
+    for seed in range(4):
+        first, second = random_model(seed), random_model(seed)
+        assert sum(first.balance) == len(first.layers)
+        assert (first.about, first.balance, first.m, first.mode) == (
+            second.about,
+            second.balance,
+            second.m,
+            second.mode,
+        )
+        for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
+            torch.manual_seed(0)
+            output = first.layers(part)
+            torch.manual_seed(0)
+            assert torch.equal(output, second.layers(same))
 
 
 # ---- Memory.
@@ -98,8 +103,7 @@ def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
     assert again == always
 
 
-@pytest.mark.parametrize("size", LADDERS)
-@pytest.mark.parametrize("model", ["amoebanetd", "unet"])
+@pytest.mark.parametrize(("size", "model"), [("small", "amoebanetd"), ("paper", "unet")])
 def test_a_ladder_climbs(size: str, model: str) -> None:
     ladder = LADDERS[size][model]
     counts = []
@@ -156,27 +160,7 @@ def test_naive_placement_moves_what_a_module_is_called_with() -> None:
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
 
 
-def test_a_split_by_export_gives_the_same_loss() -> None:
-    """In a process of its own, because export leaves much behind."""
-    shape = {"model": "gpt", "layers": 2, "width": 8, "context": 4, "rows": 2, "m": 2}
-    with running(["ours"], "language_models.py") as children:
-        found = children["ours"].ask({"kind": "split", **shape})
-    assert found["pipelined"]["difference"] <= 1e-6
-    assert "fails" in found["export"] or found["export"]["difference"] <= 1e-6
-
-
 # ---- Whole models.
-
-
-def test_all_is_measured_that_was_asked_for() -> None:
-    """PyTorch's own pipelines are compared without recomputation."""
-    planned = list(experiments(list(PEERS), [1, 2], list(MODES)))
-    few = ["naive-1", "micro-batches", "checkpoint_sequential", "2 micro-batches", "k micro-batches"]
-    assert [name for name, *_ in planned] == [*few, *["pipeline-1"] * 3, *["pipeline-2"] * 3]
-    assert [(n, mode) for _, n, mode, peers in planned if "Schedule1F1B" in peers] == [(2, "never")]
-    assert [name for name, *_ in experiments(["plain"], [1, 2], list(MODES))] == few[:2]
-    counts = [Proposal({}, 3).chunks(name, 8) for name in ("pipeline-1", "2 micro-batches", "k micro-batches")]
-    assert counts == [8, 2, 3]
 
 
 def test_balances_are_of_layers_and_of_what_no_skip_divides() -> None:
@@ -220,13 +204,6 @@ def test_a_run_is_timed_and_summed_up() -> None:
     answer = answers[1]["plain"][0]
     share = answer["forward"][0] / answer["seconds"][0]
     assert piped["ideal"] == pytest.approx(ideal_speed_up(2, 2, "except_last", share))
-
-
-def test_a_peer_reports_what_it_cannot_train() -> None:
-    assert runner("checkpoint_sequential", nn.Sequential(nn.Linear(2, 2)), request("gpt", ["cpu"])) is None
-    planned = [("checkpoint_sequential", 1, "-", ["checkpoint_sequential"])]
-    (row,) = summary("gpt", 4, 2, Proposal({}, 1), planned, [{"checkpoint_sequential": [{"none": "skips"}]}])
-    assert row["checkpoint_sequential"] == {"none": "skips"}
 
 
 def test_targets_are_held_against_the_limit_the_original_and_equal_memory() -> None:

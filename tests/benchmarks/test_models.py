@@ -25,27 +25,15 @@ from tests.plain import outcome, plain_outcome
 Made = tuple[nn.Sequential, Tensor]
 
 
-def tiny_resnet() -> Made:
-    return resnet([2, 1], num_classes=3, width=2).double(), torch.rand(4, 3, 16, 16, dtype=torch.float64)
-
-
-def tiny_amoebanet() -> Made:
-    return amoebanetd(3, num_layers=3, num_filters=16).double(), torch.rand(4, 3, 37, 37, dtype=torch.float64)
-
-
-def tiny_unet() -> Made:
-    return unet(2, num_convs=2, base_channels=2).double(), torch.rand(4, 3, 9, 10, dtype=torch.float64)
-
-
-def tiny_gpt() -> Made:
-    return gpt(vocabulary=11, layers=2, heads=2, width=8, context=5).double(), torch.randint(11, (4, 5))
+def image(*size: int) -> Tensor:
+    return torch.rand(4, 3, *size, dtype=torch.float64)
 
 
 TINY: dict[str, Callable[[], Made]] = {
-    "resnet": tiny_resnet,
-    "amoebanet": tiny_amoebanet,
-    "unet": tiny_unet,
-    "gpt": tiny_gpt,
+    "resnet": lambda: (resnet([2, 1], num_classes=3, width=2).double(), image(16, 16)),
+    "amoebanet": lambda: (amoebanetd(3, num_layers=3, num_filters=16).double(), image(37, 37)),
+    "unet": lambda: (unet(2, num_convs=2, base_channels=2).double(), image(9, 10)),
+    "gpt": lambda: (gpt(vocabulary=11, layers=2, heads=2, width=8, context=5).double(), torch.randint(11, (4, 5))),
 }
 
 
@@ -65,31 +53,25 @@ def parameters(model: Callable[..., nn.Sequential], *args: Any) -> int:
         return sum(parameter.numel() for parameter in model(*args).parameters())
 
 
-def test_resnet101_has_its_parameters() -> None:
-    assert parameters(resnet101) == 44_549_160
-
-
 @pytest.mark.parametrize(
-    "layers, filters, millions",
-    [(18, 208, 81.5), (18, 416, 319.0), (18, 544, 542.7), (36, 544, 1060), (72, 512, 1840)],
+    "model, arguments, millions",
+    [
+        (amoebanetd, (1000, 18, 208), 81.5),
+        (amoebanetd, (1000, 36, 544), 1060),
+        (unet, (5, 6, 72), 362.2),
+        (unet, (5, 24, 160), 7800),
+    ],
 )
-def test_amoebanetd_has_the_parameters_of_the_original(layers: int, filters: int, millions: float) -> None:
-    count = parameters(amoebanetd, 1000, layers, filters) / 1e6
-    assert round(count, 1 if millions < 1000 else -1) == millions
+def test_models_have_the_parameters_of_the_original(
+    model: Callable[..., nn.Sequential], arguments: tuple[int, ...], millions: float
+) -> None:
+    assert round(parameters(model, *arguments) / 1e6, 1 if millions < 1000 else -1) == millions
 
 
-@pytest.mark.parametrize(
-    "convs, channels, millions",
-    [(6, 72, 362.2), (11, 128, 2210), (24, 128, 4990), (24, 160, 7800), (48, 160, 15820)],
-)
-def test_unet_has_the_parameters_of_the_original(convs: int, channels: int, millions: float) -> None:
-    count = parameters(unet, 5, convs, channels) / 1e6
-    assert round(count, 1 if millions < 1000 else -1) == millions
-
-
-def test_gpt_has_the_parameters_of_gpt2_and_a_head() -> None:
+def test_gpt_has_the_parameters_of_gpt2_and_a_head_and_resnet101_its_own() -> None:
     """GPT-2 small has 124,439,808 parameters if the head shares the embedding's."""
     assert parameters(gpt, 50257, 12, 12, 768, 1024) == 124_439_808 + 50257 * 768
+    assert parameters(resnet101) == 44_549_160
 
 
 def test_models_run_on_the_meta_device(tiny: Made) -> None:
@@ -122,7 +104,7 @@ def test_resnet101_computes_what_torchvision_does() -> None:
 
 
 def test_gpt_sees_no_later_token() -> None:
-    module, tokens = tiny_gpt()
+    module, tokens = TINY["gpt"]()
     changed = tokens.clone()
     changed[:, 3] = (tokens[:, 3] + 1) % 11
     before, after = module(tokens), module(changed)
@@ -130,6 +112,11 @@ def test_gpt_sees_no_later_token() -> None:
     assert not torch.equal(before[:, 3], after[:, 3])
 
 
+@pytest.mark.parametrize(
+    "variant, checkpoint",
+    [("inline", "never"), ("workers", "always"), ("workers", "except_last")],
+    indirect=["variant"],
+)
 def test_a_pipeline_trains_models_like_plain_ones(tiny: Made, pipe: Pipe, checkpoint: str) -> None:
     """Batch norms are in training mode, so their statistics are compared as well.
 

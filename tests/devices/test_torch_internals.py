@@ -208,53 +208,59 @@ def test_without_dispatch_modes() -> None:
 def test_the_hooks_for_saved_tensors() -> None:
     with relied_on("the topmost hooks for saved tensors are known", "layers in workers save without them"):
         assert internals.saved_tensors_hooks_in_use() is None
-        outer, inner = (abs, abs), (round, round)
-        with saved_tensors_hooks(*outer):
-            with saved_tensors_hooks(*inner):
-                assert internals.saved_tensors_hooks_in_use() == inner
-            assert internals.saved_tensors_hooks_in_use() == outer
+        with saved_tensors_hooks(abs, abs):
+            with saved_tensors_hooks(round, round):
+                assert internals.saved_tensors_hooks_in_use() == (round, round)
+            assert internals.saved_tensors_hooks_in_use() == (abs, abs)
 
 
-def test_function_transforms() -> None:
-    with relied_on("a thread tells whether a function transform is active", "transforms fail with obscure errors"):
+#: What is relied on, what breaks without it, what tells, and ways to call a function with something around it.
+AROUND: list[tuple[str, str, Callable[[], bool], list[Callable[[Callable[[Tensor], Tensor]], Any]]]] = [
+    (
+        "a thread tells whether a function transform is active",
+        "transforms fail with obscure errors",
+        internals.transforms_are_active,
+        [lambda call: torch.func.grad(call)(torch.ones(())), lambda call: torch.func.vmap(call)(torch.ones(2))],
+    ),
+    (
+        "the hooks of a checkpoint tell where they come from",
+        "a checkpoint meets a pipeline unnoticed",
+        internals.is_checkpointed,
+        [lambda call: checkpoint(call, one(), use_reentrant=False)],
+    ),
+    (
+        "the level of forward mode is known",
+        "tangents vanish in a pipeline",
+        internals.forward_mode_is_active,
+        [lambda call: within(torch.autograd.forward_ad.dual_level(), call)],
+    ),
+    (
+        "the profiler tells whether it runs",
+        "its trace has no labels, or each cell pays for them",
+        internals.profiler_runs,
+        [lambda call: within(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), call)],
+    ),
+]
+
+
+def within(context: Any, call: Callable[[Tensor], Tensor]) -> None:
+    with context:
+        call(one())
+
+
+@pytest.mark.parametrize(("what", "breaks", "tells", "ways"), AROUND, ids=[row[0] for row in AROUND])
+def test_what_is_around_a_function(what: str, breaks: str, tells: Callable[[], bool], ways: list[Any]) -> None:
+    with relied_on(what, breaks):
         seen: list[bool] = []
 
         def square(x: Tensor) -> Tensor:
-            seen.append(internals.transforms_are_active())
+            seen.append(tells())
             return x * x
 
-        torch.func.grad(square)(torch.ones(()))
-        torch.func.vmap(square)(torch.ones(2))
-        square(torch.ones(()))
-        assert seen == [True, True, False]
-
-
-def test_whether_a_checkpoint_is_around() -> None:
-    with relied_on("the hooks of a checkpoint tell where they come from", "a checkpoint meets a pipeline unnoticed"):
-        seen: list[bool] = []
-
-        def run(x: Tensor) -> Tensor:
-            seen.append(internals.is_checkpointed())
-            return x * x
-
-        checkpoint(run, one(), use_reentrant=False)
-        run(one())
-        assert seen == [True, False]
-
-
-def test_whether_forward_mode_is_active() -> None:
-    with relied_on("the level of forward mode is known", "tangents vanish in a pipeline"):
-        assert not internals.forward_mode_is_active()
-        with torch.autograd.forward_ad.dual_level():
-            assert internals.forward_mode_is_active()
-
-
-def test_whether_the_profiler_runs() -> None:
-    with relied_on("the profiler tells whether it runs", "its trace has no labels, or each cell pays for them"):
-        assert not internals.profiler_runs()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-            assert internals.profiler_runs()
-        assert not internals.profiler_runs()
+        for way in ways:
+            way(square)
+        square(one())
+        assert seen == [True] * len(ways) + [False]
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
@@ -392,11 +398,12 @@ def test_a_module_tells_that_it_has_hooks(kind: str) -> None:
 
 
 def test_a_module_tells_that_it_was_compiled() -> None:
-    with relied_on("module.compile() leaves a mark", "a compiled partition draws without a seed in a step"):
+    with relied_on("compile() and torch.compile leave marks", "code that cannot stop runs in a step or is pipelined"):
         layer = nn.Linear(2, 2)
-        assert not internals.is_compiled(layer)
+        assert not internals.is_compiled(layer) and not internals.is_optimized(layer)
+        assert internals.is_optimized(torch.compile(layer, backend="eager"))
         layer.compile(backend="eager")
-        assert internals.is_compiled(layer)
+        assert internals.is_compiled(layer) and not internals.is_optimized(layer)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
@@ -543,14 +550,17 @@ def test_the_call_of_a_module_is_replaced() -> None:
         assert internals.own_call(module) is not None
 
 
-def test_whether_memory_is_shared() -> None:
-    with relied_on("the tensors with one memory are counted", "a gradient on its way is changed in place"):
-        tensor = torch.ones(3)
-        assert not internals.shares_memory(tensor)
+def test_whether_memory_is_shared_and_a_tensor_is_held() -> None:
+    with relied_on("those who share or hold a tensor are counted", "a gradient on its way is changed in place"):
+        tensor, parameter = torch.ones(3), torch.ones(3, requires_grad=True)
+        assert not internals.shares_memory(tensor) and not internals.is_shared(tensor)
         view = tensor[None]
-        assert internals.shares_memory(tensor)
+        assert internals.shares_memory(tensor) and internals.is_shared(tensor)
         del view
-        assert not internals.shares_memory(tensor)
+        graph = parameter * tensor
+        assert not internals.shares_memory(tensor) and internals.is_shared(tensor)
+        del graph
+        assert not internals.is_shared(tensor)
 
 
 def test_whether_data_can_move() -> None:
@@ -559,31 +569,11 @@ def test_whether_data_can_move() -> None:
         assert not internals.can_move_data(torch.ones(1), torch.device("meta"))
 
 
-def test_whether_autograd_holds_a_tensor() -> None:
-    with relied_on("those who hold a tensor are counted", "a gradient is changed in place while it is copied"):
-        tensor, parameter = torch.ones(3), torch.ones(3, requires_grad=True)
-        assert not internals.is_shared(tensor)
-        graph = parameter * tensor
-        assert internals.is_shared(tensor)
-        del graph
-        view = tensor[None]
-        assert internals.is_shared(tensor)
-        del view
-        assert not internals.is_shared(tensor)
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_memories_have_numbers(device: str) -> None:
     with relied_on("tensors that share memory are known", "a plan counts no memory of a model on the meta device"):
         one, other = torch.empty(4, device=device), torch.empty(4, device=device)
         assert internals.storage_key(one) == internals.storage_key(one[1:].detach()) != internals.storage_key(other)
-
-
-def test_a_module_that_torch_compile_returns() -> None:
-    with relied_on("what torch.compile returns is known", "a model without code to stop in is pipelined"):
-        module = nn.Linear(1, 1)
-        assert internals.is_optimized(torch.compile(module, backend="eager"))
-        assert not internals.is_optimized(module)
 
 
 def test_buffers_that_are_saved() -> None:

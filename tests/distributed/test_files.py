@@ -151,19 +151,18 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         Checkpoints(tmp_path, model, optimizer).load()
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, None, "2"])
-def test_keep_is_a_positive_integer(tmp_path: Path, keep: Any) -> None:
-    with pytest.raises(ValueError, match=f"keep must be a positive integer, but got {keep!r}: the last checkpoint"):
-        Checkpoints(tmp_path, nn.Linear(2, 2), keep=keep)
-
-
-@pytest.mark.parametrize("step", ["3", 1.5, -1])
-def test_a_step_is_an_integer(tmp_path: Path, step: Any) -> None:
+def test_numbers_that_are_none(tmp_path: Path) -> None:
     """A bug: '3' was saved as step 30000000, and 1.5 under a name that belongs to no step."""
+    keep: Any
+    for keep in (0, -1, 1.5, None, "2"):
+        with pytest.raises(ValueError, match=f"keep must be a positive integer, but got {keep!r}: the last checkpoint"):
+            Checkpoints(tmp_path, nn.Linear(2, 2), keep=keep)
     checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
-    for method in (checkpoints.save, checkpoints.load):
-        with pytest.raises(ValueError, match=f"step must be an integer, 0 or more, but got {step!r}"):
-            method(step)
+    step: Any
+    for step in ("3", 1.5, -1):
+        for method in (checkpoints.save, checkpoints.load):
+            with pytest.raises(ValueError, match=f"step must be an integer, 0 or more, but got {step!r}"):
+                method(step)
     with pytest.raises(ValueError, match="but got None"):
         checkpoints.save(None)  # type: ignore[arg-type, unused-ignore]
     assert list(tmp_path.iterdir()) == []
@@ -206,6 +205,10 @@ def test_nothing_that_is_loaded_runs_code(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+def two_layers() -> DistributedGPipe:
+    return DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+
+
 class Deadly(Checkpoints):
     """Checkpoints whose last process is killed in the middle of the second save."""
 
@@ -216,7 +219,7 @@ class Deadly(Checkpoints):
 
 
 def die_while_saving(folder: str) -> str:
-    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    model = two_layers()
     checkpoints = Deadly(folder, model)
     checkpoints.save(1, "first")
     checkpoints.save(2, "second", asynchronous=True)
@@ -226,7 +229,7 @@ def die_while_saving(folder: str) -> str:
 
 
 def load_what_is_there(folder: str) -> Any:
-    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    model = two_layers()
     checkpoints = Checkpoints(folder, model)
     state = checkpoints.load()
     checkpoints.save(2, "again")
@@ -269,7 +272,7 @@ class Full(Checkpoints):
 
 
 def save_without_space(folder: str) -> str:
-    model = DistributedGPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    model = two_layers()
     with pytest.raises(RuntimeError) as info:
         Full(folder, model).save(1)
     assert Checkpoints(folder, model).steps() == []

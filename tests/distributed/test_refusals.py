@@ -110,8 +110,21 @@ def settings() -> dict[str, str]:
     return said
 
 
-def test_settings_that_are_changed_later_act_as_in_a_new_model_or_raise() -> None:
-    for rank, said in enumerate(launch(2, settings)):
+Said = list[dict[str, dict[str, str]]]
+
+
+def all_of_them() -> dict[str, dict[str, str]]:
+    return {case.__name__: case() for case in (arguments, steps, settings, differing_settings)}
+
+
+@pytest.fixture(scope="module")
+def told() -> Said:
+    """Return what is said by each process in each case."""
+    return launch(2, all_of_them)
+
+
+def test_settings_that_are_changed_later_act_as_in_a_new_model_or_raise(told: Said) -> None:
+    for rank, said in enumerate(one["settings"] for one in told):
         assert said["repr"] == (
             f"  balance=[3, 3], stages=[{rank}], device='cpu', chunks=4, schedule='1F1B', checkpoint='except_last'"
         )
@@ -122,14 +135,14 @@ def test_settings_that_are_changed_later_act_as_in_a_new_model_or_raise() -> Non
         assert f"rank {1 - rank} prepares another step" in said["one"]
 
 
-def test_settings_that_differ_between_processes_raise_in_all_of_them() -> None:
-    for rank, said in enumerate(launch(2, differing_settings)):
+def test_settings_that_differ_between_processes_raise_in_all_of_them(told: Said) -> None:
+    for rank, said in enumerate(one["differing_settings"] for one in told):
         for what, text in said.items():
             assert f"rank {1 - rank} prepares another step" in text and what in text, what
 
 
-def test_wrong_arguments_raise_when_the_model_is_made() -> None:
-    for said in launch(2, arguments):
+def test_wrong_arguments_raise_when_the_model_is_made(told: Said) -> None:
+    for said in (one["arguments"] for one in told):
         assert said["schedule"].endswith(
             "schedule must be one of GPipe, 1F1B, Interleaved1F1B, ZeroBubble, or PyTorch's name of one of these, but "
             "got '2F2B'"
@@ -155,8 +168,8 @@ def test_a_release_whose_stages_lack_something_is_refused(monkeypatch: pytest.Mo
         DistributedGPipe(nn.Sequential(nn.Linear(1, 1)), [1])
 
 
-def test_steps_that_do_not_fit_raise_in_all_processes_and_the_next_one_works() -> None:
-    first, last = launch(2, steps)
+def test_steps_that_do_not_fit_raise_in_all_processes_and_the_next_one_works(told: Said) -> None:
+    first, last = (one["steps"] for one in told)
     assert "8 and 5" in last["target"] and "rank 1 could not prepare the step" in first["target"]
     assert "[2, 3] X [4, 4]" in first["layer"] and first["layer"] == last["layer"]
     for what in ("grad", "mode", "shape"):

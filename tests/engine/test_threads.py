@@ -216,6 +216,22 @@ def test_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
     assert len(calls) == 2 * 2 * repeats * len(sums[0])
 
 
+def test_steps_of_one_model_come_one_after_the_other(pipe: Pipe) -> None:
+    """Each sets `.grad` aside: two at once would lose gradients, or put those of the other step back."""
+    model = pipe(build(), [2, 2, 1], chunks=3, loss_fn=lambda output, _: output.square().sum())
+    x, repeats = batch().detach(), 20
+    model.step(x)
+    expected = [2 * repeats * parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    def train() -> None:
+        for _ in range(repeats):
+            model.step(x)
+
+    in_threads(train, train)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
 def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
     """Every micro-batch is counted once, even while another thread recomputes, which must not count.

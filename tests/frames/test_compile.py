@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,29 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.frames.models import Decoder, batch, gradients, plain_loss, same
+from tests.frames.models import TWO, Decoder, batch, gradients, plain_loss, same
+from tests.practice.test_compile import Graphs, nothing_is_compiled  # noqa: F401
 from torchgpipe import pipelined
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"), pytest.mark.slow]
-
-
-class Graphs:
-    """A backend that counts the graphs that it compiles."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.count += 1
-        return graph.forward
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def by_method(model: Any, graphs: Graphs) -> None:
@@ -61,7 +44,7 @@ def test_compiled_blocks(compiled: Callable[[Any, Graphs], None], when: str) -> 
     torch.compiler.reset()
     if when == "before":
         compiled(model, graphs)
-    pipelined(model, sample, chunks=3, devices=["cpu:0", "cpu:1"], balance=[3, 4])
+    pipelined(model, sample, chunks=3, devices=TWO, balance=[3, 4])
     if when == "after":
         compiled(model, graphs)
     for _ in range(2):
@@ -76,9 +59,7 @@ def test_compiled_blocks(compiled: Callable[[Any, Graphs], None], when: str) -> 
 
 def test_a_compiled_function_around_the_model() -> None:
     """The pipeline stays outside of the graph."""
-    model: Any = pipelined(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), chunks=2, devices=["cpu:0", "cpu:1"]
-    )
+    model: Any = pipelined(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), chunks=2, devices=TWO)
 
     @torch.compile(backend="eager")
     def run(x: Tensor) -> Tensor:
@@ -119,5 +100,5 @@ def test_a_mode_that_the_model_enters_reaches_compiled_blocks() -> None:
     model = Model()
     for block in model.blocks:
         block.compile(backend=Graphs())
-    pipelined(model, torch.randn(4, 4), chunks=2, devices=["cpu:0", "cpu:1"], balance="parameters", verify=False)
+    pipelined(model, torch.randn(4, 4), chunks=2, devices=TWO, balance="parameters", verify=False)
     assert len(runs) > 1 and runs[0] and all(run == runs[0] for run in runs)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.frames.models import TWO, Chain, chain, gradients, same
 from torchgpipe import pipelined
-
-TWO = ["cpu:0", "cpu:1"]
 
 
 class Net(nn.Module):
@@ -86,17 +85,6 @@ def test_the_balancing_of_experts_is_refused_unless_it_is_named() -> None:
     assert not model.verify(torch.randn(4, 4)).is_equal
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def test_everything_is_compared() -> None:
     model: Any = Chain()
     pipelined(model, torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters", loss_fn=nn.MSELoss())
@@ -116,88 +104,81 @@ def test_the_first_tensor_that_differs_is_named_with_its_partition() -> None:
     """Nobody looks at numbers in a box, where the second partition finds those of another micro-batch."""
 
     class Box:
-        def __init__(self) -> None:
-            self.box: list[Any] = [None]
+        numbers: Any = None
 
-    class Boxed(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = Box()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for k, layer in enumerate(self.layers):
-                x = torch.tanh(layer(x))
-                if k == 0:
-                    self.kept.box[0] = x.detach().mean(1).tolist()
-            return x + torch.tensor(self.kept.box[0])[:, None]
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if k == 0:
+                self.kept.numbers[0] = x.detach().mean(1).tolist()
+        return x + torch.tensor(self.kept.numbers[0])[:, None]
 
     torch.manual_seed(0)
+    model = chain(forward)
+    model.kept = Box()
+    model.kept.numbers = [None]
     with pytest.raises(ValueError, match=r"the output 'value' of micro-batch 0 is not .* when it leaves partition 1"):
-        pipelined(Boxed(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_autocast_rounds_coarsely(inside: bool) -> None:
-    class Casting(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-                return super().forward(x).float()
-
-    model = Casting()
-    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         pipelined(model, torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
+
+
+def casts(self: Chain, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return Chain.forward(self, x).float()
+
+
+def draws_in_evaluation(self: Chain, x: Tensor) -> Any:
+    """Rows together draw other numbers than rows apart, but the pipeline draws what the rows apart draw."""
+    x = Chain.forward(self, x)
+    return x + torch.randn_like(x) * 0.1, x
+
+
+def drops_layers(source: Callable[[], float]) -> Callable[[Chain, Tensor], Any]:
+    """Drop layers by Python or NumPy, as speech models do: the order of micro-batches decides on what each drops."""
+
+    def forward(self: Chain, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = torch.tanh(layer(x))
+            x = x if self.training and source() < 0.5 else y
+        return x
+
+    return forward
+
+
+def only_evaluates(self: Chain, x: Tensor) -> Any:
+    """Change what tanh has saved, so that there is no backward."""
+    x = torch.tanh(x)
+    x.mul_(2)
+    return Chain.forward(self, x.requires_grad_(x.requires_grad))
+
+
+def centres(self: Chain, x: Tensor) -> Any:
+    x = Chain.forward(self, x)
+    return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    "forward", [casts, draws_in_evaluation, drops_layers(random.random), drops_layers(np.random.rand), only_evaluates]
+)
+def test_what_is_no_fault(forward: Callable[..., Any]) -> None:
+    np.random.seed(0)
+    random.seed(0)
+    sample = torch.randn(2, 4, requires_grad=forward is only_evaluates)
+    model = pipelined(chain(forward), sample, chunks=3, devices=TWO, balance="parameters")
+    if forward is only_evaluates:
+        x = torch.randn(6, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), forward(model.unpipelined(), x))
+
+
+def test_autocast_around_it_rounds_coarsely() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        pipelined(Chain(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
 
 
 @pytest.mark.parametrize("sample", [torch.zeros(2, 4), torch.ones(2, 4), torch.ones(1, 4)], ids=["0", "1", "one row"])
 def test_a_sample_whose_rows_are_equal_shows_what_couples_them(sample: Tensor) -> None:
-    class Centred(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            return x - x.mean(0)
-
     with pytest.raises(ValueError, match="the rows are coupled"):
-        pipelined(Centred(), sample, chunks=3, devices=TWO, balance="parameters")
-
-
-def test_a_model_that_draws_in_evaluation_too() -> None:
-    """Rows together draw other numbers than rows apart, but the pipeline draws what the rows apart draw."""
-
-    class Autoencoder(Chain):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = super().forward(x)
-            return x + torch.randn_like(x) * 0.1, x
-
-    pipelined(Autoencoder(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
-
-
-@pytest.mark.parametrize("source", [random.random, np.random.rand])
-def test_a_model_that_draws_from_python_or_numpy_in_training(source: Callable[[], float]) -> None:
-    """Drops layers, as speech models do; the order of micro-batches decides on what each of them drops."""
-
-    class Dropping(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                y = torch.tanh(layer(x))
-                x = x if self.training and source() < 0.5 else y
-            return x
-
-    np.random.seed(0)
-    random.seed(0)
-    pipelined(Dropping(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
-
-
-def test_a_model_that_only_evaluates_needs_no_backward() -> None:
-    class Rounding(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(x)
-            x.mul_(2)  # what tanh has saved
-            return super().forward(x.requires_grad_(x.requires_grad))
-
-    model: Any = Rounding()
-    pipelined(model, torch.randn(2, 4, requires_grad=True), chunks=3, devices=TWO, balance="parameters")
-    x = torch.randn(6, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), torch.cat([Rounding.forward(model.unpipelined(), x)]))
+        pipelined(chain(centres), sample, chunks=3, devices=TWO, balance="parameters")
 
 
 class Reversible(torch.autograd.Function):
@@ -225,40 +206,33 @@ class Reversible(torch.autograd.Function):
 def test_a_function_that_runs_layers_of_later_partitions_again_is_no_fault() -> None:
     """The gradients of a later partition arrive in the backward of the first one, which took them for lost."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    def forward(self: Any, x: Tensor) -> Any:
+        return Reversible.apply(self.layers[0](x), self.layers[1:])
 
-        def forward(self, x: Tensor) -> Tensor:
-            return Reversible.apply(self.first(x), self.layers)  # type: ignore[no-any-return]
-
-    plain, x = Net().double(), torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    plain, x = chain(forward, nn.Linear(4, 4), *blocks).double(), torch.randn(4, 4, dtype=torch.float64)
+    x.requires_grad_()
     model: Any = pipelined(copy.deepcopy(plain), x, chunks=2, devices=TWO, balance=[2, 3])
     model(x).square().sum().backward()
     for part in x.chunk(2):
         plain(part).square().sum().backward()
-    for ours, expected in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12)
+    same(gradients(model), gradients(plain))
 
 
 def test_statistics_that_a_checkpoint_of_the_models_own_counts_again() -> None:
     """They are counted twice in the plain model, too: the second time at backward, and a split backward counts on."""
 
-    class Net(nn.Module):
-        def __init__(self, momentum: float | None) -> None:
-            super().__init__()
-            norms = [nn.BatchNorm1d(4, momentum=momentum) for _ in range(4)]
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), norm) for norm in norms])
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) + x  # type: ignore[no-untyped-call]
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False) + x  # type: ignore[no-untyped-call]
-            return x
+    def net(momentum: float | None) -> Any:
+        norms = [nn.BatchNorm1d(4, momentum=momentum) for _ in range(4)]
+        return chain(forward, *[nn.Sequential(nn.Linear(4, 4), norm) for norm in norms])
 
     x = torch.randn(4, 4)
-    pipelined(Net(None), x, chunks=2, devices=TWO)  # The average of all runs, in any order.
-    for net, schedule in [(Net(0.1), "1F1B"), (Net(None), "ZeroBubble")]:
+    pipelined(net(None), x, chunks=2, devices=TWO)  # The average of all runs, in any order.
+    for momentum, schedule in [(0.1, "1F1B"), (None, "ZeroBubble")]:
         with pytest.raises(ValueError, match=r"buffer .* again at backward.* pipelined\(checkpoint=...\)"):
-            pipelined(net, x, chunks=2, devices=TWO, schedule=schedule)
+            pipelined(net(momentum), x, chunks=2, devices=TWO, schedule=schedule)

@@ -6,17 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.campaigns.architectures.operators import register_missing
-
-register_missing()
-
-from tests.pipelined import helpers  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def variant() -> str:
-    """Return the devices that have workers: what clients do to a model is the same on one device."""
-    return "workers"
+from tests.pipelined import helpers
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ far less than a wrong weight of a micro-batch, a wrong gradient or a missed row 
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.campaigns.architectures.operators import register_missing
+from torchgpipe import pipelined
 
 # Before the first import of a client: they read it once, and then ask no server for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,93 +24,57 @@ register_missing()
 
 CLOSE = 1e-9
 CHUNKS = 2
+TWO = ["cpu:0", "cpu:1"]
 VOCABULARY = 32
 #: The deviation of random weights: with the usual 0.02, layers of this width would hardly change anything.
 SPREAD = 0.3
 
-Module = TypeVar("Module", bound=nn.Module)
-
-
 # ----------------------------------------------------------------------------------------------------------- the models
 
 
-def _build(kind: str, config: Any) -> Any:
+def _model(kind: str, config: str, layers: dict[str, int], **settings: Any) -> Any:
     import transformers
 
+    marks = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": SPREAD}
     torch.manual_seed(0)
-    return getattr(transformers, kind)(config).double()
+    made = getattr(transformers, config)(vocab_size=VOCABULARY, **(marks | layers | settings))
+    return getattr(transformers, kind)(made).double()
 
 
 def llama(layers: int = 4, **options: Any) -> Any:
     """Return a decoder with rotary positions and grouped queries."""
-    from transformers import LlamaConfig
-
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    settings = {"max_position_embeddings": 64, "initializer_range": SPREAD} | sizes | marks | options
-    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **settings)
-    return _build("LlamaForCausalLM", config)
+    options = {"max_position_embeddings": 64, "pad_token_id": 0} | sizes | options
+    return _model("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": layers}, **options)
 
 
 def gpt2(layers: int = 4, dropout: float = 0.0) -> Any:
     """Return a decoder whose embedding is its head, too."""
-    from transformers import GPT2Config
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_layer=layers,
-        n_embd=16,
-        n_head=2,
-        n_positions=64,
-        initializer_range=SPREAD,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return _build("GPT2LMHeadModel", config)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return _model("GPT2LMHeadModel", "GPT2Config", {"n_layer": layers}, n_embd=16, n_head=2, n_positions=64, **drops)
 
 
 def bert(layers: int = 4) -> Any:
     """Return an encoder that classifies sequences, and whose loss is a plain mean of the rows."""
-    from transformers import BertConfig
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=64,
-        initializer_range=SPREAD,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return _build("BertForSequenceClassification", config)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}
+    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    name = "BertForSequenceClassification"
+    return _model(name, "BertConfig", {"num_hidden_layers": layers}, num_labels=3, **sizes, **drops)
 
 
 def t5(layers: int = 2) -> Any:
     """Return an encoder and a decoder with one embedding."""
-    from transformers import T5Config
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=layers,
-        num_heads=2,
-        dropout_rate=0.0,
-        pad_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=0,
-    )
-    return _build("T5ForConditionalGeneration", config)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
+    marks = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    return _model("T5ForConditionalGeneration", "T5Config", {"num_layers": layers}, **sizes, **marks)
 
 
 MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
+
+
+def in_pipeline(model: Any, chunks: int = CHUNKS, **options: Any) -> Any:
+    """Pipeline a model of `MODELS`, or adapters around one, with a worker for each of its two devices."""
+    return pipelined(model, sample(model.config.model_type), chunks=chunks, **{"devices": TWO, **options})
 
 
 # ---------------------------------------------------------------------------------------------------------- the batches
@@ -151,11 +115,6 @@ def sample(name: str, count: int = 2) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------ the comparisons
-
-
-def same_twice(model: Module) -> tuple[Module, Module]:
-    """Return the model and an independent copy."""
-    return model, copy.deepcopy(model)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -12,13 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests.conftest import Devices
-from tests.pipelined.helpers import CHUNKS, assert_close, collate, counted_calls, gradients, llama, rows, sample
+from tests.pipelined.helpers import assert_close, collate, counted_calls, gradients, in_pipeline, llama, rows, sample
 
 pytest.importorskip("transformers", minversion="5")
 accelerate = pytest.importorskip("accelerate")
-
-from torchgpipe import pipelined  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
 
@@ -70,37 +67,40 @@ class Loop:
                 self.optimizer.zero_grad()
         return said
 
+    def predictions(self) -> torch.Tensor:
+        """Return all predictions; the last batch has two rows only."""
+        self.model.eval()
+        seen = []
+        for batch in self.loader:
+            with torch.no_grad():
+                outputs = self.model(**batch)
+            seen.append(self.accelerator.gather_for_metrics(outputs.logits.argmax(-1)))
+        return torch.cat(seen)
 
-def in_pipeline(devices: Devices, chunks: int = CHUNKS) -> Any:
-    return pipelined(llama(), sample("llama"), chunks=chunks, devices=devices(2))
 
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_training(steps: int, clip: float | None, devices: Devices) -> None:
+@pytest.mark.parametrize(("steps", "clip"), [(1, None), (2, 0.1)])
+def test_training_and_evaluation(steps: int, clip: float | None) -> None:
     """With two steps, gradients of two mini-batches are accumulated, and those of the last one stand alone."""
-    loops = [Loop(model, clip, gradient_accumulation_steps=steps) for model in (in_pipeline(devices), llama())]
-    losses = [loop.epoch() + loop.epoch() for loop in loops]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
-    assert_close(loops[0].model.state_dict(), loops[1].model.state_dict())
-
-
-def test_what_comes_back_from_prepare_is_the_model_itself(devices: Devices) -> None:
-    model = in_pipeline(devices)
-    loop = Loop(model)
-    assert loop.model is model and loop.accelerator.unwrap_model(loop.model) is model
+    model = in_pipeline(llama())
+    ours, plain = loops = [Loop(one, clip, gradient_accumulation_steps=steps) for one in (model, llama())]
+    assert ours.model is model and ours.accelerator.unwrap_model(ours.model) is model
     with counted_calls(model.model.layers[0]) as calls:
-        loop.epoch()
-    assert calls == [2] * 8 + [1, 1], "the micro-batches of all batches"
+        losses = [loop.epoch() + loop.epoch() for loop in loops]
+    assert calls == ([2] * 8 + [1, 1]) * 2, "the micro-batches of all batches"
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    assert_close(ours.model.state_dict(), plain.model.state_dict())
+    predictions = [loop.predictions() for loop in loops]
+    assert len(predictions[0]) == 18
+    assert torch.equal(*predictions)
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_bfloat16(keep: bool, devices: Devices) -> None:
+def test_bfloat16(keep: bool) -> None:
     """Autocast holds in each partition. A single micro-batch rounds as the plain model's mini-batch does.
 
     Accelerate puts a `forward` of its own on the model, and takes it off again.
     """
-    model, plain = in_pipeline(devices, chunks=1).float(), llama().float()
+    model, plain = in_pipeline(llama(), chunks=1).float(), llama().float()
     loops = [Loop(one, mixed_precision="bf16") for one in (model, plain)]
     with counted_calls(model.model.layers[0]) as calls:
         assert loops[0].epoch() == loops[1].epoch()
@@ -115,9 +115,9 @@ def test_bfloat16(keep: bool, devices: Devices) -> None:
     assert calls == [4]
 
 
-def test_bfloat16_in_micro_batches(devices: Devices) -> None:
+def test_bfloat16_in_micro_batches() -> None:
     """The loss is the mean over the labels of the micro-batches' losses, each computed in autocast."""
-    model, plain = in_pipeline(devices).float(), llama().float()
+    model, plain = in_pipeline(llama()).float(), llama().float()
     loop = Loop(model, mixed_precision="bf16")
     batch = sample("llama", 4)
     parts = [{key: value[part] for key, value in batch.items()} for part in (slice(0, 2), slice(2, 4))]
@@ -131,9 +131,9 @@ def test_bfloat16_in_micro_batches(devices: Devices) -> None:
     assert_close(gradients(model), gradients(plain), 1e-6)
 
 
-def test_a_step_needs_an_autocast_of_its_own(devices: Devices) -> None:
+def test_a_step_needs_an_autocast_of_its_own() -> None:
     """Accelerate puts its autocast around ``forward`` alone, so a step between it and ``prepare`` is in float32."""
-    loop = Loop(in_pipeline(devices, chunks=1).float(), mixed_precision="bf16")
+    loop = Loop(in_pipeline(llama(), chunks=1).float(), mixed_precision="bf16")
     batch = sample("llama", 4)
     expected = loop.model(**batch).loss
     assert loop.model.step(**batch) != expected
@@ -142,51 +142,29 @@ def test_a_step_needs_an_autocast_of_its_own(devices: Devices) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are on the meta device")
-def test_a_model_that_is_dispatched_already_is_refused(devices: Devices, tmp_path: Path) -> None:
+def test_a_model_that_is_dispatched_already_is_refused(tmp_path: Path) -> None:
     """`from_pretrained(device_map=...)` leaves hooks that move what each layer is called with."""
     model = llama()
-    device_map = {"model": "cpu", "lm_head": "disk"}
-    accelerate.dispatch_model(model, device_map, offload_dir=tmp_path)
+    accelerate.dispatch_model(model, {"model": "cpu", "lm_head": "disk"}, offload_dir=tmp_path)
     with pytest.raises(TypeError, match="load the model without device_map"):
-        pipelined(model, sample("llama"), chunks=CHUNKS, devices=devices(2))
+        in_pipeline(model)
 
 
-def test_saved_state(devices: Devices, tmp_path: Path) -> None:
+def test_saved_state(tmp_path: Path) -> None:
     """A run goes on from what it saved, in a new model, and from what the plain model saved."""
-    whole, plain = Loop(in_pipeline(devices)), Loop(llama())
+    whole, plain = Loop(in_pipeline(llama())), Loop(llama())
     for loop, folder in ((whole, "ours"), (plain, "plain")):
         loop.epoch()
         loop.accelerator.save_state(str(tmp_path / folder))
-    expected = whole.epoch()
+    state = whole.accelerator.get_state_dict(whole.model)
+    unwrapped = whole.accelerator.unwrap_model(whole.model)
+    unwrapped.save_pretrained(tmp_path, state_dict=state, save_function=whole.accelerator.save)
+    loaded = type(llama()).from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(loaded.state_dict(), whole.model.state_dict(), 0.0)
 
+    expected = whole.epoch()
     for folder in ("ours", "plain"):
-        resumed = Loop(in_pipeline(devices))
+        resumed = Loop(in_pipeline(llama()))
         resumed.accelerator.load_state(str(tmp_path / folder))
         assert resumed.epoch() == pytest.approx(expected, abs=1e-9)
         assert_close(resumed.model.state_dict(), whole.model.state_dict())
-
-
-def test_what_users_save(devices: Devices, tmp_path: Path) -> None:
-    loop = Loop(in_pipeline(devices))
-    loop.epoch()
-    unwrapped = loop.accelerator.unwrap_model(loop.model)
-    state = loop.accelerator.get_state_dict(loop.model)
-    unwrapped.save_pretrained(tmp_path, state_dict=state, save_function=loop.accelerator.save)
-    loaded = type(llama()).from_pretrained(tmp_path, dtype=torch.float64)
-    assert_close(loaded.state_dict(), loop.model.state_dict(), 0.0)
-
-
-def test_evaluation_gathers_predictions(devices: Devices) -> None:
-    """The last batch has two rows only."""
-    predictions = []
-    for model in (in_pipeline(devices), llama()):
-        loop = Loop(model)
-        loop.model.eval()
-        seen = []
-        for batch in loop.loader:
-            with torch.no_grad():
-                outputs = loop.model(**batch)
-            seen.append(loop.accelerator.gather_for_metrics(outputs.logits.argmax(-1)))
-        predictions.append(torch.cat(seen))
-    assert len(predictions[0]) == 18
-    assert torch.equal(*predictions)

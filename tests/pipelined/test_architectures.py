@@ -14,7 +14,7 @@ from torch import Generator, nn
 from benchmarks.campaigns.architectures import CATALOGUE
 from benchmarks.campaigns.architectures.precision import in_float64
 from benchmarks.campaigns.architectures.trial import Way, pipeline, try_way
-from tests.conftest import Devices
+from tests.pipelined.helpers import TWO
 
 for library in ("diffusers", "timm", "torchvision", "transformers"):
     pytest.importorskip(library)
@@ -46,18 +46,16 @@ def test_a_dozen_kinds_are_tried() -> None:
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
-def test_an_architecture_gives_what_the_plain_model_gives(
-    built: tuple[str, nn.Module], devices: Devices, step: bool
-) -> None:
+def test_an_architecture_gives_what_the_plain_model_gives(built: tuple[str, nn.Module], step: bool) -> None:
     name, model = built
-    result = try_way(CATALOGUE[name], model, Way(step, tuple(devices(2)), balance=None, seed=1))
+    result = try_way(CATALOGUE[name], model, Way(step, tuple(TWO), balance=None, seed=1))
     assert result["verdict"] == "exact", result.get("trace")
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
-def test_a_contrastive_model_is_refused_by_the_name_of_what_couples_its_rows(devices: Devices, step: bool) -> None:
+def test_a_contrastive_model_is_refused_by_the_name_of_what_couples_its_rows(step: bool) -> None:
     architecture = CATALOGUE["clip (contrastive)"]
-    way = Way(step, tuple(devices(2)))
+    way = Way(step, tuple(TWO))
     with pytest.raises(ValueError, match="logits_per_image"):
         pipeline(architecture, copy.deepcopy(architecture.build()), way)
     model = pipeline(architecture, copy.deepcopy(architecture.build()), way, verify=False)

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.conftest import Devices
-from tests.pipelined.helpers import CHUNKS, assert_close, collate, counted_calls, llama, rows, sample
+from tests.pipelined.helpers import CLOSE, assert_close, collate, counted_calls, in_pipeline, llama, rows
 
 pytest.importorskip("transformers", minversion="5")
 lightning = pytest.importorskip("lightning")
-
-from torchgpipe import pipelined  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,86 +85,62 @@ def fit(task: Task, folder: Path, resume: Path | None = None, **options: Any) ->
     return trainer
 
 
-def in_pipeline(devices: Devices, chunks: int = CHUNKS) -> Any:
-    return pipelined(llama(), sample("llama"), chunks=chunks, devices=devices(2))
+#: The kind of task, and the settings of the Trainer.
+SCENARIOS: dict[str, tuple[type[Task], dict[str, Any]]] = {
+    "plain": (Task, {}),
+    "accumulated and clipped gradients": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "backward in the module, under a schedule": (OwnSteps, {}),
+}
 
 
-def compare(devices: Devices, folder: Path, task: type[Task] = Task, **options: Any) -> Task:
-    ours, plain = task(in_pipeline(devices)), task(llama())
-    trainers = [fit(one, folder, **options) for one in (ours, plain)]
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_fit(scenario: str, tmp_path: Path) -> None:
+    """Lightning moves and wraps models; the pipeline must not get lost on the way."""
+    kind, options = SCENARIOS[scenario]
+    ours, plain = tasks = [kind(in_pipeline(llama())), kind(llama())]
+    with counted_calls(ours.model.model.layers[0]) as calls:
+        trainers = [fit(one, tmp_path, **options) for one in tasks]
+    assert calls == [2, 2, 2, 2, 1, 1] * 4, "each batch of an epoch, and of its validation"
     assert ours.losses == pytest.approx(plain.losses, abs=1e-9)
     assert ours.validated == pytest.approx(plain.validated, abs=1e-9)
     assert trainers[0].callback_metrics.keys() == trainers[1].callback_metrics.keys()
     assert_close(ours.state_dict(), plain.state_dict())
-    return ours
 
 
-def test_fit(devices: Devices, tmp_path: Path) -> None:
-    compare(devices, tmp_path)
+@pytest.mark.parametrize(("precision", "chunks", "tolerance"), [("64-true", 2, CLOSE), ("bf16-mixed", 1, 0.0)])
+def test_precision_as_a_setting(precision: str, chunks: int, tolerance: float, tmp_path: Path) -> None:
+    """Lightning casts the model, and computes with its own default type of numbers, or in autocast.
 
-
-def test_accumulated_and_clipped_gradients(devices: Devices, tmp_path: Path) -> None:
-    compare(devices, tmp_path, accumulate_grad_batches=2, gradient_clip_val=0.1)
-
-
-def test_double_precision_as_a_setting(devices: Devices, tmp_path: Path) -> None:
-    """Lightning casts the model, and computes with its own default type of numbers."""
-    ours, plain = Task(in_pipeline(devices).float()), Task(llama().float())
+    A single micro-batch rounds as the plain model's mini-batch does.
+    """
+    ours, plain = Task(in_pipeline(llama(), chunks=chunks).float()), Task(llama().float())
     for task in (ours, plain):
-        fit(task, tmp_path, precision="64-true")
-    assert next(ours.parameters()).dtype == torch.float64
-    assert_close(ours.state_dict(), plain.state_dict())
+        fit(task, tmp_path, precision=precision)
+    assert next(ours.parameters()).dtype == (torch.float64 if precision == "64-true" else torch.float32)
+    assert_close(ours.state_dict(), plain.state_dict(), tolerance)
 
 
-def test_bfloat16(devices: Devices, tmp_path: Path) -> None:
-    """A single micro-batch rounds as the plain model's mini-batch does, in autocast, too."""
-    ours, plain = Task(in_pipeline(devices, chunks=1).float()), Task(llama().float())
-    for task in (ours, plain):
-        fit(task, tmp_path, precision="bf16-mixed")
-    assert ours.losses == plain.losses
-    assert_close(ours.state_dict(), plain.state_dict(), 0.0)
-
-
-def test_it_is_the_pipeline_that_runs(devices: Devices, tmp_path: Path) -> None:
-    """Lightning moves and wraps models; the pipeline must not get lost on the way."""
-    task = Task(in_pipeline(devices))
-    with counted_calls(task.model.model.layers[0]) as calls:
-        fit(task, tmp_path, limit_val_batches=0)
-    assert calls == [2, 2, 2, 2, 1, 1] * 2
-
-
-def test_backward_in_the_module_and_under_a_schedule(devices: Devices, tmp_path: Path) -> None:
-    compare(devices, tmp_path, OwnSteps)
-
-
-def test_resuming_from_a_checkpoint(devices: Devices, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint(tmp_path: Path) -> None:
     """Checkpoints have the plain model's names: each of the two goes on from the other's."""
-    whole, plain = Task(in_pipeline(devices)), Task(llama())
-    for task, name in ((whole, "ours"), (plain, "plain")):
-        half = task.__class__(in_pipeline(devices) if name == "ours" else llama())
-        fit(half, tmp_path, max_epochs=1).save_checkpoint(tmp_path / f"{name}.ckpt")
-        fit(task, tmp_path)
-    for name in ("ours", "plain"):
-        resumed = Task(in_pipeline(devices))
-        fit(resumed, tmp_path, resume=tmp_path / f"{name}.ckpt")
+    whole = Task(llama())
+    fit(whole, tmp_path)
+    for name, model in (("ours", in_pipeline(llama())), ("plain", llama())):
+        path = tmp_path / f"{name}.ckpt"
+        fit(Task(model), tmp_path, max_epochs=1).save_checkpoint(path)
+        resumed = Task(in_pipeline(llama()))
+        fit(resumed, tmp_path, resume=path)
         assert resumed.losses == pytest.approx(whole.losses[3:], abs=1e-9)
-        assert_close(resumed.state_dict(), plain.state_dict())
-
-    loaded = Task.load_from_checkpoint(tmp_path / "ours.ckpt", model=llama(), weights_only=True)
-    assert_close(loaded.state_dict(), half_of(tmp_path / "ours.ckpt"), 0.0)
-
-
-def half_of(path: Path) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = torch.load(path, weights_only=True)["state_dict"]
-    return state
+        assert_close(resumed.state_dict(), whole.state_dict())
+        loaded = Task.load_from_checkpoint(path, model=llama(), weights_only=True)
+        assert_close(loaded.state_dict(), torch.load(path, weights_only=True)["state_dict"], 0.0)
 
 
-def test_averaged_weights_and_saved_models(devices: Devices, tmp_path: Path) -> None:
+def test_averaged_weights_and_saved_models(tmp_path: Path) -> None:
     """Lightning's callback copies the whole module to average its weights, and another writes checkpoints."""
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
     averages = []
-    for task, name in ((Task(in_pipeline(devices)), "ours"), (Task(llama()), "plain")):
+    for task, name in ((Task(in_pipeline(llama())), "ours"), (Task(llama()), "plain")):
         saves = ModelCheckpoint(dirpath=tmp_path / name, save_last=True, monitor="validation_loss")
         fit(task, tmp_path, callbacks=[EMAWeightAveraging(decay=0.9), saves], enable_checkpointing=True)
         averages.append(task.state_dict())
@@ -175,9 +148,9 @@ def test_averaged_weights_and_saved_models(devices: Devices, tmp_path: Path) -> 
     assert_close(*averages)
 
 
-def test_the_summary_names_the_layers(devices: Devices, tmp_path: Path) -> None:
+def test_the_summary_names_the_layers() -> None:
     from lightning.pytorch.utilities.model_summary import ModelSummary
 
-    ours, plain = (str(ModelSummary(Task(model), max_depth=4)) for model in (in_pipeline(devices), llama()))
+    ours, plain = (str(ModelSummary(Task(model), max_depth=4)) for model in (in_pipeline(llama()), llama()))
     assert "LlamaForCausalLM" in ours
     assert ours == plain

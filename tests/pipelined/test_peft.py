@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Devices
 from tests.pipelined.helpers import (
     CHUNKS,
+    TWO,
     VOCABULARY,
     assert_close,
     batch,
     counted_calls,
     gpt2,
     gradients,
+    in_pipeline,
     llama,
     sample,
     t5,
@@ -40,8 +40,8 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 def lora(**options: Any) -> Any:
     """Return settings of adapters that change the output from the start."""
-    targets = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
-    return peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM", **targets | options)
+    usual = {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **usual | options)
 
 
 def adapted(base: nn.Module, config: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -53,15 +53,12 @@ def adapted(base: nn.Module, config: Any, dtype: torch.dtype = torch.float64) ->
     return model
 
 
-def both(
-    order: str, config: Any, devices: Devices, base: Callable[[], nn.Module] = llama, name: str = "llama"
-) -> tuple[Any, Any]:
+def both(order: str, config: Any, base: Callable[[], nn.Module] = llama) -> tuple[Any, Any]:
     """Return a model with adapters that is pipelined before or after them, and the same without a pipeline."""
     plain = adapted(base(), config)
-    options: dict[str, Any] = {"chunks": CHUNKS, "devices": devices(2)}
     if order.startswith("adapters"):
-        return pipelined(adapted(base(), config), sample(name), **options), plain
-    return adapted(pipelined(base(), sample(name), **options), config), plain
+        return in_pipeline(adapted(base(), config)), plain
+    return adapted(in_pipeline(base()), config), plain
 
 
 def assert_trained_alike(ours: Any, plain: Any, name: str = "llama") -> None:
@@ -83,51 +80,36 @@ def assert_trained_alike(ours: Any, plain: Any, name: str = "llama") -> None:
             assert parameter.requires_grad or parameter.grad is None, key
 
 
-@orders
-def test_lora(order: str, devices: Devices) -> None:
-    ours, plain = both(order, lora(), devices)
-    assert_trained_alike(ours, plain)
-    with counted_calls(ours.base_model.model.model.layers[0]) as calls:
-        ours(**batch("llama"))
-    assert calls == [2, 2]
+#: The model, and settings of its adapters.
+VARIANTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "plain": (llama, {}),
+    "in late layers only": (llama, {"layers_to_transform": [3]}),  # backward need not enter the first partition
+    "encoder and decoder": (t5, {"target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
+    # peft keeps copies of such layers in a ModuleDict, which never are layers in a row.
+    "beside layers that are trained whole": (llama, {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    "DoRA": (llama, {"use_dora": True}),
+    "biases": (gpt2, {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True}),
+    "embeddings": (llama, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied": (gpt2, {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True}),
+}
 
 
 @orders
-def test_lora_in_late_layers_only(order: str, devices: Devices) -> None:
-    """Backward need not enter the first partition."""
-    assert_trained_alike(*both(order, lora(layers_to_transform=[3]), devices))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lora(variant: str, order: str) -> None:
+    base, options = VARIANTS[variant]
+    ours, plain = both(order, lora(**options), base)
+    assert_trained_alike(ours, plain, ours.config.model_type)
+    if base is llama:
+        with counted_calls(ours.base_model.model.model.layers[0]) as calls:
+            ours(**batch("llama"))
+        assert calls == [2, 2]
 
 
 @orders
-def test_lora_on_an_encoder_and_a_decoder(order: str, devices: Devices) -> None:
-    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
-    assert_trained_alike(*both(order, config, devices, base=t5, name="t5"), name="t5")
-
-
-@orders
-def test_lora_beside_layers_that_are_trained_whole(order: str, devices: Devices) -> None:
-    """peft keeps copies of such layers in a ModuleDict, which never are layers in a row."""
-    ours, plain = both(order, lora(modules_to_save=["lm_head", "embed_tokens"]), devices)
-    assert_trained_alike(ours, plain)
-
-
-@orders
-@pytest.mark.parametrize("kind", ["DoRA", "biases", "embeddings", "tied"])
-def test_variants_of_lora(kind: str, order: str, devices: Devices) -> None:
-    options: dict[str, Any] = {
-        "DoRA": {"use_dora": True},
-        "biases": {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
-        "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
-        "tied": {"target_modules": ["wte", "c_attn"], "fan_in_fan_out": True},
-    }[kind]
-    base = gpt2 if kind in ("biases", "tied") else llama
-    assert_trained_alike(*both(order, lora(**options), devices, base=base, name=base.__name__), name=base.__name__)
-
-
-@orders
-def test_an_adapter_for_each_row(order: str, devices: Devices) -> None:
+def test_an_adapter_for_each_row(order: str) -> None:
     """`adapter_names` is a list with a name for each row, for inference: split like a tensor, or refused by name."""
-    models = both(order, lora(), devices)
+    models = both(order, lora())
     for model in models:
         torch.manual_seed(2)
         model.add_adapter("other", lora())
@@ -144,8 +126,8 @@ def test_an_adapter_for_each_row(order: str, devices: Devices) -> None:
 
 
 @orders
-def test_adapters_are_added_switched_and_disabled(order: str, devices: Devices) -> None:
-    models = both(order, lora(), devices)
+def test_adapters_are_added_switched_and_disabled(order: str) -> None:
+    models = both(order, lora())
     for model in models:
         torch.manual_seed(2)
         model.add_adapter("other", lora(target_modules=["down_proj"]))
@@ -162,9 +144,9 @@ def test_adapters_are_added_switched_and_disabled(order: str, devices: Devices) 
 
 
 @orders
-def test_merge_and_unload(order: str, devices: Devices) -> None:
+def test_merge_and_unload(order: str) -> None:
     """What was a pipeline before the adapters still is one after them."""
-    ours, plain = both(order, lora(), devices)
+    ours, plain = both(order, lora())
     assert_trained_alike(ours, plain)
     arguments = batch("llama")
     with torch.no_grad():
@@ -178,9 +160,9 @@ def test_merge_and_unload(order: str, devices: Devices) -> None:
 
 
 @orders
-def test_saved_adapters(order: str, devices: Devices, tmp_path: Path) -> None:
+def test_saved_adapters(order: str, tmp_path: Path) -> None:
     """Only adapters are saved, under the plain model's names."""
-    ours, plain = both(order, lora(), devices)
+    ours, plain = both(order, lora())
     assert_trained_alike(ours, plain)
     ours.save_pretrained(tmp_path / "ours")
     plain.save_pretrained(tmp_path / "plain")
@@ -189,7 +171,7 @@ def test_saved_adapters(order: str, devices: Devices, tmp_path: Path) -> None:
 
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "ours").double()
     assert_close(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(plain))
-    again = pipelined(llama(), sample("llama"), chunks=CHUNKS, devices=devices(2))
+    again = in_pipeline(llama())
     again = peft.PeftModel.from_pretrained(again, tmp_path / "plain", is_trainable=True).double()
     for model in (again, plain):
         model.zero_grad()
@@ -197,20 +179,10 @@ def test_saved_adapters(order: str, devices: Devices, tmp_path: Path) -> None:
 
 
 @orders
-def test_a_step_under_a_schedule(order: str, devices: Devices) -> None:
-    ours, plain = both(order, lora(), devices)
-    loss = ours.step(**batch("llama"))
-    expected = plain(**batch("llama")).loss
-    expected.backward()
-    assert_close(loss.detach(), expected.detach())
-    assert_close(gradients(ours), gradients(plain))
-
-
-@orders
-def test_adapters_below_bfloat16_are_in_float32(order: str, devices: Devices) -> None:
+def test_adapters_below_bfloat16_are_in_float32(order: str) -> None:
     """peft does so by default. A single micro-batch rounds as the plain model's mini-batch does."""
     models = []
-    for change in (lambda base: pipelined(base, sample("llama"), chunks=1, devices=devices(2)), lambda base: base):
+    for change in (lambda base: in_pipeline(base, chunks=1), lambda base: base):
         base = llama().to(torch.bfloat16)
         base = change(base) if order.startswith("pipelined") else base
         torch.manual_seed(1)
@@ -228,19 +200,19 @@ def test_adapters_below_bfloat16_are_in_float32(order: str, devices: Devices) ->
         assert_close(gradients(ours), gradients(plain), 0.0)
 
 
-def test_a_plan_with_adapters_is_for_the_model_without_them(devices: Devices) -> None:
+def test_a_plan_with_adapters_is_for_the_model_without_them() -> None:
     """Where weights are loaded into the pipeline, adapters come last. The spine is the same without them."""
     accelerate = pytest.importorskip("accelerate")
     arguments = {"input_ids": sample("llama")["input_ids"], "labels": sample("llama")["labels"]}
     with accelerate.init_empty_weights():
         empty = peft.get_peft_model(llama(), lora())
     plan = torchgpipe.plan(empty, arguments, batch=4, memory=[2**20, 2**20])
-    model = pipelined(llama(), arguments, balance=plan.balance, chunks=CHUNKS, devices=devices(2))
+    model = pipelined(llama(), arguments, balance=plan.balance, chunks=CHUNKS, devices=TWO)
     assert_trained_alike(adapted(model, lora()), adapted(llama(), lora()))
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_loop_is_resumed_with_other_partitions(n: int, devices: Devices, tmp_path: Path) -> None:
+def test_a_loop_is_resumed_with_other_partitions(n: int, tmp_path: Path) -> None:
     """From the adapters, the state of the optimizer and that of the random numbers, which dropout draws."""
 
     def train(model: Any, optimizer: Any, steps: range) -> None:
@@ -253,7 +225,7 @@ def test_a_loop_is_resumed_with_other_partitions(n: int, devices: Devices, tmp_p
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
     whole = adapted(llama(), lora(lora_dropout=0.3))
-    pipelined(whole, sample("llama"), chunks=CHUNKS, devices=devices(2))
+    in_pipeline(whole)
     optimizer = optimizer_of(whole)
     train(whole, optimizer, range(2))
     whole.save_pretrained(tmp_path)
@@ -261,7 +233,7 @@ def test_a_loop_is_resumed_with_other_partitions(n: int, devices: Devices, tmp_p
     train(whole, optimizer, range(2, 4))
 
     resumed = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True).double().train()
-    pipelined(resumed, sample("llama"), chunks=CHUNKS, devices=devices(n))
+    in_pipeline(resumed, devices=[f"cpu:{j}" for j in range(n)])
     optimizer = optimizer_of(resumed)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
@@ -273,44 +245,35 @@ def test_a_loop_is_resumed_with_other_partitions(n: int, devices: Devices, tmp_p
 # --------------------------------------------------------------------------------------------- prompts that are trained
 
 
-def prompt(base: nn.Module) -> Any:
-    return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+TOKENS: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+PROMPTS: dict[str, Callable[[], Any]] = {
+    "prompt": lambda: peft.PromptTuningConfig(**TOKENS),
+    "p-tuning": lambda: peft.PromptEncoderConfig(encoder_hidden_size=8, **TOKENS),
+    "prefix": lambda: peft.PrefixTuningConfig(**TOKENS),
+    "projected prefix": lambda: peft.PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=8, **TOKENS),
+}
 
 
-def prefix(base: nn.Module) -> Any:
-    return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-
-
-def projected_prefix(base: nn.Module) -> Any:
-    return peft.PrefixTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
-    )
-
-
-def p_tuning(base: nn.Module) -> Any:
-    return peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
-
-
-@pytest.mark.parametrize("config", [prompt, p_tuning, prefix, projected_prefix])
-def test_tuned_prompts(config: Callable[[nn.Module], Any], devices: Devices) -> None:
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_tuned_prompts(kind: str) -> None:
     """Prompts come into being in the model's forward, once in each micro-batch."""
-    assert_trained_alike(*both("adapters, pipelined", config(llama()), devices))
+    assert_trained_alike(*both("adapters, pipelined", PROMPTS[kind]()))
 
 
-@pytest.mark.parametrize("config", [prompt, p_tuning])
-def test_prompts_before_a_pipeline(config: Callable[[nn.Module], Any], devices: Devices) -> None:
+@pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
+def test_prompts_before_a_pipeline(kind: str) -> None:
     """Prompts get their gradients through `inputs_embeds`, an input of the pipeline."""
-    base = llama()
+    base, config = llama(), PROMPTS[kind]()
     arguments = sample("llama") | {"inputs_embeds": torch.zeros(2, 7, base.config.hidden_size, dtype=torch.float64)}
     del arguments["input_ids"]
-    pipelined(base, arguments, chunks=CHUNKS, devices=devices(2))
-    assert_trained_alike(adapted(base, config(base)), adapted(llama(), config(base)))
+    pipelined(base, arguments, chunks=CHUNKS, devices=TWO)
+    assert_trained_alike(adapted(base, config), adapted(llama(), config))
 
 
-@pytest.mark.parametrize("config", [prefix, projected_prefix])
-def test_prefixes_before_a_pipeline(config: Callable[[nn.Module], Any], devices: Devices) -> None:
+@pytest.mark.parametrize("kind", ["prefix", "projected prefix"])
+def test_prefixes_before_a_pipeline(kind: str) -> None:
     """Prefixes get their gradients through the cache that the pipeline is given, or are refused by name."""
-    ours, plain = both("pipelined, adapters", config(llama()), devices)
+    ours, plain = both("pipelined, adapters", PROMPTS[kind]())
     try:
         assert_trained_alike(ours, plain)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -319,41 +282,22 @@ def test_prefixes_before_a_pipeline(config: Callable[[nn.Module], Any], devices:
 
 @orders
 @pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. calls with a cache")
-def test_generated_tokens(order: str, devices: Devices) -> None:
-    models = both(order, lora(), devices)
+def test_generated_tokens(order: str) -> None:
+    models = both(order, lora())
     arguments = {"input_ids": torch.randint(3, VOCABULARY, (2, 5)), "max_new_tokens": 8, "do_sample": False}
     arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
     ours, expected = (model.eval().generate(**arguments) for model in models)
     assert torch.equal(ours, expected)
 
 
-def test_a_copy_is_a_pipeline_and_independent(devices: Devices) -> None:
-    ours, plain = both("pipelined, adapters", lora(), devices)
-    copied, kept = copy.deepcopy(ours), copy.deepcopy(ours.state_dict())
-    assert_trained_alike(copied, plain)
-    assert_close(ours.state_dict(), kept, 0.0)
-    assert all(gradient is None for gradient in gradients(ours).values())
-
-
-def test_it_runs_in_the_trainer(devices: Devices, tmp_path: Path) -> None:
-    from tests.pipelined.test_trainer import assert_logged, trainer_of
-
-    trainers = []
-    for model in both("adapters, pipelined", lora(), devices):
-        trainers.append(trainer_of(model, "llama", tmp_path))
-        trainers[-1].train()
-    assert_logged(*trainers, "loss", "grad_norm")
-    assert_close(trainers[0].model.state_dict(), trainers[1].model.state_dict())
-
-
 @orders
-def test_the_trainer_resumes(order: str, devices: Devices, tmp_path: Path) -> None:
+def test_the_trainer_resumes(order: str, tmp_path: Path) -> None:
     """Its checkpoints have the adapters alone."""
     from tests.pipelined.test_trainer import trainer_of
 
-    whole, _ = both(order, lora(), devices)
+    whole, _ = both(order, lora())
     trainer_of(whole, "llama", tmp_path, save_strategy="steps", save_steps=2).train()
     assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
-    resumed, _ = both(order, lora(), devices)
+    resumed, _ = both(order, lora())
     trainer_of(resumed, "llama", tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_close(resumed.state_dict(), whole.state_dict())

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import Devices
-from tests.pipelined.helpers import CHUNKS, assert_close, batch, counted_calls, gradients, llama, sample
+from tests.pipelined.helpers import (
+    CHUNKS,
+    TWO,
+    assert_close,
+    batch,
+    counted_calls,
+    gradients,
+    in_pipeline,
+    llama,
+    sample,
+)
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -18,10 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
 
 
 @pytest.fixture
-def model(devices: Devices) -> Any:
+def model() -> Any:
     """Return a pipelined decoder; nobody gave the mask with the sample."""
     arguments = {name: value for name, value in sample("llama").items() if name != "attention_mask"}
-    return pipelined(llama(), arguments, chunks=CHUNKS, devices=devices(2))
+    return pipelined(llama(), arguments, chunks=CHUNKS, devices=TWO)
 
 
 @pytest.mark.parametrize("length", [4, 7, 12])
@@ -35,28 +44,15 @@ def test_sequences_of_other_lengths_than_the_sample(length: int, model: Any) -> 
     assert_close(gradients(model), gradients(plain))
 
 
-def test_accumulated_gradients(model: Any) -> None:
-    """Each step divides by the labels of all mini-batches, so they weigh as one of all rows."""
-    parts = [batch("llama", rows, seed=rows) for rows in (4, 6)]
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    count = sum((part["labels"][:, 1:] != -100).sum() for part in parts)
-    losses = [model.step(**part, num_items_in_batch=count) for part in parts]
-    plain = llama()
-    expected = plain(**whole).loss
-    expected.backward()
-    assert_close(losses[0] + losses[1], expected.detach())
-    assert_close(gradients(model), gradients(plain))
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_gradient_checkpointing(when: str, devices: Devices) -> None:
+def test_gradient_checkpointing(when: str) -> None:
     """The model's own switch, which has two names, holds in training mode: layers run once more at backward."""
     model, plain = llama(), llama()
     switch = "activation_checkpointing_enable"
     switch = switch if hasattr(model, switch) else "gradient_checkpointing_enable"
     if when == "before":
         getattr(model, switch)()
-    pipelined(model, sample("llama"), chunks=CHUNKS, devices=devices(2))
+    in_pipeline(model)
     if when == "after":
         getattr(model, switch)()
     with counted_calls(model.model.layers[1].mlp) as calls:

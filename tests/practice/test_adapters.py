@@ -38,25 +38,6 @@ def x() -> Tensor:
     return torch.randn(5, 3, 8, dtype=torch.float64)
 
 
-def test_an_adapter_changes_nothing_at_first(x: Tensor) -> None:
-    block = Block(8).double()
-    expected = block(x)
-    adapt(block, rank=2)
-    assert torch.equal(block.double()(x), expected)
-
-
-@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [3, 1]], ids=str)
-def test_numbers_are_those_of_the_plain_model(
-    pipe: Pipe, checkpoint: str, balance: list[int], module: nn.Sequential, x: Tensor
-) -> None:
-    expected = plain_outcome(module, x, chunks=2)
-    actual = outcome(pipe(copy.deepcopy(module), balance, chunks=2, checkpoint=checkpoint), x)
-    assert_same(actual, expected)
-    given = {name for name, gradient in actual.param_grads.items() if gradient is not None}
-    assert given == {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert all(name.endswith(("down.weight", "up.weight")) for name in given)
-
-
 def test_frozen_layers_in_front_run_once_and_are_not_differentiated(
     pipe: Pipe, module: nn.Sequential, x: Tensor
 ) -> None:

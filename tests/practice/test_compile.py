@@ -68,16 +68,14 @@ def data(batch: int) -> Tensor:
 
 # What is compiled
 
-Compile = Callable[..., Callable[..., Any]]
 
-
-def compile_layers(model: GPipe, **options: Any) -> GPipe:
+def compile_layers(model: GPipe, **options: Any) -> Any:
     for layer in model:
         layer.compile(**options)
     return model
 
 
-def compile_partitions(model: GPipe, **options: Any) -> GPipe:
+def compile_partitions(model: GPipe, **options: Any) -> Any:
     model.compile(**options)
     return model
 
@@ -87,30 +85,25 @@ def compile_around(model: GPipe, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "variant, compile",
+    "variant, compile, options",
     [
-        ("workers", compile_layers),
-        ("inline", compile_partitions),
-        ("workers", compile_partitions),
-        ("inline", compile_around),
+        ("workers", compile_layers, {}),
+        ("inline", compile_partitions, {}),
+        ("workers", compile_partitions, {}),
+        ("workers", compile_partitions, {"backend": "aot_eager", "fullgraph": True}),  # graphs of autograd, too
+        ("inline", compile_around, {}),
     ],
     indirect=["variant"],
 )
-def test_numbers_are_those_of_the_plain_model(pipe: Pipe, compile: Compile) -> None:
+def test_numbers_are_those_of_the_plain_model(
+    pipe: Pipe, compile: Callable[..., Callable[..., Any]], options: dict[str, Any]
+) -> None:
     module = blocks(3)
     model = pipe(copy.deepcopy(module), [2, 1], chunks=2)  # one is checkpointed, and one is not
-    run = compile(model, backend="eager")
+    run = compile(model, **{"backend": "eager", **options})
     for batch in [4, 3]:
         x = data(batch).requires_grad_()
         assert_same(outcome(model, x, run=run), plain_outcome(module, x, chunks=2))
-
-
-@workers
-def test_graphs_of_autograd_are_compiled_too(pipe: Pipe) -> None:
-    module, x = blocks(2), data(4)
-    model = pipe(copy.deepcopy(module), [1, 1], chunks=2)
-    model.compile(backend="aot_eager", fullgraph=True)
-    assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
 
 
 @workers
@@ -121,6 +114,24 @@ def test_layers_compiled_before_they_are_wrapped(pipe: Pipe) -> None:
     # torch.compile() puts a module around the layer, and so a part into the names.
     actual.param_grads = {name.replace("._orig_mod", ""): grad for name, grad in actual.param_grads.items()}
     assert_same(actual, plain_outcome(module, x, chunks=2))
+
+
+@workers
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+def test_a_step_of_compiled_partitions(pipe: Pipe, schedule: str) -> None:
+    module, (x, y) = blocks(2), (data(4), data(4))
+    options: dict[str, Any] = {"schedule": schedule, "checkpoint": "never", "loss_fn": nn.functional.mse_loss}
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=2, **options)
+    model.compile(backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        module.zero_grad()
+        expected = [nn.functional.mse_loss(module(part), target) / 2 for part, target in zip(x.chunk(2), y.chunk(2))]
+        for loss in expected:
+            loss.backward()
+        assert torch.equal(model.step(x, y), torch.stack(expected).detach().sum())
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None and torch.equal(model.get_parameter(name).grad, parameter.grad)
 
 
 def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> None:
@@ -173,39 +184,19 @@ class Phase(nn.Module):
         return x * self.weight * (2 if is_recomputing() else 3 if is_checkpointing() else 5)
 
 
-def layers_with_skips() -> nn.Sequential:
-    return nn.Sequential(Start(), nn.Linear(4, 4), End())
-
-
-def layers_with_batch_norm() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-
-
-def layers_with_dropout() -> nn.Sequential:
-    return nn.Sequential(nn.Dropout(), nn.Linear(4, 4), nn.Dropout())
-
-
-def layers_in_place() -> nn.Sequential:
-    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
-
-
-def layers_that_ask_for_their_phase() -> nn.Sequential:
-    return nn.Sequential(Phase(), Phase(), Phase())
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "skips": lambda: [Start(), nn.Linear(4, 4), End()],
+    "batch norm": lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)],
+    "dropout": lambda: [nn.Dropout(), nn.Linear(4, 4), nn.Dropout()],
+    "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)],
+    "phase": lambda: [Phase(), Phase(), Phase()],
+}
 
 
 @workers
-@pytest.mark.parametrize(
-    "make",
-    [
-        layers_with_skips,
-        layers_with_batch_norm,
-        layers_with_dropout,
-        layers_in_place,
-        layers_that_ask_for_their_phase,
-    ],
-)
-def test_layers_do_what_they_do_uncompiled(pipe: Pipe, make: Callable[[], nn.Sequential]) -> None:
-    module = make().double()
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_do_what_they_do_uncompiled(pipe: Pipe, name: str) -> None:
+    module = nn.Sequential(*LAYERS[name]()).double()
     outcomes = []
     for compiled in [True, False]:
         model = pipe(copy.deepcopy(module), [1, 1, 1], chunks=3)  # two are checkpointed, and one is not
@@ -260,37 +251,25 @@ def test_the_compiler_is_not_imported_unasked() -> None:
 
 
 @workers
-def test_nothing_is_compiled_again_for_another_mini_batch_of_the_same_size(pipe: Pipe, checkpoint: str) -> None:
-    """Each partition is compiled twice: without a graph for what is checkpointed, and with one."""
+def test_nothing_is_compiled_again_for_a_mini_batch_of_the_same_size(pipe: Pipe, checkpoint: str) -> None:
+    """Each partition is compiled twice: without a graph for what is checkpointed, and with one.
+
+    The last mini-batch of an epoch is smaller, and not always as small: after the first, graphs take any size.
+    """
     model, graphs = pipe(blocks(3), [2, 1], chunks=2, checkpoint=checkpoint), Graphs()
     model.compile(backend=graphs)
-    model(data(4)).sum().backward()
-    assert graphs.count == (2 if checkpoint == "never" else 4)
-    for _ in range(3):
-        model(data(4)).sum().backward()
-    assert graphs.count == (2 if checkpoint == "never" else 4)
-
-
-@workers
-def test_mini_batches_of_other_sizes_are_compiled_once(pipe: Pipe) -> None:
-    """The last one of an epoch is smaller, and not always as small: after the first, graphs take any size."""
-    model, graphs = pipe(blocks(3), [2, 1], chunks=2), Graphs()
-    model.compile(backend=graphs)
     counts = []
-    for batch in [8, 6, 7, 5]:
+    for batch in [8, 8, 6, 7, 5]:
         model(data(batch)).sum().backward()
         counts.append(graphs.count)
-    assert len(set(counts[1:])) == 1
+    assert counts[0] == counts[1] == (2 if checkpoint == "never" else 4)
+    assert len(set(counts[2:])) == 1
 
 
 @workers
 def test_code_around_a_pipeline_is_compiled_again_for_no_more_than_a_dynamic_size(pipe: Pipe) -> None:
     model, graphs = pipe(blocks(2), [1, 1], chunks=2), Graphs()
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x * 2).square().mean() + 1
-
-    compiled = torch.compile(loss, backend=graphs)
+    compiled = torch.compile(lambda x: model(x * 2).square().mean() + 1, backend=graphs)
     counts = []
     for batch in [8, 6, 7, 5]:
         compiled(data(batch)).backward()

@@ -71,7 +71,8 @@ class LikeResNet(nn.Module):
 def small_resnet(library: str) -> nn.Module:
     if library == "torchvision":
         torchvision: Any = pytest.importorskip("torchvision")
-        return torchvision.models.resnet50(num_classes=3).double()  # type: ignore[no-any-return]
+        kind = torchvision.models.resnet.Bottleneck
+        return torchvision.models.ResNet(kind, [2, 1, 1, 1], num_classes=3).double()  # type: ignore[no-any-return]
     return LikeResNet().double()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,19 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 import torchgpipe
 from torchgpipe import GPipe
 from torchgpipe.engine.label import labelled
+from torchgpipe.frames.pipelined import pipelined_apart
 
 M, N = 2, 2
-
-
-def model_on(devices: list[str], checkpoint: str) -> GPipe:
-    return GPipe(
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=devices, chunks=M, checkpoint=checkpoint
-    )
-
-
-def labels(profiler: Any) -> Counter[str]:
-    names = [event.name for event in profiler.events()]
-    return Counter(name for name in names if name.startswith("torchgpipe: "))
 
 
 def all_labels(checkpoint: str) -> Counter[str]:
@@ -36,35 +27,23 @@ def all_labels(checkpoint: str) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("recording", [False, True])
-def test_the_profiler_shows_every_cell(checkpoint: str, recording: bool) -> None:
-    model = model_on(["cpu", "cpu"], checkpoint)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        if recording:
-            with torchgpipe.record(model) as timeline:
-                model(torch.randn(4, 3)).sum().backward()
-            assert len(timeline.spans) == all_labels(checkpoint).total()
-        else:
-            model(torch.randn(4, 3)).sum().backward()
-    assert labels(profiler) == all_labels(checkpoint)
-
-
-def test_the_profiler_shows_the_cells_of_all_threads_when_it_is_set_to(checkpoint: str) -> None:
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize("kind", ["always", "except_last", "never", "recorded", "pipelined"])
+def test_the_profiler_shows_every_cell(kind: str, devices: list[str]) -> None:
     """As documented: without this setting the profiler sees its own thread and the engine's work for it."""
-    model = model_on(["cpu:0", "cpu:1"], checkpoint)
-    setting = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=setting) as profiler:
+    module: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    mode = "never" if kind in ("recorded", "pipelined") else kind
+    if kind == "pipelined":
+        model: Any = pipelined_apart(module, torch.randn(2, 3), chunks=M, devices=devices)
+    else:
+        model = GPipe(module, [1, 1], devices=devices, chunks=M, checkpoint=mode)
+    has_threads = kind == "pipelined" or len(set(devices)) > 1
+    setting = torch.profiler._ExperimentalConfig(profile_all_threads=has_threads)
+    recording = torchgpipe.record(model) if kind == "recorded" else nullcontext()
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=setting) as profiler, recording:
         model(torch.randn(4, 3)).sum().backward()
-    assert labels(profiler) == all_labels(checkpoint)
-
-
-def test_the_profiler_shows_the_cells_of_a_pipelined_model() -> None:
-    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    torchgpipe.pipelined(model, torch.randn(2, 3), chunks=M, devices=["cpu:0", "cpu:1"])
-    setting = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=setting) as profiler:
-        model(torch.randn(4, 3)).sum().backward()
-    assert labels(profiler) == all_labels("never")
+    names = [event.name for event in profiler.events() or ()]
+    assert Counter(name for name in names if name.startswith("torchgpipe: ")) == all_labels(mode)
 
 
 def test_without_the_profiler_there_are_no_labels() -> None:

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchgpipe
 from tests.conftest import Devices
-from tests.timeline.synthetic import ideal, rows, span
+from tests.timeline.synthetic import ideal, ran, rows, span
 from torchgpipe import GPipe
-from torchgpipe.engine.record import Kind
-from torchgpipe.schedule import Action, Program, program, simulate
+from torchgpipe.schedule import Action, program, simulate
 from torchgpipe.timeline.prediction import Prediction
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span
 
 M = 4
-KINDS: dict[str, Kind] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of the input",
-    "W": "backward of the weights",
-}
-
-
-def spans_of(ran: Program, devices: Sequence[str], costs: dict[str, float]) -> list[Span]:
-    """Return a step that went exactly as simulated."""
-    return [
-        span(KINDS[action.kind], action.i, action.j, start, start + costs[action.kind], device=devices[action.j])
-        for own in simulate(ran, costs).starts  # type: ignore[arg-type]
-        for action, start in own
-    ]
 
 
 def by_name(report: Report) -> dict[str | None, Prediction]:
@@ -42,8 +24,8 @@ def by_name(report: Report) -> dict[str | None, Prediction]:
 
 def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program() -> None:
     devices, costs = ["cpu:0", "cpu:1", "cpu:2"], {"F": 1.0, "I": 1.5, "W": 0.5}
-    ran = program("ZeroBubble", M, [0, 1, 2])
-    made = Report(spans_of(ran, devices, costs), rows(3, devices), {0: M}, {}, {0: ran})
+    one = program("ZeroBubble", M, [0, 1, 2])
+    made = ran(one, devices, costs)
     own = by_name(made)["ZeroBubble"]
     assert own.ran and [one.schedule for one in made.schedules if one.ran] == ["ZeroBubble"]
     assert own.seconds == made.duration
@@ -60,8 +42,8 @@ def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program() -> None:
 
 def test_halves_that_were_not_recorded_are_equal() -> None:
     devices, costs = ["cuda:0", "cuda:1"], {"F": 1.0, "B": 3.0}
-    ran = program("1F1B", M, [0, 1])
-    made = Report(spans_of(ran, devices, costs), rows(2, devices), {0: M}, {}, {0: ran})
+    one = program("1F1B", M, [0, 1])
+    made = ran(one, devices, costs)
     expected = simulate(program("ZeroBubble", M, [0, 1]), {"F": 1.0, "B": 3.0, "I": 1.5, "W": 1.5})
     assert by_name(made)["ZeroBubble"].seconds == expected.seconds
     assert "either half of it is taken to need half of its time" in str(made)
@@ -84,24 +66,24 @@ def test_forward_and_backward_are_told_what_a_step_would_take() -> None:
 
 def test_parts_of_a_device_are_counted_as_parts_of_a_micro_batch() -> None:
     devices = ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
-    ran = program("V-Half", M, [0, 1, 1, 0])
-    made = Report(spans_of(ran, devices, {"F": 1.0, "I": 1.0, "W": 1.0}), rows(4, devices), {0: M}, {}, {0: ran})
-    assert by_name(made)["V-Half"].live == max(simulate(ran).peaks) / 2
+    one = program("V-Half", M, [0, 1, 1, 0])
+    made = ran(one, devices, {"F": 1.0, "I": 1.0, "W": 1.0})
+    assert by_name(made)["V-Half"].live == max(simulate(one).peaks) / 2
     assert "with other devices: 1F1B, Interleaved1F1B, ZeroBubble" in str(made)
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]])
 def test_interleaving_that_ran_is_named(devices: list[str]) -> None:
     """With one partition on each device there is nothing to interleave, but it may have run all the same."""
-    ran = program("Interleaved1F1B", M, [0, 1] * (len(devices) // 2))
-    made = Report(spans_of(ran, devices, {"F": 1.0, "B": 2.0}), rows(len(devices), devices), {0: M}, {}, {0: ran})
+    one = program("Interleaved1F1B", M, [0, 1] * (len(devices) // 2))
+    made = ran(one, devices, {"F": 1.0, "B": 2.0})
     assert [one.schedule for one in made.schedules if one.ran] == ["Interleaved1F1B"]
 
 
 def test_a_program_of_your_own_is_compared_as_well() -> None:
-    ran = [[Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]]
+    one = [[Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]]
     costs = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    made = Report(spans_of(ran, ["cuda:0", "cuda:1"], costs), rows(2), {0: 1}, {}, {0: ran})
+    made = ran(one, ["cuda:0", "cuda:1"], costs)
     assert by_name(made)[None].ran
     assert by_name(made)[None].seconds == made.duration
     assert "your program, which ran" in str(made)
@@ -162,8 +144,8 @@ def test_the_halves_of_backward_are_kinds_of_their_own(devices: Devices) -> None
     assert [one.schedule for one in report.schedules if one.ran] == ["ZeroBubble"]
 
 
-def test_a_backward_that_cannot_be_split_is_recorded_whole() -> None:
-    _, _, spans = recorded(lambda n: [f"cpu:{j}" for j in range(n)], "ZeroBubble", "always")
+def test_a_backward_that_cannot_be_split_is_recorded_whole(devices: Devices) -> None:
+    _, _, spans = recorded(devices, "ZeroBubble", "always")
     # The backward of a cell of the last partition comes next, so the cell is not recomputed.
     assert (count(spans, "recomputation", 0), count(spans, "backward", 0)) == (M, M)
     assert (count(spans, "recomputation", 1), count(spans, "backward of the weights", 1)) == (0, M)
@@ -171,6 +153,7 @@ def test_a_backward_that_cannot_be_split_is_recorded_whole() -> None:
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: str) -> None:
+    """Steps without gradients, and of different schedules, have none in common."""
     model, report, spans = recorded(devices, schedule)
     assert count(spans, "backward", 0) == count(spans, "backward", 1) == M
     assert [one.schedule for one in report.schedules if one.ran] == [schedule]
@@ -181,15 +164,9 @@ def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: str) ->
         model.step(x, x)
     assert {span.kind for span in timeline.spans} == {"forward"}
     assert timeline.report().schedules == []
-
-
-def test_steps_of_different_schedules_have_no_program_in_common(devices: Devices) -> None:
-    model, _, _ = recorded(devices, "1F1B")
-    x: Tensor = torch.randn(2 * M, 3)
     with torchgpipe.record(model) as timeline:
-        model.step(x, x)
-        model.schedule = "GPipe"
-        model.step(x, x)
+        for model.schedule in ("GPipe", "1F1B"):
+            model.step(x, x)
     report = timeline.report()
     assert {one.schedule for one in report.schedules} >= {"GPipe", "1F1B"}
     assert not any(one.ran for one in report.schedules)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,10 +19,12 @@ from torch.autograd.function import once_differentiable
 
 import torchgpipe
 from tests.clocks import clocked
-from tests.conftest import Devices, Pipe
+from tests.conftest import Pipe
+from tests.layers import Apply
 from tests.plain import assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.stream import Stream, Streams, Tick
+from torchgpipe.schedule import ScheduleName
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
@@ -35,12 +36,25 @@ def linears(n: int = N) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
 
 
+def on_cpu(layers: nn.Sequential | None = None, **options: Any) -> GPipe:
+    """Return a pipeline that one thread runs, with a layer in each partition."""
+    layers = linears() if layers is None else layers
+    return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), **{"chunks": M, **options})
+
+
 def batch(**options: Any) -> Tensor:
     return torch.randn(2 * M, 3, **options)
 
 
 def checkpointed(mode: str) -> int:
     return {"always": M, "except_last": M - 1, "never": 0}[mode]
+
+
+def recorded(model: nn.Module, x: Tensor | None = None) -> Timeline:
+    """Record a call and its backward."""
+    with torchgpipe.record(model) as timeline:
+        model(batch() if x is None else x).sum().backward()
+    return timeline
 
 
 def cells(spans: list[Span]) -> Counter[tuple[str, int, int]]:
@@ -83,21 +97,11 @@ def assert_in_order(timeline: Timeline, mode: str, n: int = N) -> None:
 @pytest.mark.parametrize("input_grad", [False, True])
 def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool) -> None:
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
-    with torchgpipe.record(model) as timeline:
-        model(batch(requires_grad=input_grad)).sum().backward()
+    timeline = recorded(nn.Sequential(model), batch(requires_grad=input_grad))
     assert cells(timeline.spans) == all_cells(checkpoint)
     assert len(timeline.spans) == all_cells(checkpoint).total()
     assert_in_order(timeline, checkpoint)
-
-
-def test_a_span_says_where_it_was(pipe: Pipe) -> None:
-    layers = nn.Sequential()
-    for name in ["first", "second", "third"]:
-        layers.add_module(name, nn.Linear(3, 3))
-    model = pipe(layers, [1, 2], chunks=M)
-    with torchgpipe.record(model) as timeline:
-        model(batch())
-    assert [row.layers for row in timeline.partitions] == [("first",), ("second", "third")]
+    assert [row.layers for row in timeline.partitions] == [("0",), ("1",), ("2",)]
     for span in timeline.spans:
         assert span.layers == timeline.partitions[span.partition].layers
         assert span.device == model.devices[span.partition]
@@ -154,37 +158,17 @@ def test_a_skip_has_copies_of_its_own() -> None:
 # Recording changes nothing else.
 
 
-def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str) -> None:
+@pytest.mark.parametrize("schedule", [None, "1F1B", "ZeroBubble"])
+def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str, schedule: ScheduleName | None) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3))
-    x = batch(requires_grad=True)
-    torch.manual_seed(1)
-    expected = outcome(pipe(copy.deepcopy(module), [1, 2, 1], chunks=M, checkpoint=checkpoint), x)
-    model = pipe(module, [1, 2, 1], chunks=M, checkpoint=checkpoint)
-    with torchgpipe.record(model):
-        torch.manual_seed(1)
-        assert_same(outcome(model, x), expected)
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
-def test_a_step_gives_the_same_gradients(devices: Devices, checkpoint: str, schedule: str) -> None:
-    module, x = linears(), batch()
-    grads = []
+    x, results = batch(requires_grad=schedule is None), []
     for recording in (False, True):
-        model = GPipe(
-            copy.deepcopy(module),
-            [1] * N,
-            devices=devices(N),
-            chunks=M,
-            checkpoint=checkpoint,
-            schedule=schedule,
-            loss_fn=nn.functional.mse_loss,
-        )
-        model.step(x, x)  # gradients to add to
+        options: dict[str, Any] = {"schedule": schedule or "1F1B", "loss_fn": nn.functional.mse_loss}
+        model = pipe(copy.deepcopy(module), [1, 2, 1], chunks=M, checkpoint=checkpoint, **options)
         with torchgpipe.record(model) if recording else nullcontext():
-            model.step(x, x)
-        grads.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*grads, strict=True):
-        assert torch.equal(one, other)
+            torch.manual_seed(1)
+            results.append(outcome(model, x, run=None if schedule is None else lambda x: model.step(x, x)))  # noqa: B023
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -199,8 +183,7 @@ def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
     layers = linears()
     layers[0].requires_grad_(False)
     model = pipe(layers, [1] * N, chunks=M, checkpoint=checkpoint)
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
+    timeline = recorded(model)
     expected = all_cells(checkpoint)
     for cell in list(expected):
         if cell[0] != "forward" and cell[2] == 0:
@@ -210,15 +193,14 @@ def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
 
 def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
     """No hook runs at the end of this cell, and the end of the whole backward pass would be far too late."""
-    model = GPipe(linears(1), [1], devices=["cpu"], chunks=M, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
+    model = on_cpu(linears(1), checkpoint="never")
+    timeline = recorded(model)
     for i in range(M - 1):
         assert at(timeline, "backward", i + 1, 0).end <= at(timeline, "backward", i, 0).start
 
 
 def test_transforms_of_torch_func_still_work() -> None:
-    model = GPipe(linears(1), [1], devices=["cpu"], chunks=2, checkpoint="never")
+    model = on_cpu(linears(1), chunks=2, checkpoint="never")
     x = batch()
     expected = torch.func.grad(lambda x: model(x).sum())(x)
     with torchgpipe.record(model):
@@ -227,20 +209,14 @@ def test_transforms_of_torch_func_still_work() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_callers_tensors_get_no_hooks(pipe: Pipe, checkpoint: str, chunks: int) -> None:
+    """What the caller differentiates beside the pipeline is no backward of a cell."""
     model = pipe(linears(), [1] * N, chunks=chunks, checkpoint=checkpoint)
     x = batch(requires_grad=True) * 2
     with torchgpipe.record(model) as timeline:
         output = model(x)
         x.sum().backward()
-    assert output._backward_hooks is x._backward_hooks is None
-    assert {span.kind for span in timeline.spans} == {"forward"}
-
-
-def test_the_gradient_of_the_output_alone_is_not_recorded_as_backward(pipe: Pipe) -> None:
-    model = pipe(linears(), [1] * N, chunks=1, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        output = model(batch())
         torch.autograd.grad(output.sum(), [output])
+    assert output._backward_hooks is x._backward_hooks is None
     assert {span.kind for span in timeline.spans} == {"forward"}
 
 
@@ -258,26 +234,15 @@ def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
     assert cells(timeline.spans) == all_cells("never")
 
 
-class Returns(nn.Module):
-    """A layer whose output has no node of its own."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.weight = what, nn.Parameter(torch.ones(2, 3))
-
-    def forward(self, input: Tensor) -> Any:
-        return {"its input": input, "a parameter": self.weight}[self.what]
-
-
 @pytest.mark.parametrize("what", ["its input", "a parameter"])
 @pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize("input_grad", [False, True])
 def test_a_cell_that_makes_nothing_has_a_backward(pipe: Pipe, what: str, j: int, input_grad: bool) -> None:
-    layers = linears()
-    layers[j] = Returns(what)
-    model = pipe(layers, [1] * N, chunks=M, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        model(batch(requires_grad=input_grad)).sum().backward()
+    """The output of its layer has no node of its own."""
+    layers, returns = linears(), Apply(lambda x: x if what == "its input" else returns.weight)
+    returns.weight = nn.Parameter(torch.ones(2, 3))
+    layers[j] = returns
+    timeline = recorded(pipe(layers, [1] * N, chunks=M, checkpoint="never"), batch(requires_grad=input_grad))
     expected = all_cells("never")
     for kind, i, k in list(expected):
         unused = k < j if what == "a parameter" else k == j == 0 and not input_grad
@@ -309,9 +274,9 @@ def test_a_cell_of_several_outputs_has_one_backward(pipe: Pipe) -> None:
 
 def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
     """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
-    nested = GPipe(linears(2), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="never")
+    nested = on_cpu(linears(2), chunks=2, checkpoint="never")
     layers = nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3))
-    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=M, checkpoint="never")
+    model = on_cpu(layers, checkpoint="never")
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=M) as within:
         model(batch()).sum().backward()
     for i in range(M):
@@ -322,46 +287,34 @@ def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
 # Several steps
 
 
-def test_gradient_accumulation_is_several_steps(pipe: Pipe) -> None:
+def test_accumulation_is_several_steps_and_a_second_backward_is_recorded(pipe: Pipe) -> None:
     model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
     with torchgpipe.record(model) as timeline:
-        losses = [model(batch()).sum() for _ in range(2)]
-        sum(losses).backward()  # type: ignore[union-attr]
+        losses = torch.stack([model(batch()).sum() for _ in range(2)]).sum()
+        losses.backward(retain_graph=True)
+        losses.backward()
     assert timeline.steps == [0, 1]
-    for step in timeline.steps:
-        assert cells(timeline.of_step(step)) == all_cells("never")
-
-
-def test_a_second_backward_is_recorded_as_well(pipe: Pipe) -> None:
-    model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        loss = model(batch()).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    counted = cells(timeline.spans)
-    assert counted["backward", 0, 0] == 2
-    assert counted.total() == M * N * 3
     assert not any(span.failed for span in timeline.spans)
+    for step in timeline.steps:
+        counted = cells(timeline.of_step(step))
+        assert {kind: counted[kind, 0, 0] for kind in ("forward", "backward")} == {"forward": 1, "backward": 2}
+        assert counted.total() == M * N * 3
 
 
 def test_only_the_last_steps_are_kept() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    """Memory is bounded while steps go by."""
+    model = on_cpu()
     with torchgpipe.record(model, steps=2) as timeline:
-        for _ in range(5):
+        model(batch()).sum().backward()
+        first = weakref.ref(model._mechanisms.recorder._steps[0])  # type: ignore[union-attr]
+        for _ in range(4):
             model(batch()).sum().backward()
-    assert timeline.steps == [3, 4]
-    assert {span.step for span in timeline.spans} == {3, 4}
-
-
-def test_memory_is_bounded_while_steps_go_by() -> None:
-    model = GPipe(linears(1), [1], devices=["cpu"], chunks=1)
-    with torchgpipe.record(model, steps=1):
-        kept = model._mechanisms.recorder._steps  # type: ignore[union-attr]
-        model(batch()).sum().backward()
-        first = weakref.ref(kept[0])
-        model(batch()).sum().backward()
         gc.collect()
         assert first() is None
+    assert timeline.steps == [3, 4]
+    assert {span.step for span in timeline.spans} == {3, 4}
+    with pytest.raises(ValueError, match=r"step 0 is not among those that were kept, which are \[3, 4\]"):
+        timeline.of_step(0)
 
 
 def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
@@ -454,25 +407,23 @@ def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phas
     assert "failed" in str(timeline.report())
     assert model._mechanisms.recorder is None
 
-
-@pytest.mark.parametrize("j", [0, 1])
-def test_a_fault_that_is_caught_in_the_block_is_marked_as_well(pipe: Pipe, j: int) -> None:
-    model, x = faulty(pipe, "backward", j, "never")
+    # A fault that is caught in the block is marked as well, and the next step is not.
     with torchgpipe.record(model) as timeline:
         with pytest.raises(RuntimeError, match="broken"):
             model(x).sum().backward()
         model(x + M).sum().backward()
     (failed,) = [span for span in timeline.spans if span.failed]
-    assert (failed.step, failed.kind, failed.micro_batch, failed.partition) == (0, "backward", 1, j)
+    assert (failed.step, failed.kind, failed.micro_batch, failed.partition) == (0, phase, 1, j)
     assert failed.end <= timeline.of_step(1)[0].start
-    assert not any(span.failed for span in timeline.of_step(1))
 
 
 def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) -> None:
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
+    before = model._mechanisms
     with suppress(ZeroDivisionError), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
         raise ZeroDivisionError
+    assert model._mechanisms == before
     assert cells(timeline.spans) == all_cells(checkpoint)
     assert not any(span.failed for span in timeline.spans)
 
@@ -480,16 +431,8 @@ def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) 
 # Which pipeline is recorded, and for how long
 
 
-def test_the_recorder_is_gone_after_the_block() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
-    before = model._mechanisms
-    with suppress(ZeroDivisionError), torchgpipe.record(model):
-        raise ZeroDivisionError
-    assert model._mechanisms == before
-
-
 def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    model = on_cpu()
     with torchgpipe.record(model) as timeline:
         with pytest.raises(RuntimeError, match="recorded already; leave the other block"), torchgpipe.record(model):
             pass
@@ -501,81 +444,39 @@ def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
 
 
 def test_a_timeline_can_only_be_read_after_the_block() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N)
-    with torchgpipe.record(model) as timeline:
-        for read in [
-            lambda: timeline.spans,
-            lambda: timeline.steps,
-            lambda: timeline.partitions,
-            timeline.of_step,
-            timeline.report,
-            timeline.plot,
-            lambda: timeline.save("never.json"),
-        ]:
+    with torchgpipe.record(on_cpu()) as timeline:
+        looks = [timeline.of_step, timeline.report, timeline.plot]
+        attributes = [lambda: timeline.spans, lambda: timeline.steps, lambda: timeline.partitions]
+        for read in [*looks, *attributes, lambda: timeline.save("never.json")]:
             with pytest.raises(RuntimeError, match="still being recorded; read it after the block"):
                 read()
         assert str(timeline) == repr(timeline) == "<Timeline, being recorded>"
         assert timeline._repr_html_() == "&lt;Timeline, being recorded&gt;"
-
-
-def test_nothing_was_recorded() -> None:
-    with torchgpipe.record(GPipe(linears(), [1] * N, devices=["cpu"] * N)) as timeline:
-        pass
-    assert (timeline.spans, timeline.steps, timeline.partitions) == ([], [], [])
+    assert [read() for read in attributes] == [[], [], []]
     assert str(timeline) == repr(timeline) == "<Timeline of 0 steps, 0 spans>"
     assert timeline._repr_html_() == "&lt;Timeline of 0 steps, 0 spans&gt;"
-    for look in [timeline.of_step, timeline.plot, timeline.report]:
+    for look in looks:
         with pytest.raises(ValueError, match=r"in the block of torchgpipe\.record\(\)"):
             look()
 
 
-def test_a_step_that_is_not_there_is_named() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N)
-    with torchgpipe.record(model, steps=1) as timeline:
-        model(batch())
-        model(batch())
-    with pytest.raises(ValueError, match=r"step 0 is not among those that were kept, which are \[1\]"):
-        timeline.of_step(0)
-
-
-def test_a_pipeline_inside_a_module_is_found(pipe: Pipe) -> None:
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = pipe(linears(), [1] * N, chunks=M)
-
-        def forward(self, input: Tensor) -> Any:
-            return self.module(input)
-
-    model = Outside()
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
-    assert cells(timeline.spans) == all_cells("except_last")
-
-
-def test_no_pipeline_and_several_are_refused() -> None:
+def test_what_is_refused() -> None:
+    model, two = on_cpu(), nn.ModuleDict({name: on_cpu(linears(1)) for name in ("a", "b")})
     none: list[Any] = [nn.Linear(3, 3), 3, None]
-    for model in none:
-        message = f"no pipeline to record in this {type(model).__name__}; pass a GPipe, a pipelined model, or a module"
-        with pytest.raises(TypeError, match=message), torchgpipe.record(model):
+    asked: list[tuple[Any, Any, str]] = [
+        *((one, 1, f"no pipeline to record in this {type(one).__name__}; pass a GPipe, a pipelined") for one in none),
+        (two, 1, r"2 pipelines .*'a', 'b'.*get_submodule\('a'\)"),
+        *((model, steps, f"the number of steps to keep, but got {steps!r}") for steps in (0, -1, 1.5, None, "2")),
+    ]
+    for one, steps, message in asked:
+        with pytest.raises((TypeError, ValueError), match=message), torchgpipe.record(one, steps=steps):
             pass
-    two = nn.ModuleDict({name: GPipe(linears(1), [1], devices=["cpu"]) for name in ("a", "b")})
-    with pytest.raises(ValueError, match=r"2 pipelines .*'a', 'b'.*get_submodule\('a'\)"), torchgpipe.record(two):
-        pass
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, None, "2"])
-def test_steps_must_be_a_positive_integer(steps: Any) -> None:
-    model = GPipe(linears(1), [1], devices=["cpu"])
-    message = f"steps must be a positive integer, the number of steps to keep, but got {steps!r}"
-    with pytest.raises(ValueError, match=re.escape(message)), torchgpipe.record(model, steps=steps):
-        pass
     assert model._mechanisms.recorder is None
 
 
 @pytest.mark.parametrize("inner", ["always", "never"])
 def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: str, inner: str) -> None:
-    nested = GPipe(linears(2), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
+    nested = on_cpu(linears(2), chunks=2, checkpoint=inner)
     model = pipe(nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3)), [1, 1, 1], chunks=M, checkpoint=checkpoint)
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
         model(batch()).sum().backward()
@@ -586,7 +487,7 @@ def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: s
 
 
 def test_a_copy_of_the_model_is_not_recorded() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    model = on_cpu()
     with torchgpipe.record(model) as timeline:
         for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
             assert other._mechanisms.recorder is None
@@ -617,7 +518,7 @@ class LateStreams(Streams):
 
 
 def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_host() -> None:
-    model = GPipe(linears(), [1] * N, devices=["cpu"] * N, chunks=M)
+    model = on_cpu()
     model._mechanisms = replace(model._mechanisms, streams=LateStreams())
     LateStream.readable = False
     with torchgpipe.record(model) as timeline:

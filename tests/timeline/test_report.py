@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.timeline.synthetic import ideal, rows, span
+from tests.timeline.synthetic import ideal, ran, rows, span
 from torchgpipe import GPipe
-from torchgpipe.engine.record import Kind
-from torchgpipe.schedule import COSTS, NAMES, Program, ScheduleName, program, simulate
+from torchgpipe.schedule import COSTS, NAMES, ScheduleName, program, simulate
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span, covered
 
@@ -114,30 +113,11 @@ def test_partitions_that_share_a_device_share_its_time() -> None:
     assert made.better_balance.gain == pytest.approx(1 - (1.5 + 2 * 3 + 1.5) / 10)
 
 
-KINDS: dict[str, Kind] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of the input",
-    "W": "backward of the weights",
-}
-
-
-def ran(one: Program, m: int, devices: Sequence[str]) -> Report:
-    """Return the report of a step that took what it takes on paper."""
-    made = simulate(one)
-    spans = [
-        span(KINDS[action.kind], action.i, action.j, start, start + made.cost(action), device=devices[action.j])
-        for own in made.starts
-        for action, start in own
-    ]
-    return Report(spans, rows(len(devices), devices), {0: m}, {}, {0: one})
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_predicted_under_the_schedule_that_it_ran(name: ScheduleName) -> None:
     turns = {"Interleaved1F1B": [0, 1, 0, 1], "V-Half": [0, 1, 1, 0]}.get(name, [0, 1])
     one = program(name, 4, turns)
-    made = ran(one, 4, [f"cuda:{place}" for place in turns])
+    made = ran(one, [f"cuda:{place}" for place in turns])
     assert made.predicted == pytest.approx(simulate(one).seconds)
     halves = {kind: cost / 2 for kind, cost in COSTS.items()}
     twice = simulate(program(name, 8, turns), halves).seconds
@@ -148,7 +128,7 @@ def test_a_step_is_predicted_under_the_schedule_that_it_ran(name: ScheduleName) 
 def test_more_micro_batches_for_a_program_of_ones_own() -> None:
     """Nobody knows that program for more of them, so the gain is that of GPipe."""
     own = [[*actions[:4][::-1], *actions[4:]] for actions in program("GPipe", 4, [0, 1])]
-    made = ran(own, 4, ["cuda:0", "cuda:1"])
+    made = ran(own, ["cuda:0", "cuda:1"])
     assert made.predicted == pytest.approx(simulate(own).seconds)
     assert made.more_chunks.gain == pytest.approx(1 - 9 * 1.5 / (5 * 3))
 

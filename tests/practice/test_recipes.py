@@ -1,0 +1,276 @@
+"""Training recipes: optimizers, schedules, clipping, accumulation and mixed precision, by call and by step.
+
+Each trains a pipeline as it trains the plain model, to the last bit, including steps that are skipped because a
+gradient overflows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, AdamW, lr_scheduler
+
+from tests.accelerator import DEVICE, KIND, needs_accelerator
+from tests.conftest import Devices, Pipe
+from tests.plain import run_plain
+from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
+from torchgpipe import GPipe
+
+STEPS = 6
+
+Optimizer: TypeAlias = torch.optim.Optimizer
+Backward: TypeAlias = Callable[[Tensor, Tensor, "Recipe", Any], Tensor]
+
+adam = partial(AdamW, lr=0.01)
+momentum = partial(SGD, momentum=0.9, lr=0.01)
+
+
+@dataclass
+class Recipe:
+    """How to train.
+
+    Attributes:
+        optimizer: makes the optimizer of two groups, with and without decay
+        schedule: makes the schedule of an optimizer, if any
+        clip: what clips the gradients of all devices, if anything
+        dtype: the type of numbers of autocast, if any
+        scale: the first scale of the loss; 0 for no scaling
+        accumulate: the number of mini-batches in a step
+    """
+
+    optimizer: Callable[..., Optimizer] = adam
+    schedule: Callable[[Optimizer], Any] = lambda optimizer: None
+    clip: Callable[..., Any] = lambda parameters: None
+    dtype: torch.dtype | None = None
+    scale: float = 0.0
+    accumulate: int = 1
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype is None else torch.autocast("cpu", self.dtype)
+
+
+def by_call(run: Callable[[Tensor], Tensor]) -> Backward:
+    def backward(x: Tensor, y: Tensor, recipe: Recipe, scaler: Any) -> Tensor:
+        with recipe.autocast():
+            output = run(x)
+            loss = F.cross_entropy(output if output.dtype == torch.float64 else output.float(), y) / recipe.accumulate
+        scaler.scale(loss).backward()
+        return loss
+
+    return backward
+
+
+def by_step(model: GPipe) -> Backward:
+    def backward(x: Tensor, y: Tensor, recipe: Recipe, scaler: Any) -> Tensor:
+        with recipe.autocast():
+            loss: Tensor = model.step(x, y, scaler=scaler)
+        return loss
+
+    return backward
+
+
+def by_plain_step(plain: nn.Module, schedule: str) -> Backward:
+    """Differentiate one micro-batch after the other, in the order of the schedule."""
+
+    def backward(x: Tensor, y: Tensor, recipe: Recipe, scaler: Any) -> Tensor:
+        losses = []
+        for part, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+            with recipe.autocast():
+                losses.append(F.cross_entropy(plain(part), target) * (len(part) / len(x)))
+        for loss in losses[:: -1 if schedule == "GPipe" else 1]:
+            scaler.scale(loss).backward()
+        return sum(losses, torch.zeros(()))
+
+    return backward
+
+
+def train(layers: nn.Sequential, recipe: Recipe, backward: Backward) -> dict[str, Any]:
+    """Run a training loop as users write it, and return the events of each step, and the parameters at the end."""
+    named = [*layers.named_parameters()]
+    decayed = {"params": [parameter for name, parameter in named if name.endswith("weight")], "weight_decay": 0.1}
+    optimizer = recipe.optimizer([decayed, {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.02}])
+    schedule = recipe.schedule(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=recipe.scale or 1.0, growth_interval=2, enabled=recipe.scale > 0)
+    losses, norms, rates, scales = [], [], [], [recipe.scale]
+    for step in batches(STEPS, recipe.accumulate):
+        optimizer.zero_grad()
+        for x, y in step:
+            losses.append(backward(x, y, recipe, scaler).item())
+        scaler.unscale_(optimizer)
+        norm = recipe.clip(layers.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+            schedule.step(losses[-1])
+        elif schedule is not None:
+            schedule.step()
+        norms.append(0.0 if norm is None else norm.item())
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        scales.append(scaler.get_scale())
+    parameters = [parameter.detach() for parameter in layers.parameters()]
+    return {"losses": losses, "norms": norms, "rates": rates, "scales": scales, "parameters": parameters}
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=0)
+    assert actual["norms"] == pytest.approx(expected["norms"], rel=tolerance, abs=0, nan_ok=True)
+    assert (actual["rates"], actual["scales"]) == (expected["rates"], expected["scales"])
+    torch.testing.assert_close(actual["parameters"], expected["parameters"], rtol=tolerance, atol=tolerance)
+    assert not any(map(torch.equal, expected["parameters"], make_layers().parameters())), "nothing has been trained"
+
+
+def warm_up(optimizer: Optimizer) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+RECIPES: dict[str, Recipe] = {
+    # One parameter at a time, all parameters of a device at once, or in one kernel.
+    "AdamW": Recipe(adam, clip=partial(clip_grad_norm_, max_norm=0.1)),
+    "AdamW, foreach": Recipe(partial(adam, foreach=True), clip=partial(clip_grad_norm_, max_norm=0.1, foreach=True)),
+    "AdamW, fused": Recipe(partial(adam, fused=True)),
+    "SGD, one by one": Recipe(partial(momentum, foreach=False), clip=partial(clip_grad_value_, clip_value=0.01)),
+    "SGD, foreach": Recipe(partial(momentum, foreach=True), clip=partial(clip_grad_value_, clip_value=0.01)),
+    "SGD, fused": Recipe(partial(momentum, fused=True)),
+    "Adagrad": Recipe(partial(torch.optim.Adagrad, lr=0.01)),
+    "RMSprop": Recipe(partial(torch.optim.RMSprop, lr=0.01)),
+    "NAdam": Recipe(partial(torch.optim.NAdam, lr=0.01)),
+    # The norm is one number over the parameters of all devices.
+    "norm 1": Recipe(partial(SGD, lr=0.5), clip=partial(clip_grad_norm_, max_norm=0.1, norm_type=1.0, foreach=False)),
+    "norm inf": Recipe(partial(SGD, lr=0.5), clip=partial(clip_grad_norm_, max_norm=0.1, norm_type=float("inf"))),
+    "one cycle": Recipe(schedule=lambda it: lr_scheduler.OneCycleLR(it, [0.01, 0.02], total_steps=STEPS)),
+    "cosine": Recipe(schedule=lambda it: lr_scheduler.CosineAnnealingLR(it, STEPS)),
+    "warm-up": Recipe(schedule=warm_up),
+    "plateau": Recipe(schedule=lambda it: lr_scheduler.ReduceLROnPlateau(it, patience=0, threshold=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_like_the_plain_model(pipe: Pipe, name: str) -> None:
+    plain = make_layers()
+    layers = copy.deepcopy(plain)
+    expected = train(plain, RECIPES[name], by_call(partial(run_plain, plain, chunks=CHUNKS)))
+    assert_same(train(layers, RECIPES[name], by_call(pipe(layers, BALANCE, chunks=CHUNKS))), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped
+@pytest.mark.parametrize(
+    ("dtype", "scale", "accumulate"),
+    [(None, 0.0, 3), (torch.bfloat16, 0.0, 1), (torch.float16, 2.0**10, 3), (torch.float16, 2.0**19, 1)],
+)
+def test_mixed_precision_and_accumulation(
+    pipe: Pipe, checkpoint: str, dtype: torch.dtype | None, scale: float, accumulate: int
+) -> None:
+    clip = partial(clip_grad_norm_, max_norm=0.5)
+    recipe = Recipe(adam, lambda it: lr_scheduler.StepLR(it, 2), clip, dtype, scale, accumulate)
+    plain = make_layers()
+    layers = copy.deepcopy(plain)
+    # A checkpointed micro-batch casts its own weights; the others share those in autocast's cache.
+    apart = nullcontext if checkpoint == "never" else recipe.autocast
+    run = by_call(partial(run_plain, plain, chunks=CHUNKS, each=apart))
+    if checkpoint == "never":
+        expected = train(plain, recipe, run)
+    else:
+        expected = train(plain, Recipe(adam, recipe.schedule, clip, None, scale, accumulate), run)
+    actual = train(layers, recipe, by_call(pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)))
+    # The gradients of checkpointed micro-batches are added to ``.grad`` one by one, in another order of summation.
+    assert_same(actual, expected, 0.0 if checkpoint == "never" or accumulate == 1 else 1e-5)
+    overflowed = not all(norm < float("inf") for norm in actual["norms"])
+    assert overflowed == (scale == 2.0**19)
+    assert any(after < before for before, after in pairwise(actual["scales"])) == overflowed
+
+
+schedules = pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+
+
+@schedules
+@pytest.mark.parametrize(("dtype", "scale"), [(None, 0.0), (torch.bfloat16, 2.0**16)])
+def test_a_step_under_a_schedule(devices: Devices, schedule: str, dtype: torch.dtype | None, scale: float) -> None:
+    recipe = Recipe(adam, warm_up, partial(clip_grad_norm_, max_norm=0.01), dtype, scale)
+    plain = make_layers()
+    layers = copy.deepcopy(plain)
+    options: dict[str, Any] = {"schedule": schedule, "loss_fn": F.cross_entropy, "checkpoint": "never"}
+    model = GPipe(layers, BALANCE, devices=devices(3), chunks=CHUNKS, **options)
+    expected = train(plain, recipe, by_plain_step(plain, schedule))
+    actual = train(layers, recipe, by_step(model))
+    # The loss that a step returns is summed in float64.
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert_same(actual, {**expected, "losses": actual["losses"]})
+
+
+@schedules
+def test_optimizers_that_step_in_hooks(devices: Devices, schedule: str) -> None:
+    """Each parameter's optimizer steps when the gradient of the mini-batch is there, and frees the gradient."""
+    options: dict[str, Any] = {"devices": devices(3), "chunks": CHUNKS, "loss_fn": F.cross_entropy}
+    model, other = (GPipe(make_layers(), BALANCE, schedule=schedule, **options) for _ in range(2))
+    optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in model.parameters()}
+
+    def update(parameter: Any) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    adam = torch.optim.Adam(other.parameters())
+    for [(x, y)] in batches(3):
+        loss = other.step(x, y)
+        adam.step()
+        adam.zero_grad()
+        assert torch.equal(model.step(x, y), loss)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.late
+@pytest.mark.parametrize("kind", [AdamW, momentum], ids=["AdamW", "SGD"])
+def test_a_step_right_after_backward_waits_for_every_device(checkpoint: str, kind: Callable[..., Optimizer]) -> None:
+    plain, layers = make_layers().double(), make_layers().double()
+    model = GPipe(layers, BALANCE, devices=["late:0", "late:1", "late:2"], chunks=CHUNKS, checkpoint=checkpoint)
+    recipe = Recipe(partial(kind, foreach=False))
+
+    def run(x: Tensor) -> Tensor:
+        return model(x.double()).cpu()
+
+    expected = train(plain, recipe, by_call(lambda x: run_plain(plain, x.double(), chunks=CHUNKS)))
+    actual = train(layers, recipe, by_call(run))
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    for mine, its in zip(layers.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.cpu(), its)
+
+
+@needs_accelerator
+@pytest.mark.parametrize("scale", [0.0, 2.0**10])
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_a_gpu_and_the_cpu_in_one_optimizer(options: dict[str, bool], scale: float) -> None:
+    """The norm is one number over the parameters of both devices; each parameter is unscaled and updated in place.
+
+    A scaler is tried on two accelerators, or one: it does not wait for what it copies from an accelerator to the CPU.
+    """
+    devices, kind = ([DEVICE, "cpu"], "cpu") if not scale else ([DEVICE, DEVICE], KIND)
+    plain, layers = make_layers().double(), make_layers().double()
+    model = GPipe(layers, [3, 3], devices=devices, chunks=CHUNKS)
+    optimizers = [AdamW(net.parameters(), lr=0.01, **options) for net in (plain, model)]
+    for [(x, y)] in batches(4):
+        norms = []
+        for net, optimizer in zip((plain, model), optimizers):
+            scaler = torch.amp.GradScaler(kind if net is model else "cpu", init_scale=scale or 1.0, enabled=scale > 0)
+            output = net(x.double())
+            scaler.scale(F.cross_entropy(output, y.to(output.device))).backward()
+            scaler.unscale_(optimizer)
+            norms.append(clip_grad_norm_(net.parameters(), 0.1))
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        torch.testing.assert_close(norms[1].cpu(), norms[0])
+    for actual, expected in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(actual.cpu(), expected)
