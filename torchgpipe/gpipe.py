@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import StepLock
 from torchgpipe.engine.calls import Mechanisms
-from torchgpipe.engine.host_memory import HostMemory, bytes_of, cycled, verify_fits, verify_home, verify_offload
+from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
@@ -179,7 +180,8 @@ class GPipe(nn.Module):
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
         if offload:
-            verify_fits([(one._label, self._devices[one._index], bytes_of(one)) for one in self._partitions], slots)
+            sizes = [(one._label, self._devices[one._index], bytes_of(one.parameters())) for one in self._partitions]
+            verify_fits(sizes, slots)
         place(self._partitions, self.devices, offload=bool(offload))
         for name, layer in module._modules.items():
             self.add_module(name, layer)

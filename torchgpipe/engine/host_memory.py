@@ -25,7 +25,7 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Device
 
-__all__ = ["HostMemory", "bytes_of", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
+__all__ = ["HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
 
 
 class HostMemory:
@@ -231,11 +231,6 @@ class _Pins:
         # Called wherever the last reference to the memory goes, so it takes no lock.
         runtime.cudaHostUnregister(address)
         self._left = (self._left or 0) + bytes
-
-
-def bytes_of(module: nn.Module) -> int:
-    """Return the bytes of the parameters of a module."""
-    return sum([parameter.nbytes for parameter in module.parameters()])
 
 
 def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:

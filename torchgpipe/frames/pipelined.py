@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
@@ -240,7 +241,7 @@ def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.devic
         if parameter is not None:
             own[column][parameter] = None
     return [
-        (label, device, sum([parameter.nbytes for parameter in parameters]))
+        (label, device, bytes_of(parameters))
         for label, device, parameters in zip(settings.labels, settings.devices, own)
     ]
 

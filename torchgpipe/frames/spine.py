@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import (
     is_optimized,
     own_call,
@@ -408,5 +409,5 @@ class _Spine:
         return Part(
             {self._names[one]: one for one in modules},
             sum([parameter.numel() for parameter in parameters]),
-            sum([tensor.nbytes for tensor in (*parameters, *buffers)]),
+            bytes_of((*parameters, *buffers)),
         )

@@ -2,7 +2,7 @@
 
     1. Balance the seconds of the partitions (`partition`, exact). If that does not fit, move cuts until it does. If
        that does not help: with a partition a device, fill the devices from the left, each as far as its memory goes;
-       with several, begin again with the bytes balanced, in a few random mixtures.
+       with several, begin again with the bytes balanced, and compare all balances if they are few.
     2. Move cuts as long as that makes the simulated step shorter. Whatever fits only with recomputed layers is tried
        with them.
 
@@ -16,8 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from random import Random
+from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -35,9 +34,8 @@ Cuts: TypeAlias = tuple[int, ...]
 #: So many neighbouring cuts are moved together at most.
 _LONGEST = 3
 
-#: So often the search for a balance that fits begins again where devices have several partitions. With fewer, some
-#: that fit are lost.
-_BEGINNINGS = 5
+#: So many balances are all compared, where devices have several partitions and no move of cuts leads to one that fits.
+_FEW = 2000
 
 #: Sums are rounded; a choice that is quicker by less than this share is not quicker.
 _ROUNDING = 1e-12
@@ -121,23 +119,22 @@ class Search:
     # ---- A balance to begin with.
 
     def _start(self) -> Cuts:
-        layers, made = self.problem.layers, Random(0)
+        layers = self.problem.layers
         cuts = self._even([one.forward + one.backward for one in layers])
         if self._misfit(cuts) <= 0:
             return cuts
         if all(len(own) == 1 for own in self._rehearsal.partitions):
             full = self._filled(0.0)
-            return (
-                self._nearest(cuts)
-                if full is None
-                else min(self._near(cuts), full, key=lambda one: self._misfit(one) > 0)
-            )
-        cuts = self._near(cuts)
+            if full is None:
+                return self._nearest(cuts)
+            near = self._near(cuts)  # Nearer to even, if it fits.
+            return near if self._misfit(near) <= 0 else full
         most = max([float(own[..., 0].max()) for own in self._rehearsal.held])
-        for k in range(_BEGINNINGS):
-            if self._misfit(cuts) > 0:
-                loads = [(most * one.kept + one.state) * (made.random() if k else 1) for one in layers]
-                cuts = min(cuts, self._near(self._even(loads)), key=self._misfit)
+        bytes = self._even([most * one.kept + one.state for one in layers])
+        cuts = min(self._near(cuts), self._near(bytes), key=self._misfit)
+        if self._misfit(cuts) > 0 and math.comb(self._size - 1, self._n - 1) <= _FEW:
+            inner = combinations(range(1, self._size), self._n - 1)
+            cuts = min([(0, *one, self._size) for one in inner], key=self._misfit)
         return cuts
 
     def _even(self, loads: Sequence[float]) -> Cuts:
