@@ -7,6 +7,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -410,8 +411,11 @@ def test_a_failure_anywhere_leaves_everything_as_it_was(devices: Devices, draw: 
         grads = [one.grad for one in model.parameters()]
         before = [None if one is None else one.detach().clone() for one in (*model.parameters(), *grads)]
         events.fails_at = draw.draw(st.integers(1, count))
-        with pytest.raises(Failure):
+        with suppress(Failure):
             once(model, ids, target, how)
+            # Workers bring what rests ahead if it is there in time, so the last events may not come.
+            assert events.count < events.fails_at
+            return
     assert all(one.grad is grad for one, grad in zip(model.parameters(), grads))
     assert equal([*[one.detach() for one in model.parameters()], *grads], before)
     assert is_empty(model)
