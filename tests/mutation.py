@@ -148,7 +148,7 @@ MUTATIONS = [
         "late/owners",
     ),
     Mutation("memory of the caller's is copied when the call ends", "release", "source.wait", "late/owners"),
-    Mutation("... of a forward", "Pipeline._run_in_workers", "release", "late/owners"),
+    Mutation("... of a forward", "ForwardPass._run_in_workers", "release", "late/owners"),
     Mutation("... of a program", "Executor.run", "release", "late/owners"),
     # Records
     Mutation("memory is not used again before it was copied", "_move", "leaving.record"),
@@ -156,15 +156,27 @@ MUTATIONS = [
     # Streams
     Mutation("copies run beside the computation of the source", "_move", "leaving.use", "engine/overlap"),
     Mutation("copies run beside the computation of the target", "_move", "arriving.use", "engine/overlap"),
+    Mutation(
+        "a recomputation is on its device",
+        "Recomputation._recompute",
+        "call.stream.use",
+        "late/streams_of_the_caller",
+    ),
+    Mutation(
+        "gradients of a pipelined model are ready for other streams",
+        "MiniBatch.run_backward_half",
+        "self._columns.streams.current(computing.device).wait",
+        "late/streams_of_the_caller",
+    ),
     Mutation("a worker is on the stream of its device", "_Crew._serve_tasks", "worker.stream.use"),
-    Mutation("with one device, the caller is on its stream", "Pipeline.run", "self._calls[0].stream.use"),
+    Mutation("with one device, the caller is on its stream", "ForwardPass.run", "self._calls[0].stream.use"),
     Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/streams"),
     Mutation(
         "a skip comes to the device of its pop", "_receive", "portal.receive", "skip/portal engine/streams", keeps=-1
     ),
     # Orders
     Mutation("a cell is differentiated after the next micro-batch", "_pass_plain", "tie", "engine/dependency"),
-    Mutation("the last lanes end in the output", "Pipeline._run_in_workers", "tie", "engine/dependency"),
+    Mutation("the last lanes end in the output", "ForwardPass._run_in_workers", "tie", "engine/dependency"),
     Mutation("Join takes the phonies", "tie", "join", "engine/dependency"),
     Mutation(
         "a recomputation does not wait for the gradient",
@@ -187,7 +199,7 @@ MUTATIONS = [
     Mutation("workers leave autocast together", "_Crew._serve_tasks", "self._leaving.wait", "replay/ambient"),
     Mutation(
         "the running statistics are those of the first run",
-        "PartitionCall._recomputing",
+        "_run_exclusively",
         "scratch_statistics",
         "replay/statistics",
     ),
@@ -204,7 +216,8 @@ MUTATIONS = [
     Mutation("random numbers follow a micro-batch", "MiniBatch.forward", "self.random_numbers.of", "frames/pipelined"),
     # Locks
     Mutation("steps of one model come one after the other", "run_step", "lock", "engine/threads"),
-    Mutation("one thread at a time copies a generator's state", "_note", "_copying", "replay/random"),
+    Mutation("one thread at a time copies a generator's state", "state_of", "_copying", "replay/random"),
+    Mutation("... or sets it", "go_on_from", "_copying", "replay/random"),
     Mutation(
         "a norm counts one run at a time",
         "exclusive",
@@ -217,7 +230,11 @@ MUTATIONS = [
         "exclusive",
         "replay/statistics norms/deferred_batch_norm",
     ),
-    Mutation("layers with seeds draw one after the other", "LayerSeeds._seeded", "sharing", "step late/seeds"),
+    Mutation("layers with seeds draw one after the other", "borrowed", "sharing", "step late/seeds"),
+    # Threads
+    Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/ends"),
+    Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/ends"),
+    Mutation("no frame is unwound after a call has failed", "Frame.cancel", "self._working", "engine/ends"),
     # Host memory
     Mutation("the computation waits for its weights", "Residence.before", "computing.wait", "frames/offload"),
     Mutation("... in one piece", "OnDemand._need", "self._memory.streams.current(device).wait", "frames/offload"),

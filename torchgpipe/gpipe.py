@@ -16,7 +16,7 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import StepLock
 from torchgpipe.engine.calls import Mechanisms
 from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
-from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.pipeline import ForwardPass
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
 from torchgpipe.model.comparison import Comparison
@@ -26,7 +26,7 @@ from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter, tell_of
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
-from torchgpipe.model.proof import Proof
+from torchgpipe.model.proof import SequentialProof
 from torchgpipe.model.settings import (
     CheckpointMode,
     LayerNames,
@@ -284,8 +284,8 @@ class GPipe(nn.Module):
         if self._host_memory is not None:
             return self._forward_from_host_memory(batches)
         with mini_batch(len(batches), self):
-            views, devices, stops = self._views(len(batches))
-            Pipeline(views, devices, len(batches), self._mechanisms).run(batches, stops)
+            views, devices, checkpointed = self._views(len(batches))
+            ForwardPass(views, devices, len(batches), self._mechanisms).run(batches, checkpointed)
             return self._gather(batches)
 
     def _forward_from_host_memory(self, batches: list[Batch]) -> Any:
@@ -318,7 +318,7 @@ class GPipe(nn.Module):
         finish: Callable[[int, Batch], Tensor],
         gathered: Callable[[], Any],
     ) -> Any:
-        partitions, devices, stops = views
+        partitions, devices, checkpointed = views
         kind: Any = None  # The first mini-batch of a kind is watched, see `residence`.
         if self._host_memory is not None:
             kind = torch.is_grad_enabled(), *[(id(module), module.training) for module in self.modules()]
@@ -330,7 +330,7 @@ class GPipe(nn.Module):
             finish,
             self._mechanisms,
             gather=gathered,
-            stops=stops,
+            checkpointed=checkpointed,
             backward=torch.is_grad_enabled(),
             replicas=self._replicas,
             schedule=schedule,
@@ -433,7 +433,7 @@ class GPipe(nn.Module):
         def fresh(value: Any) -> Any:  # Layers may work in place.
             return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
-        return Proof(
+        return SequentialProof(
             self,
             lambda: self.partitions,
             self.devices,
@@ -514,8 +514,8 @@ class GPipe(nn.Module):
         if isinstance(checkpoint, str):
             return partitions, self.devices, [checkpoint_stop(checkpoint, m)] * len(partitions)
         views = divide(partitions, set(checkpoint))
-        stops = [0 if set(checkpoint).isdisjoint(view._modules) else m for view in views]
-        return views, [self._devices[view._index] for view in views], stops
+        checkpointed = [0 if set(checkpoint).isdisjoint(view._modules) else m for view in views]
+        return views, [self._devices[view._index] for view in views], checkpointed
 
     @property
     def _pipeline_devices(self) -> list[torch.device]:

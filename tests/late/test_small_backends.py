@@ -14,7 +14,6 @@ import torchgpipe
 from tests import late
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices import generators, stream
-from torchgpipe.replay import random
 
 pytestmark = pytest.mark.late
 
@@ -59,7 +58,12 @@ LACKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def forget() -> None:
-    for cached in (stream._has_side_streams, stream._side_stream, generators.device_generator, random._generators):
+    for cached in (
+        stream._has_side_streams,
+        stream._side_stream,
+        generators.device_generator,
+        generators.generators_of,
+    ):
         cached.cache_clear()  # type: ignore[attr-defined]
 
 

@@ -23,7 +23,7 @@ from tests.conftest import Pipe
 from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.replay.random import RandomStates, _Generator, sharing_generator
+from torchgpipe.replay.random import RandomStates, sharing_generator
 
 CHECKPOINTED = ["always", "except_last"]
 
@@ -212,10 +212,13 @@ def test_a_replay_in_the_midst_of_another_run_is_no_silent_error() -> None:
 def test_two_devices_replay_at_the_same_time() -> None:
     """Accelerators recompute in a thread each. A replay on one was taken for a disturbance of the others."""
 
-    def drawn(device: str) -> tuple[RandomStates, torch.Generator, Any]:
-        generator = torch.Generator()
+    def drawn(where: str) -> tuple[RandomStates, torch.Generator, Any]:
+        class Own(torch.Generator):
+            device = torch.device(where)
+
+        generator = Own()
         states = RandomStates(torch.device("cpu"), [], beside=True, between=True)
-        states._generators = (_Generator(generator.get_state, generator.set_state, torch.device(device)),)
+        states._generators = (generator,)
         before = states.begin()
         torch.rand(1, generator=generator)
         return states, generator, states.end(before)
@@ -424,12 +427,16 @@ def test_devices_with_one_generator(devices: list[str], sharing: list[str]) -> N
 
 COLLECTING = """
 import gc, sys, threading, time, torch
+from contextlib import suppress
 from torchgpipe.replay.random import RandomStates
 
 def note():
     states = RandomStates(torch.device("cpu"), [], beside=True, between=True)
     for _ in range(1000):
-        states.end(states.begin())
+        before = states.begin()
+        torch.rand(1)
+        with suppress(RuntimeError), states.replay(states.end(before)):  # They disturb each other.
+            torch.rand(1)
 
 sys.setswitchinterval(1e-5)
 gc.set_threshold(1)

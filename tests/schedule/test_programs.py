@@ -20,6 +20,7 @@ from torchgpipe.schedule import (
     simulate,
     verify,
 )
+from torchgpipe.schedule.action import at_once
 from torchgpipe.schedule.programs import SPLITTING, usual_places
 
 #: The time of forward, with backward of twice that time, or of that time for each half.
@@ -171,3 +172,7 @@ def test_drawings() -> None:
     assert max(map(len, draw_text(simulation, columns=30).splitlines())) <= 30
     svg = draw_svg(simulation)
     assert svg.startswith("<svg") and svg.count("<rect") == 12
+
+
+def test_the_backward_of_the_last_partition_comes_at_once() -> None:
+    assert at_once(program("ZeroBubble", 4, [0, 1, 2, 3])) == {(i, 3) for i in range(4)}

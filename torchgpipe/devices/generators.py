@@ -1,7 +1,14 @@
-"""The random number generators of devices, whatever the module of a kind of device offers."""
+"""The random number generators of devices, whatever the module of a kind of device offers.
+
+PyTorch copies a state while it holds a lock of the generator, and creates a Python object there. Before Python 3.12,
+that can start the garbage collector, which can switch threads. If the other thread then waited for the generator's
+lock, it would hold the interpreter lock meanwhile: a deadlock. So all states are read and set here, under a lock that a
+thread waits for while it holds neither of the two.
+"""
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any, Protocol
 
@@ -10,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import device_module
 
-__all__ = ["Generator", "device_generator"]
+__all__ = ["Generator", "device_generator", "generators_of", "go_on_from", "state_of"]
 
 
 class Generator(Protocol):
@@ -28,6 +35,30 @@ class Generator(Protocol):
 
     def manual_seed(self, seed: int) -> Any:
         """Begin anew from a seed."""
+
+
+_copying = threading.Lock()
+
+
+def state_of(generator: Generator) -> Tensor:
+    """Return a copy of the state of a generator."""
+    with _copying:
+        return generator.get_state()
+
+
+def go_on_from(generator: Generator, start: Tensor | int) -> None:
+    """Let a generator go on from a state, or from a seed."""
+    with _copying:
+        if isinstance(start, Tensor):
+            generator.set_state(start)
+        else:
+            generator.manual_seed(start)
+
+
+@cache
+def generators_of(device: torch.device) -> tuple[Generator, ...]:
+    """Return the generators that layers on ``device`` draw from: that of the CPU, and that of the device."""
+    return tuple(dict.fromkeys([torch.default_generator, device_generator(device)]))
 
 
 @cache

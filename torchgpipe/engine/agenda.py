@@ -11,8 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from torchgpipe.schedule import Action, simulate
-from torchgpipe.schedule.action import needs, splits_of
-from torchgpipe.schedule.position import at_once
+from torchgpipe.schedule.action import at_once, needs, splits_of
 
 __all__ = ["Agenda", "FrozenProgram", "agenda_of"]
 

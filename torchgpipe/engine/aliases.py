@@ -44,12 +44,12 @@ __all__ = ["Aliases", "Delivery", "Slot", "StepLock", "filling_aliases", "weight
 Slot = tuple[nn.Module, str, int]
 
 
-class _Pass(threading.local):
+class _Differentiating(threading.local):
     is_a_cell = False
 
 
 #: Whether this thread differentiates a cell.
-_pass = _Pass()
+_differentiating = _Differentiating()
 
 
 class filling_aliases:
@@ -58,14 +58,14 @@ class filling_aliases:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        _pass.is_a_cell = True
+        _differentiating.is_a_cell = True
 
     def __exit__(self, *_: object) -> None:
-        _pass.is_a_cell = False
+        _differentiating.is_a_cell = False
 
 
 def _refuse_outside(alias: Tensor) -> None:
-    if not _pass.is_a_cell:
+    if not _differentiating.is_a_cell:
         raise differentiated_by_itself("the model")
 
 

@@ -65,4 +65,5 @@ class Cell:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         if self.call.facts is not None:
-            add_shortage(error, self.call.facts, Action("F" if phase == "forward" else "B", self.i, self.call.running))
+            action = Action("F" if phase == "forward" else "B", self.i, self.call.running)
+            add_shortage(error, self.call.facts, action, self.call.device)

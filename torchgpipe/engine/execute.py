@@ -114,10 +114,10 @@ class Executor:
         front: gives the cells
         aliases: the aliases of the parameters
         ambient: the settings of the caller
-        facts: returns what a note about memory is made from
+        facts: what a note about memory is made from
     """
 
-    def __init__(self, front: Front, aliases: Aliases, ambient: Ambient, facts: Callable[[], MiniBatchFacts]) -> None:
+    def __init__(self, front: Front, aliases: Aliases, ambient: Ambient, facts: MiniBatchFacts) -> None:
         self._front, self._aliases, self._ambient, self._facts = front, aliases, ambient, facts
         self._residence: Residence | None = None
 
@@ -190,7 +190,8 @@ class Executor:
             if residence is not None:
                 residence.after(action)
         except BaseException as error:
-            add_shortage(error, self._facts, Action(kind, i, self._front.place(j)))
+            place = Action(kind, i, self._front.place(j))
+            add_shortage(error, self._facts, place, self._front.streams[j].device)
             raise
 
     def _backward(self, kind: str, i: int, j: int, keep_graph: bool) -> Returned:

@@ -6,8 +6,7 @@ outlives the call where the autograd graph does: a recomputation compares the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -25,9 +24,12 @@ from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Listener
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
+from torchgpipe.model.state import apart, may_be_state
+from torchgpipe.model.untouched import attributes
 from torchgpipe.model.views import starts_in_place
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.found import Found, registered
+from torchgpipe.replay.phase import is_recomputing
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import current_seeds
 from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
@@ -57,13 +59,11 @@ class PartitionCall:
 
     Attributes:
         j: the index of the partition
-        facts: returns what a note about memory is made from; None in a step, which makes these notes itself
+        facts: what a note about memory is made from; None in a step, which makes these notes itself
         in_program: whether a program runs backward, and not a backward pass of the caller
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
         parameters: the parameters that require grad
         frozen: the parameters that do not
-        run_layers: maps the input of a cell to its output. Skips that arrive follow the leaves of the input, and skips
-            that leave follow the leaves of the output.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PartitionCall:
         self.lane_device = stream.device if ordered else None
         self.listener = listener
         self.in_program = in_program
-        self.facts: Callable[[], MiniBatchFacts] | None = None
+        self.facts: MiniBatchFacts | None = None
         self._replicated = replicated
 
         self._partition = partition
@@ -122,13 +122,13 @@ class PartitionCall:
         self._unchanged_in: int | None = None
 
         source = f"the output of layer '{[*partition._modules][-1]}' ({type(partition[-1]).__name__})"
-        self.run_layers: Callable[[Batch], Batch] = partial(_run, partition, source)
+        self._run: Callable[[Batch], Batch] = partial(_run, partition, source)
         if any(is_skippable(module) for module in modules):
-            self.run_layers = partial(_run_with_skips, self.run_layers, sending, receiving)
+            self._run = partial(_run_with_skips, self._run, sending, receiving)
         if self._norms:
-            self.run_layers = partial(_run_exclusively, self.run_layers, self._norms)
+            self._run = partial(_run_exclusively, self._run, self._norms)
         if starts_in_place(partition):
-            self.run_layers = partial(_run_on_copies, self.run_layers)
+            self._run = partial(_run_on_copies, self._run)
 
     @property
     def running(self) -> int:
@@ -184,32 +184,50 @@ class PartitionCall:
         if self.ambient.autocast_caches and not self.in_program:
             torch.clear_autocast_cache()
 
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Run layers again in a ``with`` block: on this partition's stream, and without an effect on the layers.
+    @cached_property
+    def _attributes(self) -> list[tuple[nn.Module, str, Tensor]]:
+        # Looked for when an output may be one of them, or a cell runs again.
+        # What has a graph is set anew in each run, and would be kept alive here.
+        return [one for one in attributes(self._partition) if one[2].grad_fn is None]
+
+    def run_layers(self, batch: Batch) -> Batch:
+        """Return the output of a cell, given its input.
+
+        Skips that arrive follow the leaves of the input, and skips that leave follow the leaves of the output. Tensors
+        that a layer keeps and changes in place are copied; see `model.state`.
+        """
+        output = self._run(batch)
+        for leaf in output.leaves:
+            if leaf is not None and may_be_state(leaf) and (self._buffers or self._attributes):
+                output.leaves = tuple([one if one is None else apart(self._partition, one) for one in output.leaves])
+                break
+        return output
+
+    def state(self) -> list[tuple[Tensor | None, int]]:
+        """Return what layers keep: buffers but for running statistics, and tensors among attributes, with versions."""
+        kept = [registered(module._buffers, name) for module, name in self._buffers]
+        kept += [tensor for _, _, tensor in self._attributes]
+        # The tensors themselves are in the list: the id of one that is gone may belong to another one by now.
+        return list(zip(kept, versions(kept)))
+
+    def verify_state(self, before: list[tuple[Tensor | None, int]]) -> None:
+        """Check after a second run that it has changed nothing that layers keep.
+
+        Args:
+            before: what `state` returned before the run
 
         Raises:
-            RuntimeError: the run has changed a buffer that is not a running statistic.
+            RuntimeError: it has replaced a buffer, or changed one or another tensor in place.
         """
-        return self._recomputing() if self._norms or self._buffers else self.stream.use()
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        with self.stream.use(), exclusive(self._norms), scratch_statistics(self._norms):
-            before = self._buffer_versions()
-            yield
-            after = self._buffer_versions()
-        for (module, name), (old, old_version), (new, new_version) in zip(self._buffers, before, after):
+        names = [*self._buffers, *[(module, name) for module, name, _ in self._attributes]]
+        for (module, name), (old, old_version), (new, new_version) in zip(names, before, self.state()):
             if old is not new or old_version != new_version:
+                what = "buffer" if name in module._buffers else "tensor"
                 raise RuntimeError(
-                    f"recomputation has changed the buffer '{name}' of a {type(module).__name__} once more, so it does "
+                    f"recomputation has changed the {what} '{name}' of a {type(module).__name__} once more, so it does "
                     "not compute what the first run did; change it only if not is_recomputing(), or use "
                     "checkpoint='never'"
                 )
-
-    def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = [registered(module._buffers, name) for module, name in self._buffers]
-        # The buffers themselves are in the list: the id of a buffer that is gone may belong to another one by now.
-        return list(zip(buffers, versions(buffers)))
 
 
 def _run(partition: Partition, source: str, batch: Batch) -> Batch:
@@ -232,7 +250,8 @@ def _run_with_skips(
 
 
 def _run_exclusively(run: Callable[[Batch], Batch], norms: Sequence[nn.Module], batch: Batch) -> Batch:
-    with exclusive(norms):
+    # A pipeline inside of a layer that runs again has its first run then: the outer layer's norms are held anyway.
+    with exclusive(norms), scratch_statistics(norms if is_recomputing() else ()):
         return run(batch)
 
 

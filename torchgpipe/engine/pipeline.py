@@ -14,7 +14,6 @@ threads say nothing about each other, so there the cells of each partition are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -35,11 +34,11 @@ from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import clock_cycles
 
-__all__ = ["Pipeline"]
+__all__ = ["ForwardPass"]
 
 
-class Pipeline:
-    """The cells of one call.
+class ForwardPass:
+    """The cells of one call, which leave a graph for autograd.
 
     Args:
         partitions: the layers, on their devices; a partition may be divided into several views
@@ -74,27 +73,18 @@ class Pipeline:
             listener=self._listener,
         )
 
-    def run(self, batches: list[Batch], stops: Sequence[int]) -> None:
+    def run(self, batches: list[Batch], checkpointed: Sequence[int]) -> None:
         """Replace every micro-batch by the output of the last partition.
 
         Args:
             batches: micro-batches on the first device
-            stops: for each view, how many micro-batches, from the first on, are checkpointed
+            checkpointed: for each view, how many micro-batches, from the first on, are checkpointed
         """
-        self._stops = stops
-        facts = partial(
-            facts_of,
-            self._partitions,
-            self._devices,
-            self._m,
-            stops,
-            schedule=None,
-            program=None,
-            backward=self._ambient.builds_graph,
-        )
+        self._checkpointed = checkpointed
+        facts = facts_of(None, self._partitions, checkpointed, backward=self._ambient.builds_graph)
         for call in self._calls:
             call.facts = facts
-        if any(stops) or not self._inline:
+        if any(checkpointed) or not self._inline:
             refuse_transforms()
         if self._inline:
             with self._calls[0].stream.use():
@@ -150,8 +140,8 @@ class Pipeline:
 
     def _mode(self, i: int, j: int) -> Mode:
         """Return how micro-batch ``i`` runs on view ``j``."""
-        if i < self._stops[j]:
+        if i < self._checkpointed[j]:
             return "checkpoint"
         # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
         is_recorded = self._listener is not None and not transforms_are_active()
-        return "keep" if any(self._stops) or is_recorded else "plain"
+        return "keep" if any(self._checkpointed) or is_recorded else "plain"

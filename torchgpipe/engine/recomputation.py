@@ -15,7 +15,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, gradient
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
-from torchgpipe.replay.phase import checkpointing, recomputing
+from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn
 
 __all__ = ["Recomputation", "entered", "roots_of"]
@@ -51,7 +51,8 @@ class Recomputation:
         with cell.recorded("forward"):
             forget_parametrizations()
             before = call.random.begin()
-            outputs = checkpointing(cell.compute, leaves)
+            with first_run():
+                outputs = cell.compute(leaves)
             self._drawn = call.random.end(before)
             self._versions = call.versions()
             forget_parametrizations()
@@ -96,8 +97,11 @@ class Recomputation:
         # Detached, and so the leaves of a graph of their own.
         leaves = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in saved])
         forget_parametrizations()
-        with call.recomputing(), call.random.replay(self._drawn):
-            outputs = recomputing(cell.compute, leaves)
+        # The engine enters no device for a node whose outputs are on the host.
+        before = call.state()
+        with call.stream.use(), call.random.replay(self._drawn), second_run():
+            outputs = cell.compute(leaves)
+        call.verify_state(before)
         call.forget_casts()
         forget_parametrizations()
         for leaf in leaves:

@@ -59,7 +59,7 @@ def run_step(
     mechanisms: Mechanisms,
     *,
     gather: Callable[[], Any],
-    stops: Sequence[int],
+    checkpointed: Sequence[int],
     backward: bool,
     replicas: Replicas,
     schedule: Schedule,
@@ -77,7 +77,7 @@ def run_step(
         finish: computes the loss of a micro-batch from its output
         mechanisms: the mechanisms of the pipeline
         gather: computes what to return, after the last cell
-        stops: for each view, how many micro-batches, from the first on, may be recomputed
+        checkpointed: for each view, how many micro-batches, from the first on, may be recomputed
         backward: whether to run backward
         replicas: the replicas of the pipeline, which run a step at the same time
         schedule: what the program comes from, for errors
@@ -94,13 +94,13 @@ def run_step(
             listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
             # A listener hears of each partition.
             apart = listener is not None or host_memory is not None
-            joins = (False,) * len(partitions) if apart else joinable(partitions, devices, stops)
+            joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
             views = tuple(map(tuple, views_of_each(partitions)))
-            facts = partial(facts_of, partitions, devices, len(inputs), stops, schedule, program, backward=backward)
+            facts = facts_of(schedule, partitions, checkpointed, backward=backward)
             agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
             columns = agenda.columns
             joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]
-            devices, stops = [devices[own[0]] for own in columns], [stops[own[0]] for own in columns]
+            devices, checkpointed = [devices[own[0]] for own in columns], [checkpointed[own[0]] for own in columns]
             modules = [list(partition.modules()) for partition in joined]
             slots = [
                 (module, name, j)
@@ -116,7 +116,17 @@ def run_step(
         def work() -> Any:
             with aliases.installed():
                 cells = _MicroBatches(
-                    joined, devices, modules, inputs, finish, mechanisms, stops, backward, listener, aliases, watches
+                    joined,
+                    devices,
+                    modules,
+                    inputs,
+                    finish,
+                    mechanisms,
+                    checkpointed,
+                    backward,
+                    listener,
+                    aliases,
+                    watches,
                 )
                 with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
                     cells.run(Executor(cells, aliases, cells.ambient, facts), agenda)
@@ -144,7 +154,7 @@ class _MicroBatches:
         inputs: list[Batch],
         finish: Finish,
         mechanisms: Mechanisms,
-        stops: Sequence[int],
+        checkpointed: Sequence[int],
         backward: bool,
         listener: Listener | None,
         aliases: Aliases,
@@ -152,7 +162,7 @@ class _MicroBatches:
     ) -> None:
         self._aliases, self.watches, self.listener = aliases, watches, listener
         self._m, self._n = len(inputs), len(partitions)
-        self._finish, self._stops, self._backward = finish, stops, backward
+        self._finish, self._checkpointed, self._backward = finish, checkpointed, backward
         self.ambient = Ambient()
         self._seeds = LayerSeeds(partitions, devices)
         self._recomputed = False
@@ -225,7 +235,7 @@ class _MicroBatches:
                     outputs = cell.compute(leaves)
                 exits: Sequence[Arrival | None] = [None] * len(outputs)
             else:
-                own = _StepCell(cell, j, sources, recomputes=recomputes and i < self._stops[j])
+                own = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
                 outputs = own.run(leaves, partial(self._let_rest, given, leaves, Action("F", i, j), Action("B", i, j)))
                 self._cells[i, j], exits = own, own.exits
             if self._aliases.host_memory is not None:

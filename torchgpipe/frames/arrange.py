@@ -14,7 +14,7 @@ from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings, door_of
 from torchgpipe.frames.spine import Part, Trace, spine_of
-from torchgpipe.frames.values import dotted
+from torchgpipe.model.values import dotted
 
 __all__ = ["arrange"]
 

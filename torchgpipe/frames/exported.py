@@ -16,7 +16,7 @@ from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outer import Outer
 from torchgpipe.frames.outputs import verify_known
-from torchgpipe.frames.values import mapped
+from torchgpipe.model.values import mapped
 
 __all__ = ["Exported"]
 

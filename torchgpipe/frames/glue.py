@@ -13,7 +13,7 @@ from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
-from torchgpipe.frames.values import each, mapped
+from torchgpipe.model.values import each, mapped
 
 __all__ = ["Glue"]
 
@@ -66,6 +66,7 @@ class Glue(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if is_changed and changes_values(func):
             self._crossing.note_change(before[0])
-        for _, tensor in each(out):
-            self._crossing.note_change(tensor)
+        if out is not None:
+            for _, tensor in each(out):
+                self._crossing.note_change(tensor)
         return result

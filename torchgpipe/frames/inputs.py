@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import container, dotted, is_cache, mapped
+from torchgpipe.model.values import is_cache, mapped, spread, walk
 
 __all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "has_an_item_for_each", "resized", "split_rows"]
 
@@ -136,8 +136,9 @@ class Splitter:
         """
         rows = sum(sizes)
         faults: list[str] = []
+        divide = partial(self._divided, sizes=sizes, faults=faults)
         parts = {
-            name: [value] * len(sizes) if name in self._whole else self._divided(value, name, rows, sizes, faults)
+            name: [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
             for name, value in self._named(arguments)
         }
         if faults:
@@ -162,15 +163,12 @@ class Splitter:
         """
         index = [k % max(1, self.rows) for k in range(rows)]
 
-        def chosen(value: Any, path: str) -> Any:
-            if self._split.get(path) and isinstance(value, (Tensor, list)):
-                return _chosen(value, index)
-            opened = container(value, caches=True)
-            if opened is None:
-                return value
-            return opened.rebuilt([chosen(item, dotted(path, name)) for name, item in zip(opened.names, opened.items)])
+        def choose(value: Any, path: str) -> list[Any] | None:
+            is_split = isinstance(value, (Tensor, list)) and self._split.get(path)
+            return [_chosen(value, index)] if is_split else None
 
-        values = [value if name in self._whole else chosen(value, name) for name, value in self._named(sample)]
+        named = self._named(sample)
+        values = [value if name in self._whole else spread(value, choose, 1, name)[0] for name, value in named]
         count = len(sample.args)
         return Arguments(tuple(values[:count]), dict(zip(sample.kwargs, values[count:])))
 
@@ -201,28 +199,28 @@ class Splitter:
     def _chunked(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self._named(arguments) if name not in self._whole)
 
-    def _divided(self, value: Any, path: str, rows: int, sizes: list[int], faults: list[str]) -> list[Any]:
-        """Return what each micro-batch gets of a value; ``faults`` takes what has another number of rows."""
-        is_tensor = isinstance(value, Tensor)
-        if is_tensor or (type(value) is list and self._split.get(path, has_an_item_for_each(value, rows))):
-            length = _length(value)
-            wanted = self._split.get(path, length == rows)
-            if not wanted or (is_tensor and length <= 1 and rows != 1):  # A single row is broadcast.
-                return [value] * len(sizes)
-            if length != rows:
-                faults.append(f"'{path}' has {length}" + ("" if is_tensor else " items, taken for the rows"))
-                return [value] * len(sizes)
-            return split_rows(value, sizes)
-        opened = container(value, caches=True)
-        if opened is None:
-            return [value] * len(sizes)
+    def _divided(self, value: Any, path: str, sizes: list[int], faults: list[str]) -> list[Any] | None:
+        """Return what each micro-batch gets of a value, or None if that is to be looked into.
+
+        Args:
+            value: the value
+            path: its path
+            sizes: the rows of each micro-batch
+            faults: takes what has another number of rows
+        """
+        rows, is_tensor = sum(sizes), isinstance(value, Tensor)
         if is_cache(value):
             return [_cache_rows(value, rows, sizes, i) for i in range(len(sizes))]
-        items = [
-            self._divided(item, dotted(path, name), rows, sizes, faults)
-            for name, item in zip(opened.names, opened.items)
-        ]
-        return [opened.rebuilt([parts[i] for parts in items]) for i in range(len(sizes))]
+        if not is_tensor and (type(value) is not list or not self._split.get(path, has_an_item_for_each(value, rows))):
+            return None
+        length = _length(value)
+        wanted = self._split.get(path, length == rows)
+        if not wanted or (is_tensor and length <= 1 and rows != 1):  # A single row is broadcast.
+            return [value] * len(sizes)
+        if length != rows:
+            faults.append(f"'{path}' has {length}" + ("" if is_tensor else " items, taken for the rows"))
+            return [value] * len(sizes)
+        return split_rows(value, sizes)
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:
@@ -233,17 +231,10 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
     return [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
 
 
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and lists in an argument with their paths."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    opened = container(value)
-    if opened is not None:
-        if type(value) is list and value:
-            yield path, value
-        for name, item in zip(opened.names, opened.items):
-            yield from _parts(item, dotted(path, name))
+def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return the tensors and lists in an argument with their paths."""
+    found = walk(value, path)
+    return [(where, item) for where, item in found if isinstance(item, Tensor) or (type(item) is list and item)]
 
 
 def _kind(value: Any) -> str:

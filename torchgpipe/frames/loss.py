@@ -18,8 +18,8 @@ from torch import Tensor
 from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import container, each, mapped
-from torchgpipe.model.loss import called_with_target, numbers
+from torchgpipe.model.loss import Losses, called_with_target, nothing, numbers
+from torchgpipe.model.values import each, mapped, spread
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
@@ -81,7 +81,7 @@ def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: S
     return joined
 
 
-class MicroBatchLoss:
+class MicroBatchLoss(Losses):
     """The loss of a step.
 
     Args:
@@ -103,14 +103,12 @@ class MicroBatchLoss:
         *,
         training: bool,
     ) -> None:
-        self._loss_fn = settings.loss_fn
+        super().__init__(settings.loss_fn, lambda values: mapped(values, Tensor.detach))
         self._coupled = [path for path, kind in settings.kinds[training].items() if kind == "coupled"]
         self._sizes = sizes
         given = _split(target, sizes)
         brought = mapped(target, bring)
         self._targets = given if brought is target else _split(brought, sizes)
-        self._losses: dict[int, Tensor] = {}
-        self._values: dict[int, Any] = {}
         if settings.reduce == "sum" or (self._loss_fn is None and _adds_up(settings, named)):
             self._shares = [1.0] * len(sizes)
             return
@@ -134,18 +132,14 @@ class MicroBatchLoss:
                 f"the loss of a micro-batch must be a tensor of one number, such as its mean, but is {got}"
             )
         if not self._shares[i]:  # The mean over no labels is nan, and so would be its gradient.
-            loss = _nothing(output)
+            loss = nothing([tensor for _, tensor in each(output)])
         # Of its own memory: some losses, as mse_loss, are computed in that of the output.
         self._losses[i] = loss.detach().reshape(()).clone()
         return loss, self._shares[i]
 
     def _loss_of(self, i: int, output: Any) -> Any:
         if self._loss_fn is not None:
-            result = called_with_target(self._loss_fn, output, self._targets[i])
-            if isinstance(result, tuple) and len(result) == 2:
-                self._values[i] = result[1]
-                return result[0]
-            return result
+            return self._computed(i, output, self._targets[i])
         if self._coupled and len(self._sizes) > 1:
             raise ValueError(
                 f"the output {self._coupled} couples the rows of a batch, so the loss of the mini-batch is not the "
@@ -164,33 +158,20 @@ class MicroBatchLoss:
         total = torch.stack([self._losses[i] * self._shares[i] for i in sorted(self._losses)]).sum()
         if not self._values:
             return total
-        values = [self._values[i] for i in sorted(self._values)]
-        if len(values) < len(self._sizes):
-            raise ValueError(
-                "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
-            )
+        values = self._values_of(len(self._sizes))
         return total, join(values, self._sizes, {}, lambda _, numbers: torch.stack(list(numbers)))
-
-
-def _nothing(output: Any) -> Tensor:
-    """Return a loss of 0 with a graph."""
-    parts = [tensor.reshape(-1)[:0].sum().real for _, tensor in each(output) if tensor.requires_grad]
-    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the target of each micro-batch: every tensor in it has the rows of the batch, and so may a list have."""
     rows = sum(sizes)
-    if isinstance(target, Tensor):
-        if not target.dim() or len(target) != rows:
+
+    def divide(value: Any, _path: str) -> list[Any] | None:
+        if isinstance(value, Tensor) and (not value.dim() or len(value) != rows):
             raise ValueError(
-                f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(target.shape)}"
+                f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}"
             )
-        return split_rows(target, list(sizes))
-    if has_an_item_for_each(target, rows):
-        return split_rows(target, list(sizes))
-    opened = container(target)
-    if opened is None:
-        return [target] * len(sizes)
-    items = [_split(item, sizes) for item in opened.items]
-    return [opened.rebuilt([parts[i] for parts in items]) for i in range(len(sizes))]
+        has_rows = isinstance(value, Tensor) or has_an_item_for_each(value, rows)
+        return split_rows(value, list(sizes)) if has_rows else None
+
+    return spread(target, divide, len(sizes))

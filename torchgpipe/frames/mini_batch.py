@@ -38,8 +38,8 @@ from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
-from torchgpipe.frames.values import each, mapped
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
+from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
@@ -72,7 +72,7 @@ class MiniBatch:
         model: names the model's forward, for errors
         buffers: the ids of the model's buffers
         owner: the identity of the pipeline
-        facts: returns what a note about memory is made from
+        facts: what a note about memory is made from
         watched: called when each operation on weights that live in host memory has been looked at; None if there is no
             need to look
 
@@ -101,7 +101,7 @@ class MiniBatch:
         model: str,
         buffers: Set[int],
         owner: Owner,
-        facts: Callable[[], MiniBatchFacts],
+        facts: MiniBatchFacts,
         watched: Callable[[], None] | None = None,
     ) -> None:
         self.watches = watched is not None

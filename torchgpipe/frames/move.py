@@ -9,8 +9,8 @@ from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.engine.host_memory import verify_home
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import dotted
 from torchgpipe.model.placement import give_memory, move_parameter
+from torchgpipe.model.values import dotted
 
 __all__ = ["move"]
 

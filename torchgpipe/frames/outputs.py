@@ -7,13 +7,13 @@ sample, the second with a row less; if it couples the rows with each other, ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.values import container, dotted, each, hidden, is_cache
+from torchgpipe.model.values import container, dotted, each, hidden, is_cache, walk
 
 __all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
@@ -39,11 +39,11 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
         other: the output for ``other_rows`` rows
         other_rows: another number of rows
     """
-    tensors, lengths = dict(each(other)), dict(_lengths(other, ""))
+    tensors, lengths, other_lengths = dict(each(other)), _lengths(output), _lengths(other)
     kinds: Kinds = {
-        path: 0 if n * other_rows == lengths[path] * rows and n != lengths[path] else None
-        for path, n in _lengths(output, "")
-        if path in lengths
+        path: 0 if n * other_rows == other_lengths[path] * rows and n != other_lengths[path] else None
+        for path, n in lengths.items()
+        if path in other_lengths
     }
     for path, tensor in each(output):
         there = tensors.get(path)
@@ -56,29 +56,19 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
             kinds[path] = varying[0]
         else:
             kinds[path] = "coupled"
-    numbers = dict(_numbers(other, ""))
-    kinds |= {path: "counts" for path, number in _numbers(output, "") if numbers.get(path, number) != number}
+    numbers = _numbers(other)
+    kinds |= {path: "counts" for path, number in _numbers(output).items() if numbers.get(path, number) != number}
     return kinds
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers of Python, with their paths."""
-    if type(value) in (int, float):
-        yield path or "value", value
-    opened = container(value)
-    if opened is not None:
-        for name, item in zip(opened.names, opened.items):
-            yield from _numbers(item, dotted(path, name))
+def _numbers(value: Any) -> dict[str, int | float]:
+    """Return the numbers of Python, by their paths."""
+    return {path or "value": item for path, item in walk(value) if type(item) in (int, float)}
 
 
-def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Yield the lengths of lists and tuples, with their paths."""
-    opened = container(value)
-    if opened is not None:
-        if type(value) in (list, tuple):
-            yield path or "value", len(value)
-        for name, item in zip(opened.names, opened.items):
-            yield from _lengths(item, dotted(path, name))
+def _lengths(value: Any) -> dict[str, int]:
+    """Return the lengths of lists and tuples, by their paths."""
+    return {path or "value": len(item) for path, item in walk(value) if type(item) in (list, tuple)}
 
 
 def verify_known(output: Any) -> None:

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import each, is_cache, mapped
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
@@ -100,10 +99,7 @@ class Pipeline:
         exported = Exported(len(parts), backward=backward)
         actions = self._in_two_halves(len(parts))
         with self.aliased(module, backward=backward) as aliases:
-            facts = partial(self._facts, module, None, actions, backward=backward)
-            mini_batch = self._mini_batch(
-                module, plain, parts, exported.take, aliases, actions, facts, backward=backward
-            )
+            mini_batch = self._mini_batch(module, plain, parts, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(arguments))
         self._end(module, mini_batch, rows)
@@ -136,11 +132,12 @@ class Pipeline:
                 export(value).add(torch.full_like(value, weight))
 
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
-        facts = partial(self._facts, module, settings.schedule, actions, backward=backward)
 
         def work() -> Any:
             with aliases.installed():
-                mini_batch = self._mini_batch(module, plain, parts, finish, aliases, actions, facts, backward=backward)
+                mini_batch = self._mini_batch(
+                    module, plain, parts, finish, aliases, actions, backward=backward, schedule=settings.schedule
+                )
                 mini_batch.run()
                 result = loss.result()
                 self._end(module, mini_batch, rows)
@@ -219,8 +216,8 @@ class Pipeline:
         for ref, name, column in self._doors:
             child = ref()
             if child is not None:
-                again = recomputes and name in settings.recomputed
-                put_door(child, name, column, recomputes=again, owner=self.identity)
+                runs_again = recomputes and name in settings.recomputed
+                put_door(child, name, column, recomputes=runs_again, owner=self.identity)
 
     @contextmanager
     def aliased(
@@ -276,12 +273,12 @@ class Pipeline:
         finish: Finish,
         aliases: Aliases,
         actions: Program,
-        facts: Callable[[], MiniBatchFacts],
         *,
         backward: bool,
+        schedule: Schedule | None = None,
         random_numbers: RandomNumbers | None = None,
     ) -> MiniBatch:
-        settings, recorder = self.settings, self.recorder
+        settings, recorder, recomputes = self.settings, self.recorder, self._recomputes(module)
         step = None
         if recorder is not None:
             places = [Place(self.streams.current(device), own) for device, own in zip(settings.devices, settings.parts)]
@@ -303,13 +300,13 @@ class Pipeline:
             random_numbers,
             actions,
             backward=backward,
-            splits=not self._recomputes(module),
+            splits=not recomputes,
             verified=self._to_verify(module, parts[0]) if backward else None,
             labels=settings.labels,
             model=f"{type(module).__name__}.forward",
             buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
             owner=self.identity,
-            facts=facts,
+            facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
             watched=watched,
         )
 
@@ -327,13 +324,6 @@ class Pipeline:
             return tensor.to(device) if there is not None and self.streams.moves(there, device) else tensor
 
         return bring
-
-    def _facts(
-        self, module: nn.Module, schedule: Schedule | None, actions: Program, *, backward: bool
-    ) -> MiniBatchFacts:
-        """Return what a note about memory is made from."""
-        checkpoint = None if self._recomputes(module) else "True"
-        return MiniBatchFacts(self.settings.devices, schedule, actions, backward, checkpoint)
 
     def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
         random_numbers = mini_batch.random_numbers
@@ -456,9 +446,8 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
         actions = program("GPipe", len(parts), places_of(self.settings.devices))
-        facts = partial(self._facts, module, None, actions, backward=True)
         return self._mini_batch(
-            module, plain, parts, finish, aliases, actions, facts, backward=True, random_numbers=RandomNumbers(None)
+            module, plain, parts, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
         )
 
 

@@ -125,24 +125,7 @@ def pipelined(
         ValueError: the module has nothing to split, an argument does not fit, or the pipeline does not compute what the
             plain module computes; the error names the first tensor that differs.
     """
-    return _pipelined(
-        module,
-        sample,
-        chunks=chunks,
-        devices=devices,
-        partitions=partitions,
-        balance=balance,
-        schedule=schedule,
-        loss_fn=loss_fn,
-        weight=weight,
-        reduce=reduce,
-        no_chunk=no_chunk,
-        checkpoint=checkpoint,
-        verify=verify,
-        offload=offload,
-        slots=slots,
-        pin=pin,
-    )
+    return _pipelined(**locals())  # type: ignore[no-any-return]
 
 
 def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **options: Any) -> M:
@@ -161,7 +144,7 @@ def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **opt
     """
     given = inspect.signature(pipelined).bind(module, sample, **options)
     given.apply_defaults()
-    return _pipelined(*given.args, **given.kwargs, apart=True, found=found)  # type: ignore[no-any-return]
+    return _pipelined(**given.arguments, apart=True, found=found)  # type: ignore[no-any-return]
 
 
 def runs_of(module: nn.Module) -> Pipeline | None:

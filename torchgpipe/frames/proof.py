@@ -35,11 +35,11 @@ from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
-from torchgpipe.frames.values import each, mapped
 from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.random import generators_of
+from torchgpipe.replay.random import generators_in
 from torchgpipe.replay.seeds import Draws
 from torchgpipe.schedule.programs import SPLITTING
 
@@ -213,7 +213,7 @@ class Proof:
         if len(sizes) == 1:
             return
         # A layer that changes its buffers, as a spectral norm does, may compute with them.
-        self._draws = apart.draws.cpu or apart.draws.device or bool(generators_of(self._module.modules()))
+        self._draws = apart.draws.cpu or apart.draws.device or bool(generators_in(self._module.modules()))
         couples = self._draws or bool(apart.buffers)
         couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
         training = training and not couples

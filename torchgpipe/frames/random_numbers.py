@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.generators import Generator, device_generator
+from torchgpipe.devices.generators import generators_of, go_on_from, state_of
 from torchgpipe.replay.callers_generator import CallersGenerator
-from torchgpipe.replay.seeds import Draws, Watch, cpu_lock, drawing_from_cpu, generators_of, mixed, sharing
+from torchgpipe.replay.seeds import Draws, Watch, borrowed, cpu_lock, drawing_from_cpu, mixed, sharing
 
 __all__ = ["RandomNumbers"]
 
@@ -38,7 +38,8 @@ class RandomNumbers:
         self._draws = draws
         self._swaps = draws or Draws(True, True)
         self._drawn = [False, False]
-        self._states: dict[int, dict[str, Tensor]] = {}
+        #: By micro-batch and kind of generator, the state that the frame has left in its last column.
+        self._states: dict[int, dict[bool, Tensor]] = {}
         found = [generator for device in devices for generator in generators_of(device)]
         with cpu_lock():
             self._watch = Watch([one for one in found if not self._swaps[one.device.type != "cpu"]])
@@ -51,35 +52,20 @@ class RandomNumbers:
     @contextmanager
     def of(self, i: int, device: torch.device) -> Iterator[None]:
         """Let the generators follow micro-batch ``i`` in a ``with`` block."""
-        if not any(self._swaps):
+        # By whether it is of an accelerator: what such a generator has come to on one device goes on on the next.
+        found = {one.device.type != "cpu": one for one in generators_of(device)} if any(self._swaps) else {}
+        generators = {kind: one for kind, one in found.items() if self._swaps[kind]}
+        if not generators:
             yield
             return
-        generators: dict[str, Generator] = {}
-        if self._swaps.cpu:
-            generators["cpu"] = torch.default_generator
-        if device.type != "cpu" and self._swaps.device:
-            generators["device"] = device_generator(device)
-        with sharing(generators.values()), self._swapped(i, generators):
-            yield
-
-    @contextmanager
-    def _swapped(self, i: int, generators: dict[str, Generator]) -> Iterator[None]:
         states = self._states.setdefault(i, {})
-        before = {kind: generator.get_state() for kind, generator in generators.items()}
-        for kind, generator in generators.items():
-            if kind in states:
-                generator.set_state(states[kind])
-            else:
-                generator.manual_seed(mixed(self._base, i, 0))
-        begun = {kind: generator.get_state() for kind, generator in generators.items()}
-        try:
-            yield
-        finally:
-            for k, kind in enumerate(("cpu", "device")):
-                if kind in generators:
-                    states[kind] = generators[kind].get_state()
-                    self._drawn[k] |= not torch.equal(states[kind], begun[kind])
-                    generators[kind].set_state(before[kind])
+        with borrowed({one: states.get(kind, mixed(self._base, i, 0)) for kind, one in generators.items()}) as begun:
+            try:
+                yield
+            finally:
+                for (kind, generator), state in zip(generators.items(), begun):
+                    states[kind] = state_of(generator)
+                    self._drawn[kind] |= not torch.equal(states[kind], state)
 
     def backward(self) -> AbstractContextManager[None]:
         """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
@@ -96,7 +82,7 @@ class RandomNumbers:
             self._draws = Draws(*self._drawn)
         if any(self._draws):
             with drawing_from_cpu():
-                torch.default_generator.set_state(self._source.get_state())
+                go_on_from(torch.default_generator, self._source.get_state())
         return self._draws
 
     def drawn_unseen(self) -> list[str]:

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.devices.torch_internals import forget_parametrizations, saved_tensors_hooks_in_use, versions
 from torchgpipe.engine.resting import Rested
-from torchgpipe.frames.values import copied, each, mapped
+from torchgpipe.model.values import copied, each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.buffers import BufferStates
 from torchgpipe.replay.found import Found
-from torchgpipe.replay.phase import current_phase, enter_phase
+from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn, RandomStates
 from torchgpipe.replay.statistics import exclusive
 
@@ -93,7 +93,7 @@ class _Runs:
         assert self._given is not None
         (args, kwargs), self._given = self._given, None
         forget_parametrizations()
-        with enter_phase((True, current_phase()[1])), exclusive(self._buffers.modules):
+        with first_run(), exclusive(self._buffers.modules):
             before = self._random.begin()
             output = self._call(*args, **kwargs)
             self._drawn = self._random.end(before)
@@ -135,7 +135,7 @@ class _Runs:
         forget_parametrizations()
         with (
             saved_tensors_hooks(*hooks),
-            enter_phase((current_phase()[0], True)),
+            second_run(),
             exclusive(self._buffers.modules),
             self._buffers.replayed(),
             self._random.replay(self._drawn),

@@ -19,8 +19,8 @@ from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
-from torchgpipe.frames.values import mapped
 from torchgpipe.model.untouched import in_mode, python_random_states, untouched
+from torchgpipe.model.values import mapped
 
 __all__ = ["Study", "study", "without_compiler"]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.outputs import Kinds
-from torchgpipe.frames.values import dotted
+from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Schedule
 
 __all__ = ["Settings", "door_of"]

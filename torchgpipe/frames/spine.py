@@ -35,7 +35,8 @@ from torchgpipe.devices.torch_internals import (
     versions,
 )
 from torchgpipe.frames.operations import changes_shape, changes_values
-from torchgpipe.frames.values import each
+from torchgpipe.model.untouched import attributes
+from torchgpipe.model.values import each
 
 __all__ = ["Part", "Trace", "spine_of", "trace"]
 
@@ -248,7 +249,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
     compiled = {child for child in module.modules() if own_call(child) is not None or is_optimized(child)}
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
     probes = {child: probe(child) for child in module.modules() if child is not module and child not in within}
-    before = {id(tensor) for _, _, tensor in _attributes(module)}
+    before = {id(tensor) for _, _, tensor in attributes(module)}
     buffers = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
     counts = versions([buffer for _, _, buffer in buffers])
     with _replaced(probes), uses:
@@ -256,10 +257,10 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
     root.end = clock[0] + 1
     kept = [
         (child, name, uses.made.get(id(tensor), uses.last[id(tensor)]), uses.last[id(tensor)])
-        for child, name, tensor in _attributes(module)
+        for child, name, tensor in attributes(module)
         if id(tensor) in uses.last and id(tensor) not in before
     ]
-    keeps_tensors = any([id(tensor) not in before for _, _, tensor in _attributes(module)])
+    keeps_tensors = any([id(tensor) not in before for _, _, tensor in attributes(module)])
     changed = [now != then for now, then in zip(versions([buffer for _, _, buffer in buffers]), counts)]
     kept += [
         (child, name, uses.used[buffer], uses.last[id(buffer)])
@@ -273,15 +274,6 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
     ]
     epsilon = max([torch.finfo(kind).eps for kind in uses.kinds if kind.is_floating_point], default=0.0)
     return Trace(root, output, uses.used, kept, keeps_tensors, uses.drawn, uses.labels, epsilon)
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the tensors among the attributes of modules, which are no parameters and no buffers."""
-    for child in module.modules():
-        for name, value in vars(child).items():
-            if isinstance(value, (Tensor, list, tuple, dict)) and name not in ("_parameters", "_buffers", "_modules"):
-                for _, tensor in each(value):
-                    yield child, name, tensor
 
 
 @contextmanager

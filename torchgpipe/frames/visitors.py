@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
-from torchgpipe.frames.values import each, is_cache, mapped
+from torchgpipe.model.state import apart
+from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.schedule import Action
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
@@ -134,7 +136,10 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                return door.call_module(args, kwargs, self._keep)
+                output = door.call_module(args, kwargs, self._keep)
+                # Nearly all outputs have a graph, and so are made anew.
+                has_graph = isinstance(output, Tensor) and output.requires_grad
+                return output if has_graph else mapped(output, partial(apart, door.module))
             finally:
                 self._crossing.note_changes()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
-__all__ = ["NO_TARGET", "LossFunction", "MeanLoss", "Weight", "called_with_target", "numbers"]
+__all__ = ["NO_TARGET", "LossFunction", "Losses", "MeanLoss", "Weight", "called_with_target", "nothing", "numbers"]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
@@ -38,7 +38,55 @@ def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
     return [float(value) for value in values]
 
 
-class MeanLoss:
+class Losses:
+    """The losses of micro-batches, and what else the loss function has returned.
+
+    Args:
+        loss_fn: returns the mean loss of a micro-batch; None if its output has one
+        kept: returns what to keep of other values that the loss function returns, without their graph; None if it must
+            not return any
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any] | None, kept: Callable[[Any], Any] | None) -> None:
+        self._loss_fn, self._kept = loss_fn, kept
+        #: By micro-batch. A micro-batch whose last cell is recomputed has its loss computed twice.
+        self._losses: dict[int, Tensor] = {}
+        self._values: dict[int, Any] = {}
+
+    def _computed(self, i: int, output: Any, target: Any) -> Any:
+        """Return the loss of micro-batch ``i``, and note other values."""
+        assert self._loss_fn is not None
+        result = called_with_target(self._loss_fn, output, target)
+        if self._kept is None or not isinstance(result, tuple) or len(result) != 2:
+            return result
+        self._values[i] = self._kept(result[1])
+        return result[0]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the loss function has returned other values beside the loss."""
+        return bool(self._values)
+
+    def _values_of(self, count: int) -> list[Any]:
+        """Return the other values of ``count`` micro-batches.
+
+        Raises:
+            ValueError: there are none for some of them.
+        """
+        if len(self._values) < count:
+            raise ValueError(
+                "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
+            )
+        return [self._values[i] for i in sorted(self._values)]
+
+
+def nothing(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a loss of 0 with a graph, in place of the mean over no targets, which is nan."""
+    parts = [tensor.reshape(-1)[:0].sum().real for tensor in tensors if tensor.requires_grad]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+class MeanLoss(Losses):
     """The weighted mean of the losses of all micro-batches, in all replicas.
 
     Args:
@@ -67,13 +115,10 @@ class MeanLoss:
         *,
         takes_values: bool = False,
     ) -> None:
-        self._loss_fn, self._weight = loss_fn, weight
-        self._takes_values = takes_values
+        super().__init__(loss_fn, _without_graph if takes_values else None)
+        self._weight = weight
         self._target, self._chunks, self._device = target, chunks, device
         self._rows = rows_of(input)
-        #: By micro-batch. A micro-batch whose last cell is recomputed is finished twice.
-        self._losses: dict[int, Tensor] = {}
-        self._values: dict[int, Batch] = {}
         self.total = 0.0
 
     def prepare(self, inputs: Sequence[Batch]) -> float:
@@ -103,15 +148,14 @@ class MeanLoss:
 
     def finish(self, i: int, output: Batch) -> Tensor:
         """Return the share of micro-batch ``i`` in the mean loss, of shape (1,)."""
-        result = called_with_target(self._loss_fn, output.value, self._targets[i].value)
-        loss: Any = result
-        if self._takes_values and isinstance(result, tuple) and len(result) == 2:
-            loss, values = result
-            self._values[i] = _without_graph(values)
+        loss = self._computed(i, output.value, self._targets[i].value)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(self._says_what_is_wrong(loss))
         weight = self._weights[i]
-        share = loss.reshape(1) * (weight / self.total) if weight else _nothing(output, self._device)
+        if weight:
+            share = loss.reshape(1) * (weight / self.total)
+        else:
+            share = nothing([leaf for leaf in output.leaves if leaf is not None]).to(self._device).reshape(1)
         self._losses[i] = share.detach()
         return share
 
@@ -122,11 +166,6 @@ class MeanLoss:
             total += loss.squeeze()
         return total
 
-    @property
-    def has_values(self) -> bool:
-        """Whether the loss function has returned other values beside the loss."""
-        return bool(self._values)
-
     def values(self) -> Any:
         """Return the other values of all micro-batches, gathered along dimension 0; None if there are none.
 
@@ -135,22 +174,12 @@ class MeanLoss:
         """
         if not self._values:
             return None
-        if len(self._values) < len(self._weights):
-            raise ValueError(
-                "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
-            )
-        return gather([self._values[i] for i in sorted(self._values)], "loss_fn")
+        return gather(self._values_of(len(self._weights)), "loss_fn")
 
     def _says_what_is_wrong(self, loss: Any) -> str:
         got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
-        pair = ", or a pair of this loss and other values" if self._takes_values else ""
+        pair = ", or a pair of this loss and other values" if self._kept is not None else ""
         return f"loss_fn must return the mean loss of a micro-batch, a tensor of one number{pair}, but {got}"
-
-
-def _nothing(output: Batch, device: torch.device) -> Tensor:
-    """Return a loss of 0 with a graph, for a micro-batch of weight 0, whose mean loss over no targets may be nan."""
-    parts = [leaf.reshape(-1)[:0].sum().real for leaf in output.leaves if leaf is not None]
-    return sum(parts, torch.zeros(1, device=device))
 
 
 def _without_graph(values: Any) -> Batch:

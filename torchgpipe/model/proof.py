@@ -32,7 +32,7 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
 
-__all__ = ["Proof"]
+__all__ = ["SequentialProof"]
 
 
 _DRAWS = (
@@ -49,7 +49,7 @@ class _Outcome(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-class Proof:
+class SequentialProof:
     """The comparison of a pipeline with its own layers on one mini-batch.
 
     Args:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.model.comparison import difference_of
+from torchgpipe.model.values import each
 from torchgpipe.replay.random import restored_generators
 
-__all__ = ["Buffers", "in_mode", "python_random_states", "untouched"]
+__all__ = ["Buffers", "attributes", "in_mode", "python_random_states", "untouched"]
 
 #: What every module has, apart from what its class puts there; of this, only hooks are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
@@ -27,13 +28,15 @@ _HOOKS = [name for name in _OF_EVERY_MODULE if "hooks" in name]
 
 @contextmanager
 def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Put buffers, attributes, training modes and random states back after a ``with`` block.
+    """Put buffers, attributes with their values, training modes and random states back after a ``with`` block.
 
     Args:
         module: the module
         devices: where it computes, beside the devices of its parameters
     """
     buffers = Buffers(module)
+    # Each once, as layers may share them.
+    values = {one: one.detach().clone() for _, _, one in attributes(module) if not isinstance(one, nn.Parameter)}
     # Lazy layers come into being in their first run.
     restore = [
         _restoring(child)
@@ -47,6 +50,8 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
             yield
         finally:
             buffers.restore()
+            for tensor, value in values.items():
+                _put_back(tensor, value)
             for put_back in restore:
                 put_back()
             random.setstate(of_python)
@@ -88,13 +93,27 @@ class Buffers:
                 result[f"{prefix}.{own}" if prefix else own] = now.detach().clone()
         return result
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put all buffers and their values back."""
         for _, child, own, buffer, value in self._before:
             child._buffers[own] = buffer
-            if buffer is not None and value is not None and difference_of(value, buffer)[0] != 0:
-                buffer.copy_(value)
+            if buffer is not None and value is not None:
+                _put_back(buffer, value)
+
+
+@torch.no_grad()
+def _put_back(tensor: Tensor, value: Tensor) -> None:
+    if not tensor.is_meta and tensor.shape == value.shape and difference_of(value, tensor)[0] != 0:
+        tensor.copy_(value)
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the tensors among the attributes of modules, which are no parameters and no buffers of theirs."""
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if name not in _OF_EVERY_MODULE and isinstance(value, (Tensor, list, tuple, dict)):
+                for _, tensor in each(value):
+                    yield child, name, tensor
 
 
 class in_mode:

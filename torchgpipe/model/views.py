@@ -122,15 +122,17 @@ def _marker(at: list[int], k: int) -> Callable[[Any], None]:
     return mark
 
 
-def joinable(views: Sequence[Partition], devices: Sequence[torch.device], stops: Sequence[int]) -> tuple[bool, ...]:
+def joinable(
+    views: Sequence[Partition], devices: Sequence[torch.device], checkpointed: Sequence[int]
+) -> tuple[bool, ...]:
     """Return for each view whether it may be joined with the next one, which changes no result and no memory.
 
     Args:
         views: the views
         devices: the device of each view
-        stops: for each view, how many micro-batches may be recomputed
+        checkpointed: for each view, how many micro-batches may be recomputed
     """
-    alike = [a == b and not (s or t) for a, b, s, t in zip(devices, devices[1:], stops, stops[1:])]
+    alike = [a == b and not (s or t) for a, b, s, t in zip(devices, devices[1:], checkpointed, checkpointed[1:])]
     if not any(alike):
         return (False,) * len(views)
     # Gradients of shared parameters are summed view by view. A view that starts in place runs on a copy.

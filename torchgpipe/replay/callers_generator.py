@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchgpipe.devices.generators import go_on_from, state_of
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass
 from torchgpipe.replay.seeds import cpu_lock
 
@@ -65,9 +66,9 @@ class CallersGenerator:
     def _put_back(self, state: Tensor) -> None:
         with cpu_lock():
             if torch.equal(_state(), self.before):
-                torch.default_generator.set_state(state)
+                go_on_from(torch.default_generator, state)
 
 
 def _state() -> Tensor:
     with cpu_lock():
-        return torch.default_generator.get_state()
+        return state_of(torch.default_generator)

@@ -8,21 +8,16 @@ belongs to a thread, because several devices can be in different phases at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
 
 __all__ = [
     "Phase",
-    "checkpointing",
     "current_phase",
     "enter_phase",
+    "first_run",
     "is_checkpointing",
     "is_recomputing",
-    "recomputing",
+    "second_run",
 ]
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 #: (is checkpointing, is recomputing)
 Phase = tuple[bool, bool]
@@ -71,6 +66,20 @@ def current_phase() -> Phase:
     return _current.phase
 
 
+def first_run() -> enter_phase:
+    """Return what makes a ``with`` block the first run of a checkpointed cell.
+
+    A pipeline inside a layer of another pipeline can be in both phases at once: its first run may be part of the outer
+    pipeline's recomputation. So a phase is added to the thread's phase and does not replace it.
+    """
+    return enter_phase((True, _current.phase[1]))
+
+
+def second_run() -> enter_phase:
+    """Return what makes a ``with`` block the second run of a checkpointed cell; see `first_run`."""
+    return enter_phase((_current.phase[0], True))
+
+
 class enter_phase:
     """Make ``phase`` the phase of this thread for a ``with`` block."""
 
@@ -85,27 +94,3 @@ class enter_phase:
 
     def __exit__(self, *_: object) -> None:
         _current.phase = self._previous
-
-
-# A pipeline inside a layer of another pipeline can be in both phases at once: its first run may be part of the outer
-# pipeline's recomputation. So a phase is added to the thread's phase and does not replace it.
-
-
-def checkpointing(function: Callable[[A], R], argument: A) -> R:
-    """Call ``function`` as the first run of a checkpointed cell."""
-    previous = _current.phase
-    _current.phase = (True, previous[1])
-    try:
-        return function(argument)
-    finally:
-        _current.phase = previous
-
-
-def recomputing(function: Callable[[A], R], argument: A) -> R:
-    """Call ``function`` as the second run of a checkpointed cell."""
-    previous = _current.phase
-    _current.phase = (previous[0], True)
-    try:
-        return function(argument)
-    finally:
-        _current.phase = previous

@@ -18,24 +18,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, device_generator
+from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "generator_states", "generators_of", "restored_generators", "sharing_generator"]
-
-
-class _Generator(NamedTuple):
-    get: Callable[[], Tensor]
-    set: Callable[[Tensor], Any]
-    device: torch.device
+__all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators", "sharing_generator"]
 
 
 class _Note(NamedTuple):
@@ -47,7 +41,7 @@ class _Note(NamedTuple):
 
 
 class _Draw(NamedTuple):
-    generator: _Generator
+    generator: Generator
     before: Tensor
     after: int  # the hash of the state after the run; the state itself takes kilobytes
     disturbed: bool  # whether a replay began or ended on the device during the run
@@ -87,9 +81,9 @@ class RandomStates:
         self._checked_in: int | None = None  # the last backward pass that found no new generators
 
     @cached_property
-    def _generators(self) -> tuple[_Generator, ...]:
+    def _generators(self) -> tuple[Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return (() if self._seeded else _generators(self._device)) + generators_of(self._modules)
+        return (() if self._seeded else generators_of(self._device)) + generators_in(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""
@@ -133,7 +127,7 @@ class RandomStates:
         return _replay(drawn) if drawn else nullcontext()
 
     def _refuse_new_generators(self) -> None:
-        if set(generators_of(self._modules)) - set(self._generators):
+        if set(generators_in(self._modules)) - set(self._generators):
             raise RuntimeError(
                 "a layer has a random number generator that it did not have when the pipeline was called, so "
                 "recomputation could draw other numbers; make the generator with the layer, leave it as it is until "
@@ -141,18 +135,11 @@ class RandomStates:
             )
 
 
-#: PyTorch copies a state while it holds a lock of the generator, and creates a Python object there. Before Python 3.12,
-#: that can start the garbage collector, which can switch threads. If the other thread then waited for the generator's
-#: lock, it would hold the interpreter lock meanwhile: a deadlock. A thread that waits for this lock holds neither.
-_copying = threading.Lock()
-
-
-def _note(generators: Sequence[_Generator]) -> _Note:
+def _note(generators: Sequence[Generator]) -> _Note:
     if dispatch_modes():  # A mode such as that of fake tensors would take part in copying a state.
         with without_dispatch_modes():
             return _note(generators)
-    with _copying:
-        states = [generator.get() for generator in generators]
+    states = [state_of(generator) for generator in generators]
     return _Note(states, [state.numpy().tobytes() for state in states], _replays_on(generators))
 
 
@@ -162,7 +149,7 @@ _replays: Counter[torch.device] = Counter()
 _replays_lock = threading.Lock()
 
 
-def _replays_on(generators: Iterable[_Generator]) -> list[int]:
+def _replays_on(generators: Iterable[Generator]) -> list[int]:
     return [_replays[generator.device] for generator in generators]
 
 
@@ -179,10 +166,9 @@ def _replay(drawn: Drawn) -> Iterator[None]:
     foreign = [draw.generator for draw in drawn if draw.foreign]
     replays = _count_replay(own)
     watched = _note(foreign)
-    with _copying:
-        current = [draw.generator.get() for draw in own]
-        for draw in own:
-            draw.generator.set(draw.before)
+    current = [state_of(draw.generator) for draw in own]
+    for draw in own:
+        go_on_from(draw.generator, draw.before)
     try:
         yield
         for draw in own:
@@ -191,14 +177,12 @@ def _replay(drawn: Drawn) -> Iterator[None]:
         now = _note(foreign)
         # If another replay has begun or ended on the CPU, the change may come from that replay.
         if now.contents != watched.contents and now.replays == watched.replays:
-            with _copying:
-                for generator, state in zip(foreign, watched.states):
-                    generator.set(state)
+            for generator, state in zip(foreign, watched.states):
+                go_on_from(generator, state)
             raise _unsafe()
     finally:
-        with _copying:
-            for draw, state in zip(own, current):
-                draw.generator.set(state)
+        for draw, state in zip(own, current):
+            go_on_from(draw.generator, state)
         _count_replay(own)
 
 
@@ -235,37 +219,28 @@ def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
 @contextmanager
 def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the generators of the CPU, of devices and of modules back into their states after a ``with`` block."""
-    found = dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in _generators(device)])
-    generators = [*found, *generators_of(modules)]
-    with _copying:
-        states = [generator.get() for generator in generators]
+    generators = [*_generators(devices), *generators_in(modules)]
+    states = [state_of(generator) for generator in generators]
     try:
         yield
     finally:
-        with _copying:
-            for generator, state in zip(generators, states):
-                generator.set(state)
+        for generator, state in zip(generators, states):
+            go_on_from(generator, state)
 
 
 def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
     """Return the states of the generators of the CPU and of devices, to compare."""
-    found = dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in _generators(device)])
-    return _note(list(found)).contents
+    return _note(_generators(devices)).contents
 
 
-@cache
-def _generators(device: torch.device) -> tuple[_Generator, ...]:
-    return tuple([_methods_of(one) for one in dict.fromkeys([torch.default_generator, device_generator(device)])])
+def _generators(devices: Iterable[torch.device]) -> list[Generator]:
+    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_of(device)]))
 
 
-def _methods_of(generator: Generator) -> _Generator:
-    return _Generator(generator.get_state, generator.set_state, generator.device)
-
-
-def generators_of(modules: Iterable[nn.Module]) -> tuple[_Generator, ...]:
+def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
     """Return the generators among the attributes of modules."""
     values = [value for module in modules for value in vars(module).values()]
     # Look at types first: a deep model has tens of thousands of attributes, and hardly a generator among them.
     kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Generator)}
     found = [value for value in values if type(value) in kinds] if kinds else []
-    return tuple([_methods_of(one) for one in dict.fromkeys(found)])
+    return tuple(dict.fromkeys(found))

@@ -17,7 +17,7 @@ left in one of these states (`LayerSeeds.end`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -27,17 +27,17 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, device_generator
+from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
 from torchgpipe.devices.torch_internals import is_compiled
 
 __all__ = [
     "Draws",
     "LayerSeeds",
     "Watch",
+    "borrowed",
     "cpu_lock",
     "current_seeds",
     "drawing_from_cpu",
-    "generators_of",
     "mixed",
     "own_locks",
     "sharing",
@@ -95,6 +95,23 @@ _nothing = nullcontext()
 
 
 @contextmanager
+def borrowed(starts: Mapping[Generator, Tensor | int]) -> Iterator[list[Tensor]]:
+    """Let one or two generators go on from states or seeds in a ``with`` block, and put them back afterwards.
+
+    Provide the states that they begin with; nobody else draws from them meanwhile.
+    """
+    with sharing(starts):
+        before = [state_of(generator) for generator in starts]
+        for generator, start in starts.items():
+            go_on_from(generator, start)
+        try:
+            yield [state_of(generator) for generator in starts]
+        finally:
+            for generator, state in zip(starts, before):
+                go_on_from(generator, state)
+
+
+@contextmanager
 def own_locks() -> Iterator[None]:
     """Use other locks for generators in a ``with`` block, in a thread for which a worker holds those of the process."""
     token = _locks.set(_Locks())
@@ -113,20 +130,20 @@ class Watch:
 
     def __init__(self, generators: Iterable[Generator]) -> None:
         with cpu_lock():
-            self._states = {generator: _state(generator) for generator in generators}
+            self._states = {generator: state_of(generator) for generator in generators}
             if _locks.get() is _process_locks:
                 _watches.add(self)
 
     def drawn_from(self) -> list[str]:
         """Return the devices whose generators were drawn from."""
         with cpu_lock():
-            return [str(one.device) for one, state in self._states.items() if not torch.equal(_state(one), state)]
+            return [str(one.device) for one, state in self._states.items() if not torch.equal(state_of(one), state)]
 
     def follow(self, before: Tensor) -> None:
         """Take the present state of the CPU's generator for the one to be, if that was ``before``."""
         generator = torch.default_generator
         if generator in self._states and torch.equal(self._states[generator], before):
-            self._states[generator] = _state(generator)
+            self._states[generator] = state_of(generator)
 
 
 #: The watches of this process, but for those inside of a block that holds the generator of the CPU.
@@ -137,7 +154,7 @@ _watches: WeakSet[Watch] = WeakSet()
 def drawing_from_cpu() -> Iterator[None]:
     """Draw a pipeline's own seed from the generator of the CPU in a ``with`` block, unnoticed by other pipelines."""
     with cpu_lock():
-        before = _state(torch.default_generator)
+        before = state_of(torch.default_generator)
         yield
         # A pipeline inside of a layer draws on behalf of that layer, which is to be noticed.
         if _locks.get() is _process_locks and current_seeds() is None:
@@ -166,7 +183,7 @@ class LayerSeeds:
         with drawing_from_cpu():
             # Drawn from the generator of the CPU, so that a seed of the user's gives the same steps again.
             self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-            self._before = _state(torch.default_generator)
+            self._before = state_of(torch.default_generator)
         self._watch = Watch([generator for device in devices for generator in generators_of(device)])
         self._seeds: set[int] = set()
         #: Whether anything with a seed has drawn from the generator of the CPU in this step.
@@ -215,22 +232,16 @@ class LayerSeeds:
         if not cpu:  # Others draw from the CPU's generator meanwhile.
             generators = generators[1:]
         self._seeds.add(seed)
-        with sharing(generators):
-            before = [_state(generator) for generator in generators]
-            for generator in generators:
-                generator.manual_seed(seed)
-            seeded = [_state(generator) for generator in generators]
+        with borrowed(dict.fromkeys(generators, seed)) as seeded:
 
             def drawn() -> Draws:
-                changed = [not torch.equal(_state(one), state) for one, state in zip(generators, seeded)]
+                changed = [not torch.equal(state_of(one), state) for one, state in zip(generators, seeded)]
                 return Draws(cpu and changed[0], any(changed[cpu:]))
 
             try:
                 yield drawn
             finally:
-                self._draws_from_cpu |= cpu and not torch.equal(_state(generators[0]), seeded[0])
-                for generator, state in zip(generators, before):
-                    generator.set_state(state)
+                self._draws_from_cpu |= cpu and not torch.equal(state_of(generators[0]), seeded[0])
 
     def backward(self) -> AbstractContextManager[None]:
         """Let what layers recompute themselves in a ``with`` block draw what it has drawn: nobody else draws meanwhile.
@@ -245,9 +256,9 @@ class LayerSeeds:
         What hooks have drawn at backward stays drawn.
         """
         with cpu_lock():
-            now = _state(torch.default_generator)
+            now = state_of(torch.default_generator)
             if not torch.equal(now, self._before) and any([torch.equal(now, _seeded(seed)) for seed in self._seeds]):
-                torch.default_generator.set_state(self._before)
+                go_on_from(torch.default_generator, self._before)
 
     def verify(self) -> None:
         """Check, after a step with recomputations, that no layer without a seed has drawn.
@@ -293,17 +304,8 @@ def current_seeds() -> Callable[..., Any] | None:
     return _current.get()
 
 
-def generators_of(device: torch.device) -> list[Generator]:
-    """Return the generators that layers on ``device`` draw from."""
-    return list(dict.fromkeys([torch.default_generator, device_generator(device)]))
-
-
 def _seeded(seed: int) -> Tensor:
-    return _state(torch.Generator().manual_seed(seed))
-
-
-def _state(generator: Generator) -> Tensor:
-    return generator.get_state()
+    return state_of(torch.Generator().manual_seed(seed))
 
 
 def mixed(base: int, i: int, position: int) -> int:

@@ -15,9 +15,10 @@ A program splits the backward of a cell into I and W, or runs all of it as B. Th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Action", "Kind", "Program", "in_order", "needs", "splits_of", "verify"]
+__all__ = ["Action", "Kind", "Program", "at_once", "in_order", "needs", "splits_of", "verify"]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
@@ -66,6 +67,11 @@ def needs(action: Action, splits: Mapping[tuple[int, int], bool], n: int) -> Ite
 def splits_of(program: Program) -> dict[tuple[int, int], bool]:
     """Return for each cell of a program whether its backward is split into I and W."""
     return {(i, j): kind == "I" for actions in program for kind, i, j in actions if kind in ("B", "I")}
+
+
+def at_once(program: Program) -> set[tuple[int, int]]:
+    """Return the cells whose backward follows their forward on their device: a step does not recompute them."""
+    return {(i, j) for own in program for (kind, i, j), after in pairwise(own) if kind == "F" and after[1:] == (i, j)}
 
 
 def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action, bool]]]]:

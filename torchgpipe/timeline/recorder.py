@@ -24,8 +24,8 @@ from torchgpipe.devices.stream import Stream, Tick
 from torchgpipe.engine.record import End, Kind, Place, Recorder
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.pipelined import runs_of
-from torchgpipe.frames.values import dotted
 from torchgpipe.gpipe import GPipe
+from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.memory import storages_of
 from torchgpipe.devices.torch_internals import storage_key
-from torchgpipe.frames.values import each
+from torchgpipe.model.values import each
 from torchgpipe_balancing.planning.subject import Subject
 
 __all__ = ["Bytes", "HeldBytes", "activation_peaks", "counted"]

@@ -21,9 +21,9 @@ from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.values import each, mapped
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
+from torchgpipe.model.values import each, mapped
 from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe_balancing.walk import copied, layers_of

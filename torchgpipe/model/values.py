@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Container", "container", "copied", "dotted", "each", "hidden", "is_cache", "mapped"]
+__all__ = ["Container", "container", "copied", "dotted", "each", "hidden", "is_cache", "mapped", "spread", "walk"]
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -126,15 +126,20 @@ def copied(value: Any, *, objects: bool = True) -> Any:
     return opened.rebuilt([copied(item, objects=objects) for item in opened.items])
 
 
-def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``."""
-    if isinstance(value, Tensor):
-        yield path or "value", value
-        return
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a value and everything in its containers, with their paths; that of the value itself is ``path``."""
+    yield path, value
     opened = container(value)
     if opened is not None:
         for name, item in zip(opened.names, opened.items):
-            yield from each(item, dotted(path, name))
+            yield from walk(item, dotted(path, name))
+
+
+def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``; 'value' for the value itself."""
+    for where, item in walk(value, path):
+        if isinstance(item, Tensor):
+            yield where or "value", item
 
 
 def hidden(value: Any, path: str = "", depth: int = 4) -> Iterator[tuple[str, Any, Tensor]]:
@@ -145,18 +150,32 @@ def hidden(value: Any, path: str = "", depth: int = 4) -> Iterator[tuple[str, An
         path: its path
         depth: how far to look into objects within objects
     """
-    if isinstance(value, (Tensor, nn.Module, *_PLAIN)) or is_cache(value) or not depth:
-        return
-    opened = container(value)
-    if opened is not None:
-        for name, item in zip(opened.names, opened.items):
-            yield from hidden(item, dotted(path, name), depth)
-        return
-    for item in getattr(value, "__dict__", {}).values():
-        for _, tensor in each(item):
-            yield path, value, tensor
-        for _, _, tensor in hidden(item, path, depth - 1):
-            yield path, value, tensor
+    for where, item in walk(value, path):
+        is_known = isinstance(item, (Tensor, nn.Module, *_PLAIN)) or is_cache(item) or container(item) is not None
+        for attribute in getattr(item, "__dict__", {}).values() if depth and not is_known else ():
+            for _, tensor in each(attribute):
+                yield where, item, tensor
+            for _, _, tensor in hidden(attribute, where, depth - 1):
+                yield where, item, tensor
+
+
+def spread(value: Any, divide: Callable[[Any, str], list[Any] | None], count: int, path: str = "") -> list[Any]:
+    """Return ``count`` values like ``value``, such as the parts of a mini-batch.
+
+    Args:
+        value: a value
+        divide: maps what is in the value, and its path, to the ``count`` things in its place; None to look into it
+        count: how many
+        path: the path of the value
+    """
+    parts = divide(value, path)
+    if parts is not None:
+        return parts
+    opened = container(value, caches=True)
+    if opened is None:
+        return [value] * count
+    items = [spread(item, divide, count, dotted(path, name)) for name, item in zip(opened.names, opened.items)]
+    return [opened.rebuilt([parts[k] for parts in items]) for k in range(count)]
 
 
 def is_cache(value: Any) -> bool:
