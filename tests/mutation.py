@@ -235,6 +235,40 @@ MUTATIONS = [
     Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/ends"),
     Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/ends"),
     Mutation("no frame is unwound after a call has failed", "Frame.cancel", "self._working", "engine/ends"),
+    # Host memory
+    Mutation("the computation waits for its weights", "Residence.before", "computing.wait", "frames/offload"),
+    Mutation("... in one piece", "OnDemand._need", "self._memory.streams.current(device).wait", "frames/offload"),
+    Mutation("weights leave when the computation is through with them", "leave", "up.wait", "frames/offload"),
+    Mutation("a gradient goes down when it is computed", "bring_down", "down.wait", "frames/offload"),
+    Mutation("... and keeps its memory until then", "HostMemory.bring_down", "stream.record", "frames/offload"),
+    Mutation(
+        "weights are still until they have arrived",
+        "Residence.end.work",
+        "self._memory.up(device).synchronize",
+        "frames/offload",
+    ),
+    Mutation(
+        "gradients are there when a step returns",
+        "Residence.end.work",
+        "self._memory.down(device).synchronize",
+        "frames/offload",
+    ),
+    Mutation("what rests goes down when it is computed", "Rested.__init__", "leaving.wait", "frames/offload"),
+    Mutation("... and keeps its memory until then", "Rested.leave", "computing.wait", "frames/offload"),
+    Mutation("... also that of another stream", "Rested.__init__", "leaving.record", "frames/offload"),
+    Mutation("what rests comes to memory that is free", "Rested.come", "arriving.wait", "frames/offload"),
+    Mutation(
+        "the computation waits for what rests",
+        "Rested.get",
+        "self._memory.streams.current(self._device).wait",
+        "frames/offload",
+    ),
+    Mutation(
+        "what rests is through when a step returns",
+        "Resting.end",
+        "self._memory.side(device, f'activations {way}').synchronize",
+        "frames/offload",
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import StepLock
 from torchgpipe.engine.calls import Mechanisms
-from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_slots
+from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
 from torchgpipe.engine.pipeline import ForwardPass
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
@@ -97,7 +97,8 @@ class GPipe(nn.Module):
             call :meth:`step` equally often; a forward and its backward stay in their process
         offload: whether parameters stay in host memory, for :meth:`step`, and for calls without a gradient: those of a
             partition come to its device when it computes, and leave afterwards, so a model may be larger than all
-            devices. Devices are then used in turn, partition ``j`` on ``devices[j % len(devices)]``
+            devices. Devices are then used in turn, partition ``j`` on ``devices[j % len(devices)]``. What cells hand to
+            each other and what recomputation keeps waits in host memory, too; with ``'weights'``, on the devices
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
             that is free), which CUDA copies beside the computation
@@ -141,7 +142,7 @@ class GPipe(nn.Module):
         loss_fn: LossFunction | None = None,
         weight: Weight | None = None,
         replicas: dist.ProcessGroup | None = None,
-        offload: bool = False,
+        offload: bool | Literal["weights"] = False,
         slots: int = 2,
         pin: int | None = None,
     ) -> None:
@@ -151,7 +152,8 @@ class GPipe(nn.Module):
         self._balance = verify_balance(balance, len(self._layers_of(module)))
         self._chunks = verify_chunks(chunks)
         self._checkpoint = verify_checkpoint_or_layers(checkpoint, self._layers_of(module))
-        self._host_memory = HostMemory(*verify_slots(slots, pin)) if offload else None
+        limits = verify_offload(offload, slots, pin)
+        self._host_memory = None if limits is None else HostMemory(*limits)
         if offload:
             if replicas is not None:
                 raise ValueError("offload=True runs in one process; leave out replicas")
@@ -165,7 +167,7 @@ class GPipe(nn.Module):
         self._lock = StepLock()
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
-        self.schedule = given_or_usual(schedule, offload=offload)
+        self.schedule = given_or_usual(schedule, offload=bool(offload))
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
         self._unwrapped = False
@@ -180,7 +182,7 @@ class GPipe(nn.Module):
         if offload:
             sizes = [(one._label, self._devices[one._index], bytes_of(one.parameters())) for one in self._partitions]
             verify_fits(sizes, slots)
-        place(self._partitions, self.devices, offload=offload)
+        place(self._partitions, self.devices, offload=bool(offload))
         for name, layer in module._modules.items():
             self.add_module(name, layer)
         self._replicas.begin_equal(self)

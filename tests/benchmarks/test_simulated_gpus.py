@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import simulated_gpus
-from benchmarks.simulated_gpus import Busy, outcome
+from benchmarks import offload, simulated_gpus
+from benchmarks.simulated_gpus import Busy, GPTBlock, outcome
 from tests.late import Interval
 
 
@@ -32,3 +32,15 @@ def test_a_row(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.5 < row["share"]["median"] <= 1.01
     assert row["ideal bubble"] <= row["bubble"]
     assert row["host over devices"]["median"] < 1
+
+
+@pytest.mark.late
+def test_copies_hide_behind_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPTBlock, "width", 64)
+    slow = {"flops": 1e10, "bandwidth": 1e9, "link": 1e8}  # The host is not the limit.
+    monkeypatch.setattr(offload, "CARD", slow)
+    row = offload.measured(blocks=4, rows=1, chunks=4, turns=1)
+    assert row["weights on the device over the slots"] == 1
+    assert row["of what should"]["median"] < 1.1
+    assert [one["met"] for one in offload.aims([row])][1]
+    assert "step, ms" in offload.offload({"rows": [row]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +15,20 @@ from torch.nn import functional
 
 from tests.conftest import Devices
 from torchgpipe import GPipe
+from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency
 from torchgpipe.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.on_late
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_tensors_rest() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "least", 1)
+        yield
+
 
 BALANCE, WIDTH = [2, 1, 2, 1], 6
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.schedule import NAMES, Action, Program, ScheduleName, program
+from torchgpipe.schedule import NAMES, Action, Program, ScheduleName, program, simulate
 from torchgpipe.schedule.programs import usual_places
-from torchgpipe.schedule.residency import Stay, residency
+from torchgpipe.schedule.residency import Stay, residency, streamed
 
 
 @st.composite
@@ -120,6 +120,26 @@ def test_forward_alone() -> None:
     forward = [[action for action in own if action.kind == "F"] for own in program("LayerMajor", 3, [0] * 4)]
     made = residency(forward, 2)
     assert (made.uploads, made.gradients) == (4, [[]])
+
+
+@given(
+    n=st.integers(1, 3), laps=st.integers(1, 4), m=st.integers(1, 4), slots=st.integers(1, 4), upload=st.integers(0, 20)
+)
+def test_a_step_with_uploads_lies_between_all_hidden_and_none(
+    n: int, laps: int, m: int, slots: int, upload: int
+) -> None:
+    lists = program("LayerMajor", m, [*range(n)] * laps)
+    cost = {"F": 1.0, "B": 3.0}
+    made = streamed(lists, slots, lambda action: cost[action.kind], lambda j: float(upload))
+    uploads = residency(lists, slots).uploads
+    computing = simulate(lists, lambda action: cost[action.kind]).seconds
+    assert made.uploading == upload * uploads
+    assert computing + upload <= made.seconds <= computing + made.uploading
+    assert 0 <= made.hidden <= 1
+    if n == 1:
+        assert made.seconds == computing + made.waited
+    if n == 1 and slots == 2 and upload <= m:  # The next partition comes while a whole one computes.
+        assert made.waited == upload
 
 
 def test_there_must_be_a_slot() -> None:

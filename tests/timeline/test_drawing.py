@@ -14,7 +14,7 @@ from tests.timeline.synthetic import ideal, rows, span
 from torchgpipe import GPipe
 from torchgpipe.engine.record import Kind
 from torchgpipe.timeline import drawing
-from torchgpipe.timeline.span import KINDS
+from torchgpipe.timeline.span import KINDS, TRANSFERS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,7 +62,7 @@ def test_all_names_of_kinds_fit() -> None:
     others: tuple[Kind, ...] = ("backward of the input", "backward of the weights", "wait")
     spans = [*ideal(1, 2), *(span(kind, 0, 0, 8, 9, other=1) for kind in others)]
     picture = drawing.draw([*spans, span("copy", 0, 0, 0, 1, other=1, failed=True)], rows(2))
-    legend = ElementTree.fromstring(picture).findall(f"{SVG}text")[1 : len(KINDS) + 2]
+    legend = ElementTree.fromstring(picture).findall(f"{SVG}text")[1 : len(KINDS) - len(TRANSFERS) + 2]
     assert legend[-1].text == "failed"
     assert float(legend[-1].attrib["x"]) < 720 - 40
 

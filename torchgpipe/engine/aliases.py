@@ -35,9 +35,10 @@ from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.hooks import has_hooks
 from torchgpipe.engine.host_memory import HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
+from torchgpipe.engine.resting import Resting
 from torchgpipe.replay.found import registered
 
-__all__ = ["Aliases", "Delivery", "Slot", "StepLock", "filling_aliases"]
+__all__ = ["Aliases", "Delivery", "Slot", "StepLock", "filling_aliases", "weights_of"]
 
 #: A place of a parameter: the module, the name there, and the partition.
 Slot = tuple[nn.Module, str, int]
@@ -98,6 +99,7 @@ class Aliases:
 
     Attributes:
         host_memory: takes weights to devices, if they live in host memory
+        resting: what waits in host memory, if activations do
         trained: the parameters that have aliases with gradients, each once
     """
 
@@ -114,8 +116,13 @@ class Aliases:
     ) -> None:
         self._devices, self._streams = devices, streams
         self.host_memory = host_memory
+        self.resting: Resting | None = None
+        if host_memory is not None and host_memory.rests:
+            self.resting = Resting(host_memory, lambda tensor: self.column_of(tensor) is not None)
         #: Of aliases without memory of their own, by the key of their storage: the partition, and a name for errors.
         self._places: dict[int, tuple[int, str]] = {}
+        #: Aliases that keep their memory.
+        self._kept: set[Tensor] = set()
         #: What has come down of the gradient of an alias.
         self._came_down: dict[Tensor, Tensor] = {}
         #: What a parameter in host memory was when it first went up: its version, and its memory.
@@ -148,13 +155,16 @@ class Aliases:
         if not trains and not away and self.host_memory is None:
             return parameter
         if self.host_memory is not None:
-            values = self.host_memory.alias(parameter, self._devices[j])
+            values, keeps = self.host_memory.alias(parameter, self._devices[j], j)
         else:
             values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
         alias = nn.Parameter(values, requires_grad=trains)  # It has the memory of the values, and no history.
+        self._parameters[alias] = parameter
         if self.host_memory is not None:
+            if keeps:
+                self._kept.add(alias)
             if not name:  # The model uses it outside of its module, while partition j is on its device.
-                self.host_memory.fill(alias, parameter)
+                self._fill(alias, j)
                 name = self._places[self._key_of(parameter)][1]
             self._places[storage_key(alias)] = j, name
         if vars(parameter):
@@ -162,7 +172,6 @@ class Aliases:
         if trains and j in self._watched:
             alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
         self._by_partition[key] = alias
-        self._parameters[alias] = parameter
         self._in_partition[j].append(alias)
         if trains:
             self._of_trained.setdefault(parameter, {})[j] = alias
@@ -194,8 +203,8 @@ class Aliases:
 
     # ------------------------------------------------------------------------------------------------- host memory
 
-    def fill(self, j: int) -> int:
-        """Give the aliases of a partition memory and values, on the current stream, and return the bytes.
+    def fill(self, j: int) -> None:
+        """Give the aliases of a partition memory and values, on the current stream.
 
         Raises:
             RuntimeError: a parameter has changed since its alias was last filled.
@@ -203,8 +212,12 @@ class Aliases:
         assert self.host_memory is not None
         self.verify_unchanged(j)
         for alias in self.of(j):
-            self.host_memory.fill(alias, self._parameters[alias])
-        return sum([alias.untyped_storage().nbytes() for alias in self.of(j)])
+            self._fill(alias, j)
+
+    def _fill(self, alias: Tensor, j: int) -> None:
+        assert self.host_memory is not None
+        kept_in = j if alias in self._kept else None
+        self.host_memory.fill(alias, self._parameters[alias], self._devices[j], kept_in)
 
     def verify_unchanged(self, j: int) -> None:
         """Check that the parameters of a partition are what they were when they first went up.
@@ -235,7 +248,7 @@ class Aliases:
 
     def empty(self, j: int) -> int:
         """Take the memory of the aliases of a partition, on the current stream, and return the bytes."""
-        return sum(map(empty, self.of(j)))
+        return sum([empty(alias) for alias in self.of(j) if alias not in self._kept])
 
     def bring_down(self, j: int, stream: Stream) -> None:
         """Take the gradients of a partition from its aliases to host memory, on a stream, which is the current one."""
@@ -257,9 +270,14 @@ class Aliases:
         """Check that a tensor has no memory that is there only while another partition is.
 
         Raises:
-            RuntimeError: it is a weight of another partition, or a view of one.
+            RuntimeError: it is a weight of another partition, or a view of one, or it rests.
         """
         place = self._places.get(storage_key(tensor))
+        if place is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"{user} in partition {j} uses a tensor of shape {tuple(tensor.shape)} of another micro-batch, which "
+                "waits in host memory for its turn; pass on a copy (x.clone()), or give offload='weights'"
+            )
         if place is not None and place[0] != j:
             raise RuntimeError(
                 f"{user} in partition {j} uses the weight {place[1]} in partition {place[0]}, or a view of it, which "
@@ -289,6 +307,8 @@ class Aliases:
         """
         place = self._places.get(storage_key(tensor))
         if place is not None:
+            assert self.host_memory is not None
+            self.host_memory.forget_frozen()
             raise RuntimeError(
                 f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, "
                 "and the change would be lost; change parameters between two calls, such as after optimizer.step()"
@@ -426,6 +446,14 @@ def _guard(parameter: Tensor) -> Any:
     hooks: Any = gradient_hooks(parameter)
     hooks.move_to_end(handle.id, last=False)
     return handle
+
+
+def weights_of(slots: Iterable[Slot]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the parameters in slots, each with its partition."""
+    for module, name, j in slots:
+        parameter = module._parameters[name]
+        if parameter is not None and not is_lazy(parameter):
+            yield parameter, j
 
 
 def _assign(module: nn.Module, name: str, parameter: Tensor) -> None:

@@ -35,6 +35,7 @@ from torchgpipe.engine.copy import Route
 from torchgpipe.engine.function import Edge, Function
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.record import Kind
+from torchgpipe.engine.resting import Rested, awake
 from torchgpipe.engine.split_backward import SplitBackward, nodes_below
 
 __all__ = ["Arrival", "CutGraph", "Enter", "Heard", "Returned", "Sink", "differentiated_by_itself", "verify_complete"]
@@ -48,22 +49,30 @@ Sink: TypeAlias = Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Tensor], 
 
 
 class Arrival:
-    """The gradients of a tensor that arrive from the cells that the tensor has entered."""
+    """The gradients of a tensor that arrive from the cells that the tensor has entered.
 
-    __slots__ = ("_grads",)
+    Args:
+        column: the column of the cell that the tensor comes from; None if it is the caller's
 
-    def __init__(self) -> None:
+    Attributes:
+        column: see above
+    """
+
+    __slots__ = ("_grads", "column")
+
+    def __init__(self, column: int | None = None) -> None:
+        self.column = column
         # Added up later: the stream of the cell may have to wait for them first.
-        self._grads: list[Tensor] = []
+        self._grads: list[Tensor | Rested] = []
 
-    def add(self, grad: Leaf) -> None:
+    def add(self, grad: Leaf | Rested) -> None:
         """Take a gradient that arrives."""
         if grad is not None:
             self._grads.append(grad)
 
     def total(self) -> Leaf:
         """Return the sum of the gradients that have arrived, and forget them."""
-        grads, self._grads = self._grads, []
+        grads, self._grads = [awake(grad) for grad in self._grads], []
         return functools.reduce(torch.add, grads) if grads else None
 
 

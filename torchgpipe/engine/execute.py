@@ -32,8 +32,10 @@ from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
+from torchgpipe.engine.record import Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.residence import Residence
+from torchgpipe.engine.resting import Rested
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
@@ -89,6 +91,10 @@ class Front(Protocol):
     @property
     def partitions(self) -> Sequence[int]:
         """For each column, its partition, whose weights come and go together."""
+
+    @property
+    def listener(self) -> Listener | None:
+        """The listener of the mini-batch, if there is one."""
 
     @property
     def watches(self) -> bool:
@@ -155,7 +161,9 @@ class Executor:
         """Let weights come and go in a ``with`` block, and wind up after an error."""
         front = self._front
         if self._aliases.host_memory is not None:
-            self._residence = Residence(self._aliases, front.streams, actions, front.partitions, watches=front.watches)
+            self._residence = Residence(
+                self._aliases, front.streams, actions, front.partitions, front.listener, watches=front.watches
+            )
         try:
             try:
                 yield
@@ -178,7 +186,7 @@ class Executor:
                     self._front.forward(i, j, recomputes=recomputes)
                 mark_ready(self._front.leaving(j), i)
             else:
-                self._return(i, self._backward(kind, i, j, keep_graph))
+                self._return(action, self._backward(kind, i, j, keep_graph))
             if residence is not None:
                 residence.after(action)
         except BaseException as error:
@@ -207,10 +215,16 @@ class Executor:
             unshare(fresh)
         return returned
 
-    def _return(self, i: int, returned: Returned) -> None:
+    def _return(self, action: Action, returned: Returned) -> None:
         """Take gradients to the cells that they come from; those that take the same route go together."""
+        i, resting = action.i, self._aliases.resting
         by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
         for route, arrival, grad in returned:
+            if resting is not None and arrival.column is not None:
+                rested = resting.rest(grad, action, Action("B", i, arrival.column))
+                if isinstance(rested, Rested):
+                    arrival.add(rested)
+                    continue
             by_route.setdefault(route, []).append((arrival, grad))
         for route, pairs in by_route.items():
             grads: Leaves = tuple([grad for _, grad in pairs])

@@ -10,20 +10,22 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe.devices.device import default_devices
 from torchgpipe.devices.memory import memory_in_use, shown_size
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Device
 
-__all__ = ["HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_slots"]
+__all__ = ["HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
 
 
 class HostMemory:
@@ -32,53 +34,115 @@ class HostMemory:
     Args:
         slots: the partitions whose weights have room on a device at a time
         pin: the bytes of weights in host memory that may be pinned; None for half of the memory that is free
+        rests: whether activations wait in host memory, too
 
     Attributes:
         slots: the partitions whose weights have room on a device at a time
+        rests: whether activations wait in host memory, too
+        least: the bytes from which on a tensor waits there; a copy takes the host as long as some launches
         streams: the source of streams
         uploads: the number of times that the weights of a partition have gone up
-        bytes_up: the bytes that have gone up
+        bytes_up: the bytes of weights that have gone up
         bytes_down: the bytes that have come down
-        peaks: for each device, the most bytes of weights that were there at a time
+        peaks: for each device, the most bytes of weights that were there at a time, but for those that stay
     """
 
-    def __init__(self, slots: int, pin: int | None) -> None:
-        self.slots = slots
+    least = 1 << 16
+
+    def __init__(self, slots: int, pin: int | None, rests: bool = True) -> None:
+        self.slots, self.rests = slots, rests
         self.streams = Streams()
         self.uploads = self.bytes_up = self.bytes_down = 0
         self.peaks: Counter[torch.device] = Counter()
         self._there: Counter[torch.device] = Counter()
+        #: Where frozen weights stay from one mini-batch to the next.
+        self._keeping: set[torch.device] = set()
+        #: Those that stay, of each partition.
+        self._kept: MutableMapping[Tensor, dict[int, _Kept]] = WeakIdKeyDictionary()
         self._pins = _Pins(pin)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Let a copy of a pipeline have one of its own."""
-        return HostMemory, (self.slots, self._pins.budget)
+        return HostMemory, (self.slots, self._pins.budget, self.rests)
 
     def up(self, device: torch.device) -> Stream:
         """Return the stream of a device that weights arrive on."""
-        return self.streams.side(device, "weights arriving")
+        return self.side(device, "weights arriving")
 
     def down(self, device: torch.device) -> Stream:
         """Return the stream of a device that gradients leave on."""
-        return self.streams.side(device, "gradients leaving")
+        return self.side(device, "gradients leaving")
 
-    def alias(self, parameter: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor like a parameter on a device, without memory."""
+    def side(self, device: torch.device, purpose: str) -> Stream:
+        """Return the stream of a device for a purpose."""
+        return self.streams.side(device, purpose)
+
+    def keep_frozen(self, weights: Iterable[tuple[Tensor, int]], devices: Sequence[torch.device]) -> None:
+        """Decide where frozen weights stay: on devices that have room for all of theirs beside the slots.
+
+        Args:
+            weights: the weights of the model, each with its partition
+            devices: the device of each partition
+        """
+        frozen: Counter[torch.device] = Counter()
+        trained: Counter[int] = Counter()
+        for weight, j in {(id(weight), j): (weight, j) for weight, j in weights}.values():
+            if weight.requires_grad:
+                trained[j] += weight.nbytes
+            else:
+                frozen[devices[j]] += weight.nbytes
+        for device, bytes in frozen.items():
+            use = memory_in_use(device)
+            slots = self.slots * max([trained[j] for j, own in enumerate(devices) if own == device])
+            # A quarter is for activations and gradients.
+            (self._keeping.add if use and 4 * (bytes + slots) <= 3 * use[2] else self._keeping.discard)(device)
+
+    def forget_frozen(self) -> None:
+        """Forget the frozen weights that stay: the model has changed one."""
+        self._kept.clear()
+
+    def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, bool]:
+        """Return a tensor like a parameter on a device, and whether it keeps its memory; otherwise it has none yet."""
+        keeps = device in self._keeping and not parameter.requires_grad
+        kept = self._kept.get(parameter, {}).get(j)
+        if keeps and kept is not None and kept.device == device and kept.values.shape == parameter.shape:
+            return kept.values, True
         with self.up(device).use():
             values = torch.empty_like(parameter.detach(), device=device)
-            values.untyped_storage().resize_(0)
-        return values
+            if keeps:
+                self._kept.setdefault(parameter, {})[j] = _Kept(values, device)
+            else:
+                self._kept.pop(parameter, None)
+                values.untyped_storage().resize_(0)
+        return values, keeps
 
     @torch.no_grad()
-    def fill(self, alias: Tensor, parameter: Tensor) -> None:
-        """Give an alias memory, and the values of its parameter, on the current stream."""
+    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept_in: int | None = None) -> None:
+        """Give an alias memory, and the values of its parameter, on the current stream.
+
+        Args:
+            alias: the alias
+            parameter: the parameter
+            device: the device, by the name that its partition has for it
+            kept_in: the partition, if the alias keeps its memory, and is filled only if the parameter has changed
+        """
+        kept = None if kept_in is None else self._kept[parameter][kept_in]
+        if kept is not None and kept.is_of(parameter):
+            return
         if alias.device.type == "cuda":
             self._pins.pin(parameter)
         extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
         alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
         # `.data` has a version of its own, so a graph that has saved the alias does not take this for a change.
         alias.data.copy_(parameter.detach(), non_blocking=True)
+        bytes = alias.untyped_storage().nbytes()
+        with self._lock:
+            self.bytes_up += bytes
+            self._there[device] += bytes if kept is None else 0
+            self.peaks[device] = max(self.peaks[device], self._there[device])
+        if kept is not None:
+            kept.note(parameter)
 
     def bring_down(self, grad: Tensor, stream: Stream) -> Tensor:
         """Return a gradient in host memory; it has arrived when ``stream``, which is the current one, is through."""
@@ -92,13 +156,10 @@ class HostMemory:
         stream.record(grad)
         return there
 
-    def came(self, device: torch.device, bytes: int) -> None:
-        """Count the weights of a partition that go up."""
+    def came(self) -> None:
+        """Count a partition whose weights have gone up."""
         with self._lock:
             self.uploads += 1
-            self.bytes_up += bytes
-            self._there[device] += bytes
-            self.peaks[device] = max(self.peaks[device], self._there[device])
 
     def went(self, device: torch.device, bytes: int) -> None:
         """Count the weights of a partition that leave."""
@@ -112,6 +173,30 @@ def empty(alias: Tensor) -> int:
     bytes = storage.nbytes()
     storage.resize_(0)
     return bytes
+
+
+class _Kept:
+    """A frozen weight that stays on a device, and what is known of the parameter whose values it has."""
+
+    def __init__(self, values: Tensor, device: torch.device) -> None:
+        self.values, self.device = values, device
+        self._seen: tuple[int, int] | None = None
+        self._some = values
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Return whether the parameter is as it was noted."""
+        seen, some = self._state(parameter)
+        return seen == self._seen and torch.equal(some, self._some)
+
+    def note(self, parameter: Tensor) -> None:
+        """Note what the parameter is."""
+        self._seen, some = self._state(parameter)
+        self._some = some.clone()
+
+    def _state(self, parameter: Tensor) -> tuple[tuple[int, int], Tensor]:
+        # Adapters are merged by a change of `.data`, which leaves the version as it is. A few elements tell.
+        some = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 16)]
+        return (versions([parameter])[0], parameter.data_ptr()), some
 
 
 class _Pins:
@@ -156,13 +241,17 @@ def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
     return [known[j % len(known)] for j in range(n)] if known else []
 
 
-def verify_slots(slots: Any, pin: Any) -> tuple[int, int | None]:
-    """Return the slots and the bytes that may be pinned.
+def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[int, int | None, bool] | None:
+    """Return the arguments of `HostMemory`, or None if weights live on devices.
 
     Raises:
-        TypeError: one is no integer.
-        ValueError: there is no slot, or ``pin`` is negative.
+        TypeError: ``slots`` or ``pin`` is no integer.
+        ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
     """
+    if offload not in (True, False, "weights"):
+        raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
+    if not offload:
+        return None
     for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
         if name == "pin" and number is None:
             continue
@@ -170,7 +259,7 @@ def verify_slots(slots: Any, pin: Any) -> tuple[int, int | None]:
             raise TypeError(f"{name} must be an integer, but got {number!r}")
         if number < least:
             raise ValueError(f"{name} must be {least} or more, but got {number}")
-    return slots, pin
+    return slots, pin, offload != "weights"
 
 
 def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.autograd import profiler
 
 from torchgpipe.devices.torch_internals import profiler_runs
-from torchgpipe.engine.record import End, Kind, Listener
+from torchgpipe.engine.record import NO_MICRO_BATCH, End, Kind, Listener
 
 __all__ = ["labelled"]
 
@@ -36,5 +36,5 @@ class _Labelled:
 
 
 def _text(kind: Kind, i: int, j: int, other: int | None) -> str:
-    text = f"torchgpipe: {kind}, micro-batch {i}, partition {j}"
+    text = f"torchgpipe: {kind}, {'weights' if i == NO_MICRO_BATCH else f'micro-batch {i}'}, partition {j}"
     return text if other is None else f"{text} {'to' if kind == 'copy' else 'for'} {other}"

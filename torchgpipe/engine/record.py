@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torchgpipe.schedule import Program
 
-__all__ = ["End", "Kind", "Listener", "Place", "Recorder", "recorded"]
+__all__ = ["NO_MICRO_BATCH", "End", "Heard", "Kind", "Listener", "Place", "Recorder", "recorded", "unheard"]
 
 #: The kinds of work. A step may run the backward of a cell in two halves. A copy goes to a later partition, or brings a
-#: gradient back from there; a wait is the time that the computation waits for such a copy.
+#: gradient back from there; a wait is the time that the computation waits for such a copy. An upload brings weights, or
+#: what rests, from host memory, and a download takes gradients, or what is to rest, there.
 Kind = Literal[
     "forward",
     "recomputation",
@@ -23,7 +24,12 @@ Kind = Literal[
     "backward of the weights",
     "copy",
     "wait",
+    "upload",
+    "download",
 ]
+
+#: In the place of a micro-batch: weights and their gradients belong to none.
+NO_MICRO_BATCH = -1
 
 
 class Place(NamedTuple):
@@ -50,7 +56,7 @@ class Listener(Protocol):
 
         Args:
             kind: the kind of work
-            i: the micro-batch
+            i: the micro-batch, or `NO_MICRO_BATCH`
             j: the partition that works, or sends
             other: the partition that a copy goes to, or that a wait is for; None for other kinds
             stream: the stream that the work is launched on
@@ -78,6 +84,15 @@ def recorded(
 ) -> AbstractContextManager[None]:
     """Tell the listener, if there is one, of the work in a ``with`` block; see `Listener.begin`."""
     return _unheard if listener is None else _Recorded(listener.begin(kind, i, j, other, stream))
+
+
+#: Tells the listener, if there is one, of work on a stream in a ``with`` block.
+Heard: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+
+
+def unheard(stream: Any) -> AbstractContextManager[None]:
+    """Tell nobody; see `Heard`."""
+    return _unheard
 
 
 _unheard = nullcontext()

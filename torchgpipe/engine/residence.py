@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.interrupts import uninterrupted
+from torchgpipe.engine.record import NO_MICRO_BATCH, Heard, Kind, Listener, recorded, unheard
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
 
@@ -36,6 +38,7 @@ class _OnDevice:
     """What comes to a device, and when it leaves.
 
     Attributes:
+        actions: the actions
         position: the number of the next action
         waiting: the stays of weights that have not begun
         first, last: the stays of weights by their first and last actions
@@ -43,8 +46,8 @@ class _OnDevice:
         arrived: for each partition that has come, and not been needed yet, the mark of its upload
     """
 
-    def __init__(self, weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
-        self.position = 0
+    def __init__(self, actions: Sequence[Action], weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
+        self.actions, self.position = actions, 0
         self.waiting = deque(weights)
         self.first = {stay.first: stay for stay in weights}
         self.last = {stay.last: stay for stay in weights}
@@ -60,6 +63,7 @@ class Residence:
         streams: where each column computes
         actions: the actions, in an order in which those of each device run
         partitions: for each column, its partition: columns of one partition come together
+        listener: the listener of the mini-batch, if there is one
         watches: whether to look at each operation
     """
 
@@ -69,20 +73,28 @@ class Residence:
         streams: Sequence[Stream],
         actions: Sequence[Action],
         partitions: Sequence[int],
+        listener: Listener | None,
         *,
         watches: bool,
     ) -> None:
         assert aliases.host_memory is not None
         self._aliases, self._memory, self._streams, self._partitions = aliases, aliases.host_memory, streams, partitions
-        self._watches = watches
+        self._watches, self._listener = watches, listener
         self._columns: dict[int, list[int]] = {}
         for j, partition in enumerate(partitions):
             self._columns.setdefault(partition, []).append(j)
         by_device: dict[torch.device, list[Action]] = {}
-        for kind, i, j in actions:
-            by_device.setdefault(streams[j].device, []).append(Action(kind, i, partitions[j]))
-        stays = residency([*by_device.values()], self._memory.slots)
-        self._on = {device: _OnDevice(*own) for device, own in zip(by_device, zip(stays.weights, stays.gradients))}
+        for action in actions:
+            by_device.setdefault(streams[action.j].device, []).append(action)
+        program = [[Action(kind, i, partitions[j]) for kind, i, j in own] for own in by_device.values()]
+        stays = residency(program, self._memory.slots)
+        self._on = {
+            device: _OnDevice(own, weights, gradients)
+            for (device, own), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
+        }
+        self._resting = aliases.resting
+        if self._resting is not None:
+            self._resting.begin(actions, streams, partitions, listener)
 
     def before(self, action: Action) -> None:
         """Let the computation wait for the weights that an action needs."""
@@ -90,6 +102,8 @@ class Residence:
         own = self._on[computing.device]
         if own.position == 0:
             self._upload(own, -1)
+            self._prefetch(own, 0)
+            self._prefetch(own, 1)
         stay = own.first.get(own.position)
         if stay is not None:
             computing.wait(own.arrived.pop(stay.j))
@@ -101,11 +115,18 @@ class Residence:
         stay = own.down.get(k)
         if stay is not None:
             for j in self._columns[stay.j]:
-                bring_down(self._aliases, j, self._streams[j])
+                bring_down(self._aliases, j, self._streams[j], self._heard("download", stay.j))
         stay = own.last.get(k)
         if stay is not None:
             self._leave(stay.j)
         self._upload(own, k)
+        if self._resting is not None:
+            self._resting.leave(self._streams[action.j])
+            self._prefetch(own, k + 2)
+
+    def _prefetch(self, own: _OnDevice, k: int) -> None:
+        if self._resting is not None and k < len(own.actions):
+            self._resting.prefetch(own.actions[k])
 
     def watching(self, j: int) -> AbstractContextManager[object]:
         """Look at each operation in a ``with`` block, if this mini-batch is watched."""
@@ -122,6 +143,8 @@ class Residence:
                 for device in self._on:
                     self._memory.up(device).synchronize()
                     self._memory.down(device).synchronize()
+                if self._resting is not None:
+                    self._resting.end()
             except Exception as error:  # A device that has failed fails again.
                 errors.append(error)
 
@@ -138,7 +161,10 @@ class Residence:
             partition = own.waiting.popleft().j
             columns = self._columns[partition]
             device = self._streams[columns[0]].device
-            own.arrived[partition] = come(self._aliases, columns, device)
+            own.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
+
+    def _heard(self, kind: Kind, partition: int) -> Heard:
+        return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
 
     def _leave(self, partition: int) -> None:
         # Autocast would keep the casts of weights. It may drop those of other partitions, too, and casts these again.
@@ -148,13 +174,15 @@ class Residence:
             leave(self._aliases, j, self._streams[j])
 
 
-def come(aliases: Aliases, columns: Sequence[int], device: torch.device) -> Mark:
+def come(aliases: Aliases, columns: Sequence[int], device: torch.device, heard: Heard = unheard) -> Mark:
     """Begin the upload of the weights of a partition, and return the mark of its end."""
     memory = aliases.host_memory
     assert memory is not None
     up = memory.up(device)
-    with up.use():
-        memory.came(device, sum([aliases.fill(j) for j in columns]))
+    with up.use(), heard(up):
+        for j in columns:
+            aliases.fill(j)
+        memory.came()
         return up.mark()
 
 
@@ -168,13 +196,13 @@ def leave(aliases: Aliases, j: int, computing: Stream) -> None:
         memory.went(computing.device, aliases.empty(j))
 
 
-def bring_down(aliases: Aliases, j: int, computing: Stream) -> None:
+def bring_down(aliases: Aliases, j: int, computing: Stream, heard: Heard = unheard) -> None:
     """Begin the download of the gradients of column ``j``."""
     memory = aliases.host_memory
     assert memory is not None
     down = memory.down(computing.device)
     down.wait(computing.mark())
-    with down.use():
+    with down.use(), heard(down):
         aliases.bring_down(j, down)
 
 

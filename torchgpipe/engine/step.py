@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
-from torchgpipe.engine.aliases import Aliases
+from torchgpipe.engine.aliases import Aliases, weights_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
@@ -30,13 +31,14 @@ from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.recomputation import Recomputation
 from torchgpipe.engine.record import Kind, Listener
 from torchgpipe.engine.replicas import Replicas
+from torchgpipe.engine.resting import Rested, awake
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.seeds import LayerSeeds
-from torchgpipe.schedule import Program, Schedule
+from torchgpipe.schedule import Action, Program, Schedule
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = ["run_step"]
@@ -107,6 +109,8 @@ def run_step(
                 for name, _ in module._parameters.items()
             ]
             streams = None if host_memory is None else mechanisms.streams
+            if host_memory is not None:
+                host_memory.keep_frozen(weights_of(slots), devices)
             aliases = Aliases(slots, devices, streams, lock, backward=backward, host_memory=host_memory)
 
         def work() -> Any:
@@ -138,6 +142,7 @@ class _MicroBatches:
         ambient: the settings of the caller
         streams: where each partition computes
         partitions: for each view, its partition
+        listener: the listener of the mini-batch, if there is one
         watches: whether to look at each operation on weights that live in host memory
     """
 
@@ -155,7 +160,7 @@ class _MicroBatches:
         aliases: Aliases,
         watches: bool,
     ) -> None:
-        self._aliases, self.watches = aliases, watches
+        self._aliases, self.watches, self.listener = aliases, watches, listener
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._checkpointed, self._backward = finish, checkpointed, backward
         self.ambient = Ambient()
@@ -177,10 +182,12 @@ class _MicroBatches:
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
-        self._skips: dict[tuple[int, SkipKey], tuple[Leaf, Source | None]] = {}
+        self._skips: dict[tuple[int, SkipKey], tuple[Leaf | Rested, Source | None]] = {}
+        #: Where each skip is popped.
+        self._poppers = {portal.key: j for j, call in enumerate(self._calls) for portal in call.receiving}
         self._cells: dict[tuple[int, int], _StepCell] = {}
 
-    def _entering(self, batch: Batch) -> tuple[Batch, list[Source | None]]:
+    def _entering(self, batch: Batch) -> tuple[Batch, list[Leaf | Rested], list[Source | None]]:
         """Return an input whose leaves have no history."""
         leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]
         sources: list[Source | None] = [None] * len(leaves)
@@ -188,7 +195,7 @@ class _MicroBatches:
             if leaf is not None and leaf.requires_grad and self._backward:
                 self._inputs.append((leaf, Arrival()))
                 sources[k] = None, self._inputs[-1][1]
-        return batch.replace(tuple(leaves)), sources
+        return batch.replace(()), [*leaves], sources
 
     def entered(self) -> Iterator[tuple[Tensor, Leaf]]:
         """Yield the inputs that require grad, with their gradients."""
@@ -215,11 +222,12 @@ class _MicroBatches:
         call, is_last = self._calls[j], j == self._n - 1
         cell = _SeededCell(call, i, self._m, self._seeds, self._finish if is_last else None)
         try:
-            batch, sources = self._values.pop((i, j))
-            leaves = batch.leaves if call.arriving is None else copy_forward(call.arriving, i, batch.leaves)
+            batch, given, sources = self._values.pop((i, j))
+            leaves = _brought(call.arriving, i, given)
             for portal in call.receiving:
                 skip, source = self._skips.pop((i, portal.key))
-                leaves += (skip,) if portal.route is None else copy_forward(portal.route, i, (skip,))
+                leaves += _brought(portal.route, i, [skip])
+                given.append(skip)
                 sources.append(source)
             cell.begin(batch)
             if not self._backward:
@@ -227,8 +235,8 @@ class _MicroBatches:
                     outputs = cell.compute(leaves)
                 exits: Sequence[Arrival | None] = [None] * len(outputs)
             else:
-                own = _StepCell(cell, sources, recomputes=recomputes and i < self._checkpointed[j])
-                outputs = own.run(leaves)
+                own = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
+                outputs = own.run(leaves, partial(self._let_rest, given, leaves, Action("F", i, j), Action("B", i, j)))
                 self._cells[i, j], exits = own, own.exits
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
@@ -238,16 +246,31 @@ class _MicroBatches:
                         end.add(torch.ones(1, device=call.device))
                 return
             width = len(outputs) - len(call.sending)
+            now = Action("F", i, j)
             for portal, leaf, end in zip(call.sending, outputs[width:], exits[width:]):
-                self._skips[i, portal.key] = leaf, None if end is None else (portal.route, end)
+                (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
+                self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
             route = self._calls[j + 1].arriving
             self._values[i, j + 1] = (
-                cell.end(outputs[:width]),
+                cell.end(()),
+                self._let_rest(outputs[:width], outputs[:width], now, Action("F", i, j + 1)),
                 [None if end is None else (route, end) for end in exits[:width]],
             )
         except BaseException as error:
             cell.failed(error, "forward")
             raise
+
+    def _let_rest(
+        self, given: Sequence[Leaf | Rested], leaves: Sequence[Leaf], now: Action, until: Action
+    ) -> list[Leaf | Rested]:
+        """Return leaves, or where they rest until an action; those that have been in host memory are there."""
+        resting = self._aliases.resting
+        if resting is None:
+            return [*leaves]
+        return [
+            None if leaf is None else resting.rest(leaf, now, until, value if isinstance(value, Rested) else None)
+            for value, leaf in zip(given, leaves)
+        ]
 
     def cell(self, i: int, j: int, *, last: bool) -> _StepCell:
         own = self._cells.pop((i, j)) if last else self._cells[i, j]
@@ -262,6 +285,17 @@ class _MicroBatches:
 
 
 _nothing = nullcontext()
+
+
+def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Leaves:
+    """Return values of micro-batch ``i`` where they are needed, whether they rest, or come by a route."""
+    plain = tuple([None if isinstance(value, Rested) else value for value in values])
+    moved = iter(plain if route is None else copy_forward(route, i, plain))
+    return tuple([value.get() if isinstance(value, Rested) else there for value, there in zip(values, moved)])
+
+
+def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
+    return tuple([None if isinstance(value, Rested) else value for value in values])
 
 
 class _SeededCell(Cell):
@@ -296,6 +330,7 @@ class _StepCell:
 
     Args:
         cell: the cell
+        column: its column
         sources: for each leaf of the input, where its gradient goes
         recomputes: whether to keep the input only, and to run again at backward
 
@@ -303,13 +338,13 @@ class _StepCell:
         exits: for each leaf of the output, where its gradient arrives; None if it needs none
     """
 
-    __slots__ = ("_cell", "_leaves", "_needed", "_recomputes", "_run", "_sources", "_versions", "exits")
+    __slots__ = ("_cell", "_column", "_leaves", "_needed", "_recomputes", "_run", "_sources", "_versions", "exits")
 
-    def __init__(self, cell: Cell, sources: Sequence[Source | None], *, recomputes: bool) -> None:
-        self._cell, self._sources, self._recomputes = cell, sources, recomputes
+    def __init__(self, cell: Cell, column: int, sources: Sequence[Source | None], *, recomputes: bool) -> None:
+        self._cell, self._column, self._sources, self._recomputes = cell, column, sources, recomputes
         self._run: Recomputation | KeptGraph | None = None
         #: The input, if the cell runs again.
-        self._leaves: Leaves = ()
+        self._leaves: Sequence[Leaf | Rested] = ()
         #: For each leaf of the input, whether it requires grad.
         self._needed: list[bool] = []
         self.exits: list[Arrival | None] = []
@@ -319,12 +354,19 @@ class _StepCell:
         """Whether the cell will run again."""
         return isinstance(self._run, Recomputation)
 
-    def run(self, leaves: Leaves) -> Leaves:
-        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients."""
+    def run(self, leaves: Leaves, keep: Callable[[], Sequence[Leaf | Rested]]) -> Leaves:
+        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients.
+
+        Args:
+            leaves: the leaves of the input
+            keep: returns what to keep of them, if the cell runs again
+        """
         if self._recomputes and self._cell.call.needs_grad(leaves):
-            self._run, self._leaves, self._versions = Recomputation(self._cell), leaves, versions(leaves)
+            self._run = Recomputation(self._cell)
             with torch.no_grad():
                 outputs = self._run.first_run(leaves)
+            self._leaves = keep()
+            self._versions = versions(_at_hand(self._leaves))
             # Which outputs need a gradient is known in the second run only.
             needs = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
         else:
@@ -332,7 +374,7 @@ class _StepCell:
             self._needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
             outputs = self._run.only_run(leaves)
             needs = [x is not None and x.requires_grad for x in outputs]
-        self.exits = [Arrival() if need else None for need in needs]
+        self.exits = [Arrival(self._column) if need else None for need in needs]
         return tuple([x if x is None else x.detach().requires_grad_(need) for x, need in zip(outputs, needs)])
 
     def differentiate(self, *, split: bool, keep_graph: bool) -> Returned:
@@ -345,13 +387,13 @@ class _StepCell:
             return []
         if isinstance(run, Recomputation):
             self._run, self._leaves = None, ()
-            if versions(leaves) != self._versions:
+            if versions(_at_hand(leaves)) != self._versions:
                 raise RuntimeError(
                     f"{self._cell.call.where} cannot be recomputed, because its input was changed in place after it "
                     "ran, perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
                     "checkpoint='never'"
                 )
-            run.second_run(leaves)
+            run.second_run(tuple([awake(leaf) for leaf in leaves]))
             result = run.differentiate(grads, runs_again=False)
         else:
             result = run.differentiate(grads, self._needed, split=split, keep_graph=keep_graph)

@@ -32,6 +32,7 @@ class Export(Arrival):
 
     Args:
         edge: where the graph of the cell is entered
+        column: the column of the cell
 
     Attributes:
         edge: where the graph of the cell is entered
@@ -39,8 +40,8 @@ class Export(Arrival):
 
     __slots__ = ("edge",)
 
-    def __init__(self, edge: Edge) -> None:
-        super().__init__()
+    def __init__(self, edge: Edge, column: int) -> None:
+        super().__init__(column)
         self.edge = edge
 
 
@@ -48,6 +49,7 @@ class FrameCell:
     """Micro-batch ``i`` in a column.
 
     Args:
+        column: the column
         device: the device of the column
         where: the column, for errors
         heard: tells the listener of the mini-batch
@@ -59,7 +61,10 @@ class FrameCell:
             behind the last
     """
 
-    def __init__(self, device: torch.device, where: str, heard: Heard, *, verifies: bool, splits: bool) -> None:
+    def __init__(
+        self, column: int, device: torch.device, where: str, heard: Heard, *, verifies: bool, splits: bool
+    ) -> None:
+        self._column = column
         self._cut = CutGraph(device, functools.partial(differentiated_by_itself, where))
         self._where, self._heard, self._verifies, self._splits = where, heard, verifies, splits
         self._exports: dict[tuple[int, int], Export] = {}
@@ -72,7 +77,7 @@ class FrameCell:
         edge = get_gradient_edge(tensor)
         key = (id(edge.node), edge.output_nr)
         if key not in self._exports:
-            self._exports[key] = Export(edge)
+            self._exports[key] = Export(edge, self._column)
         return self._exports[key]
 
     def import_(self, route: Route | None, source: Arrival, moved: Tensor) -> Tensor:

@@ -108,6 +108,10 @@ class Crossing:
         """Forget the imports of the last column, but for those that were changed in place."""
         self._known = {key: one for key, one in self._known.items() if versions([one.alias]) != [one.version]}
 
+    def end(self) -> None:
+        """Forget all: later frames may run in settings that hold this object."""
+        self._known = {}
+
     def bring(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column.
 

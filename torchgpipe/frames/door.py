@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
-from torchgpipe.frames.recomputed import recomputed
+from torchgpipe.frames.recomputed import Keep, recomputed
 
 __all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
 
@@ -113,10 +113,16 @@ class Door:
         """Return what the module was compiled with, as compiled code does; None if it was not compiled."""
         return getattr(self._behind, "get_compiler_config", lambda: None)()
 
-    def call_module(self, args: Any, kwargs: Any) -> Any:
-        """Call the module."""
+    def call_module(self, args: Any, kwargs: Any, keep: Keep | None = None) -> Any:
+        """Call the module.
+
+        Args:
+            args: its arguments
+            kwargs: its arguments with names
+            keep: returns what to keep of an argument, if the module runs again at backward
+        """
         if self.recomputes and self.module.training and torch.is_grad_enabled():
-            return recomputed(self.module, self.name, self._call, args, kwargs)
+            return recomputed(self.module, self.name, self._call, args, kwargs, keep)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

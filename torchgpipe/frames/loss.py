@@ -116,7 +116,8 @@ class MicroBatchLoss(Losses):
             )
         if not self._shares[i]:  # The mean over no labels is nan, and so would be its gradient.
             loss = nothing([tensor for _, tensor in each(output)])
-        self._losses[i] = loss.detach().reshape(())
+        # Of its own memory: some losses, as mse_loss, are computed in that of the output.
+        self._losses[i] = loss.detach().reshape(()).clone()
         return loss, self._shares[i]
 
     def _loss_of(self, i: int, output: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, versions
+from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.engine.aliases import Aliases
@@ -79,6 +79,7 @@ class MiniBatch:
     Attributes:
         watches: whether to look at each operation on weights that live in host memory
         partitions: for each column, the number of what comes and goes together: each by itself
+        listener: the listener of the mini-batch, if there is one
         random_numbers: the random numbers
         crossed: what the first micro-batch has carried from column to column
     """
@@ -108,6 +109,7 @@ class MiniBatch:
         self._facts = facts
         self._m, self._n = len(inputs), len(columns.devices)
         self.partitions = range(self._n)
+        self.listener = columns.listener
         self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
         self._finish: Finish | None = finish
@@ -136,7 +138,7 @@ class MiniBatch:
 
             listener, stream = self._columns.listener, self._columns.computing[j]
             verifies = self._verified is not None
-            return FrameCell(stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
+            return FrameCell(j, stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
 
         return [cell(j) for j in range(self._n)]
 
@@ -280,8 +282,10 @@ class MiniBatch:
         if cells:
             arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
         noted = None if i else self.crossed
+        resting = self._aliases.resting
+        given = set() if resting is None else {storage_key(tensor) for _, tensor in each(tuple(arguments))}
         crossing = Crossing(frame, cells, self._columns, self._aliases, noted, self._buffers)
-        traveller = Traveller(frame, crossing, self._columns, self._owner)
+        traveller = Traveller(frame, crossing, self._columns, self._owner, resting, given)
 
         def model() -> Any:
             nonlocal arguments

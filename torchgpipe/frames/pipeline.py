@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
-from torchgpipe.engine.aliases import Aliases, Slot
+from torchgpipe.engine.aliases import Aliases, Slot, weights_of
 from torchgpipe.engine.execute import with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
@@ -242,6 +242,8 @@ class Pipeline:
         self.prepare(module, recomputes=not alone)
         slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
         devices = self.settings.devices
+        if self.host_memory is not None:
+            self.host_memory.keep_frozen(weights_of(slots), devices)
         # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
         columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
         return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))

@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
-from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_slots
+from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.door import here, remove_door
 from torchgpipe.frames.inputs import Arguments, arguments_of
@@ -62,7 +62,7 @@ def pipelined(
     no_chunk: Collection[str] = (),
     checkpoint: bool | Collection[str] = (),
     verify: bool | Collection[str] = True,
-    offload: bool = False,
+    offload: bool | Literal["weights"] = False,
     slots: int = 2,
     pin: int | None = None,
 ) -> M:
@@ -111,7 +111,8 @@ def pipelined(
             and the gradients of all parameters; or the names of outputs, such as a loss that balances experts over the
             batch, that may differ between rows together and apart, with a warning
         offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
-            leave afterwards, so a model may be larger than all devices
+            leave afterwards, so a model may be larger than all devices. What recomputation keeps waits in host memory,
+            too; with ``'weights'``, on the devices
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
             that is free), which CUDA copies beside the computation
@@ -163,7 +164,7 @@ def _pipelined(
     reduce: str | None,
     checkpoint: bool | Collection[str],
     verify: bool | Collection[str],
-    offload: bool,
+    offload: bool | Literal["weights"],
     slots: int,
     pin: int | None,
     apart: bool = False,
@@ -171,8 +172,8 @@ def _pipelined(
 ) -> M:
     verify_module(module)
     count = verify_chunks(chunks)
-    schedule = given_or_usual(schedule, offload=offload)
-    limits = verify_slots(slots, pin) if offload else None
+    schedule = given_or_usual(schedule, offload=bool(offload))
+    limits = verify_offload(offload, slots, pin)
     if offload:
         verify_home(module.named_parameters())
         # All micro-batches pass a partition before the next one, so all their activations would be kept.
@@ -188,7 +189,7 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        apart=apart or schedule in APART or offload,
+        apart=apart or schedule in APART or bool(offload),
         chunks=count,
         schedule=schedule,
         reduce=reduce,
@@ -482,8 +483,15 @@ class _Pipelined(nn.Module):
         own = super().extra_repr()
         devices = [str(partition.device) for partition in settings.layout.partitions]
         ours = f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"
-        ours += f", offload=True, slots={settings.offload[0]}" if settings.offload is not None else ""
+        ours += _of_offload(settings.offload)
         return f"{own}, {ours}" if own else ours
+
+
+def _of_offload(limits: tuple[int, int | None, bool] | None) -> str:
+    if limits is None:
+        return ""
+    slots, _, rests = limits
+    return f", offload={True if rests else 'weights'!r}, slots={slots}"
 
 
 def _plain(module: nn.Module) -> Any:

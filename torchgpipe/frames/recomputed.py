@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe.devices.torch_internals import forget_parametrizations, saved_tensors_hooks_in_use, versions
-from torchgpipe.model.values import copied, each
+from torchgpipe.engine.resting import Rested
+from torchgpipe.model.values import copied, each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.buffers import BufferStates
 from torchgpipe.replay.found import Found
@@ -28,10 +29,16 @@ from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn, RandomStates
 from torchgpipe.replay.statistics import exclusive
 
-__all__ = ["recomputed"]
+__all__ = ["Keep", "recomputed"]
 
 
-def recomputed(module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+#: What to keep of a tensor until the second run: the tensor, or where it rests.
+Keep = Callable[[Tensor], Tensor | Rested]
+
+
+def recomputed(
+    module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None = None
+) -> Any:
     """Call a module, and let it run again at backward.
 
     Args:
@@ -40,6 +47,7 @@ def recomputed(module: nn.Module, name: str, call: Callable[..., Any], args: Any
         call: calls it
         args: its arguments
         kwargs: its arguments with names
+        keep: returns what to keep of an argument
 
     Returns:
         what the module returns
@@ -47,15 +55,19 @@ def recomputed(module: nn.Module, name: str, call: Callable[..., Any], args: Any
     Raises:
         RuntimeError: the module has changed its arguments in place.
     """
-    return checkpoint(_Runs(module, name, call, args, kwargs), use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(_Runs(module, name, call, args, kwargs, keep), use_reentrant=False, preserve_rng_state=False)
 
 
 class _Runs:
     """The first and the second run of a call, see `recomputed` for the arguments."""
 
-    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None
+    ) -> None:
         modules = list(module.modules())
-        self._name, self._call = name, call
+        self._name, self._call, self._keep = name, call, keep
+        #: What stands for arguments that rest, each with what it stands for.
+        self._rested: dict[Tensor, Rested] = {}
         self._given: tuple[Any, Any] | None = (args, kwargs)
         # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
         self._args, self._kwargs = copied(args), copied(kwargs)
@@ -92,7 +104,23 @@ class _Runs:
                 f"'{self._name}' changes its input in place, so recomputation would start from another input; let it "
                 "work on a copy (input.clone()), or leave it out of checkpoint"
             )
+        if self._keep is not None:
+            self._args, self._kwargs = self._exchanged(self._let_rest)
+            self._inputs = [tensor for _, tensor in each((self._args, self._kwargs))]
+            self._versions = versions([*self._parameters, *self._inputs])
         return output
+
+    def _let_rest(self, tensor: Tensor) -> Tensor:
+        assert self._keep is not None
+        kept = self._keep(tensor)
+        if isinstance(kept, Tensor):
+            return kept
+        stub = torch.empty(0)
+        self._rested[stub] = kept
+        return stub
+
+    def _exchanged(self, change: Callable[[Tensor], Tensor]) -> Any:
+        return mapped((copied(self._args), copied(self._kwargs)), change, caches=True, objects=True)
 
     def _second_run(self, hooks: Any) -> None:
         change = self._found.changed()
@@ -112,5 +140,6 @@ class _Runs:
             self._buffers.replayed(),
             self._random.replay(self._drawn),
         ):
-            self._call(*copied(self._args), **copied(self._kwargs))
+            args, kwargs = self._exchanged(lambda one: self._rested[one].get() if one in self._rested else one)
+            self._call(*args, **kwargs)
         forget_parametrizations()

@@ -48,7 +48,8 @@ class Settings:
         on_meta: whether the model was on the meta device
         layout: the layout, for people
         may_differ: the names of outputs that may differ between rows together and rows apart
-        offload: the slots, and the bytes that may be pinned, if weights live in host memory
+        offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
+            there, too
     """
 
     chunks: int
@@ -73,7 +74,7 @@ class Settings:
     on_meta: bool
     layout: Layout
     may_differ: Collection[str] = ()
-    offload: tuple[int, int | None] | None = None
+    offload: tuple[int, int | None, bool] | None = None
 
     def column_of(self, name: str) -> int:
         """Return the column of a module, parameter or buffer, given its name in the model."""

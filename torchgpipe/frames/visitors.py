@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode
+from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode, storage_key, versions
+from torchgpipe.engine.resting import Rested, Resting
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, here
@@ -20,6 +21,7 @@ from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
 from torchgpipe.model.state import apart
 from torchgpipe.model.values import each, is_cache, mapped
+from torchgpipe.schedule import Action
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 
@@ -42,13 +44,25 @@ class Traveller:
         crossing: brings tensors from column to column
         columns: the columns
         owner: the identity of the pipeline
+        resting: what waits in host memory, if activations do
+        given: the keys of the storages of the model's arguments
 
     Attributes:
         frame: the frame
     """
 
-    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns, owner: Owner) -> None:
-        self.owner = owner
+    def __init__(
+        self,
+        frame: Frame,
+        crossing: Crossing,
+        columns: Columns,
+        owner: Owner,
+        resting: Resting | None,
+        given: Set[int],
+    ) -> None:
+        self.owner, self._resting, self._given = owner, resting, given
+        #: What has rested until this column began.
+        self._known: list[tuple[Tensor, Rested]] = []
         self.frame = frame
         self._crossing = crossing
         self._columns = columns
@@ -71,6 +85,8 @@ class Traveller:
                         self.go_to(last, "the end")
                     self.frame.begin_work()
                     finish(output)
+            self._known = []
+            self._crossing.end()
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` with all its tensors in the present column."""
@@ -95,20 +111,21 @@ class Traveller:
                 f"that keeps '{name}' and what is called before it in one partition"
             )
         self._current_stream.close()
+        self._crossing.forget()
         frame.pause_until(column)
         self._current_stream.enter_context(self._columns.computing[column].use())
-        self._crossing.forget()
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Stop at ``door`` until it is the turn of its column, bring the arguments, and call the module."""
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
-            return door.call_module(args, kwargs)
+            return door.call_module(args, kwargs, self._keep)
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
             return door.call_module(args, kwargs)
         with self._without_glue():
-            self.go_to(door.column, door.name)
+            with self._laid_down((args, kwargs), door.column):
+                self.go_to(door.column, door.name)
             if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
                 args, kwargs = mapped(args, bring, objects=True), mapped(kwargs, bring, objects=True)
@@ -119,12 +136,47 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                output = door.call_module(args, kwargs)
+                output = door.call_module(args, kwargs, self._keep)
                 # Nearly all outputs have a graph, and so are made anew.
                 has_graph = isinstance(output, Tensor) and output.requires_grad
                 return output if has_graph else mapped(output, partial(apart, door.module))
             finally:
                 self._crossing.note_changes()
+
+    def _keep(self, tensor: Tensor) -> Tensor | Rested:
+        """Return what to keep of a tensor until backward; cells share tensors without grad, such as masks."""
+        if self._resting is None or not tensor.requires_grad:
+            return tensor
+        i, j = self.frame.i, self.frame.column
+        known = next((one for held, one in self._known if _are_same(held, tensor)), None)
+        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), known)
+
+    @contextmanager
+    def _laid_down(self, value: Any, column: int) -> Iterator[None]:
+        """Let tensors wait in host memory in a ``with`` block, in which the frame waits for the turn of a column.
+
+        The model holds them, so only their memory can go: that of tensors which this frame has made, on one device.
+        """
+        frame, computing = self.frame, self._columns.computing
+        i, j = frame.i, frame.column
+        if j != column:
+            self._known = []
+        laid: list[tuple[Tensor, Rested, int]] = []
+        if self._resting is not None and j != column and computing[j].device == computing[column].device:
+            tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
+            for key, tensor in tensors.items():
+                base = tensor if tensor._base is None else tensor._base
+                if key not in self._given and base.grad_fn is not None:
+                    rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
+                    if isinstance(rested, Rested):
+                        laid.append((tensor, rested, tensor.untyped_storage().nbytes()))
+        try:
+            yield
+        finally:
+            with computing[column].use() if laid else nullcontext():
+                for tensor, rested, bytes in laid:
+                    rested.restore(tensor, bytes)
+            self._known += [(tensor, rested) for tensor, rested, _ in laid]
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
@@ -146,6 +198,15 @@ class Traveller:
             self._glue.is_off = False
             if mode is self._glue:
                 push_function_mode(mode)
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same elements, also if one of them was changed in place since."""
+    return (
+        storage_key(a) == storage_key(b)
+        and (a.storage_offset(), a.size(), a.stride()) == (b.storage_offset(), b.size(), b.stride())
+        and versions([a]) == versions([b])
+    )
 
 
 def _refuse_slow_path(door: Door, kwargs: Mapping[str, Any]) -> None:

@@ -16,14 +16,14 @@ action of their partition to the last, and then go down once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from torchgpipe.schedule.action import Action, Program
+from torchgpipe.schedule.action import Action, Program, in_order
 
-__all__ = ["Residency", "Stay", "residency"]
+__all__ = ["Residency", "Stay", "Streamed", "residency", "streamed"]
 
 
 class Stay(NamedTuple):
@@ -95,6 +95,53 @@ def residency(program: Program, slots: int) -> Residency:
 @lru_cache(maxsize=32)  # Every step asks for that of its program.
 def _residency(program: tuple[tuple[Action, ...], ...], slots: int) -> Residency:
     return Residency([_weights(own, slots) for own in program], [_gradients(own) for own in program])
+
+
+class Streamed(NamedTuple):
+    """A program whose weights come from host memory, run on paper.
+
+    Attributes:
+        seconds: the time from the start of the first upload to the end of the last action
+        uploading: the seconds of all uploads
+        waited: the seconds in which devices wait for nothing but an upload
+    """
+
+    seconds: float
+    uploading: float
+    waited: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the uploads' time in which devices need not wait for them."""
+        return 1 - self.waited / self.uploading if self.uploading else 1.0
+
+
+def streamed(program: Program, slots: int, cost: Callable[[Action], float], upload: Callable[[int], float]) -> Streamed:
+    """Run a program on paper, with the uploads of its weights, which follow each other on each device.
+
+    Args:
+        program: a list of actions for each device, which can run
+        slots: the partitions whose weights have room on a device at a time
+        cost: the seconds of an action
+        upload: the seconds in which the weights of a partition come
+    """
+    stays = [{stay.first: stay for stay in own} for own in residency(program, slots).weights]
+    ends: dict[Action, float] = {}
+    #: For each device, the ends of its actions; where an upload has room from the beginning, it starts at 0.
+    own: list[list[float]] = [[] for _ in program]
+    arrived, uploading, waited = [0.0] * len(program), 0.0, 0.0
+    for action, device, needed in in_order(program):
+        start = max([0.0, *own[device][-1:], *[ends[one] for one, _ in needed]])
+        stay = stays[device].get(len(own[device]))
+        if stay is not None:
+            room = own[device][stay.after] if stay.after >= 0 else 0.0
+            arrived[device] = max(arrived[device], room) + upload(stay.j)
+            uploading += upload(stay.j)
+            waited += max(0.0, arrived[device] - start)
+            start = max(start, arrived[device])
+        ends[action] = start + cost(action)
+        own[device].append(ends[action])
+    return Streamed(max(ends.values(), default=0.0), uploading, waited)
 
 
 def _weights(actions: Sequence[Action], slots: int) -> list[Stay]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchgpipe.engine.record import Kind
+from torchgpipe.engine.record import NO_MICRO_BATCH, Kind
 from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
-from torchgpipe.timeline.span import KINDS, Row, Span
+from torchgpipe.timeline.span import KINDS, TRANSFERS, Row, Span
 
 __all__ = ["draw"]
 
@@ -22,6 +22,8 @@ _COLOURS: dict[Kind, str] = {
     "backward of the weights": COLOURS["W"],
     "copy": "#CC79A7",
     "wait": "#C8C8C8",
+    "upload": "#8C6BB1",
+    "download": "#66A61E",
 }
 _INK: dict[Kind, str] = {
     "forward": INK["F"],
@@ -49,10 +51,18 @@ def draw(spans: Sequence[Span], rows: Sequence[Row], width: int | None = None) -
     drawn = [
         (
             str(row.device) if distinct else f"{row.partition} on {row.device}",
-            [_box(span, begin, has_copies) for span in spans if span.partition == row.partition],
+            [
+                _box(span, begin, has_copies)
+                for span in spans
+                if span.partition == row.partition and span.kind not in TRANSFERS
+            ],
         )
         for row in rows
     ]
+    for device in dict.fromkeys(row.device for row in rows):
+        for kind in TRANSFERS:
+            lane = [_box(span, begin, False) for span in spans if (span.device, span.kind) == (device, kind)]
+            drawn += [(f"{kind} {device}", lane)] if lane else []
     legend = {
         kind.replace(" of the", ":"): _COLOURS[kind] for kind in KINDS if any(span.kind == kind for span in spans)
     }
@@ -68,7 +78,9 @@ def _width(spans: Sequence[Span], seconds: float) -> int:
 
 
 def _box(span: Span, begin: float, has_copies: bool) -> Box:
-    title = f"{span.kind} of micro-batch {span.micro_batch}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
+    of = "weights" if span.micro_batch == NO_MICRO_BATCH else f"micro-batch {span.micro_batch}"
+    of += f", partition {span.partition}" * (span.kind in TRANSFERS)
+    title = f"{span.kind} of {of}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
     number = str(span.micro_batch) if span.computes else ""
     colour = _FAILED if span.failed else _COLOURS[span.kind]
     ink = "#fff" if span.failed else _INK.get(span.kind, "")

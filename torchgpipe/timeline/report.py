@@ -21,7 +21,7 @@ import torch
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule import Program, places_of, program, simulate
 from torchgpipe.timeline.prediction import Costs, Prediction, mean_costs, predict, schedule_of, table
-from torchgpipe.timeline.span import Row, Span, covered, milliseconds, percent
+from torchgpipe.timeline.span import TRANSFERS, Row, Span, covered, milliseconds, percent
 
 __all__ = ["Advice", "DeviceUse", "Report"]
 
@@ -38,6 +38,8 @@ class DeviceUse:
         idle: the share in which the device does neither: 1 - covered by cells and copies / duration
         peak_memory: the most bytes that were allocated since PyTorch's statistics of the device were last reset; None
             if unknown, as on the CPU
+        transferring: under ``offload``, the share in which something comes from host memory or goes there
+        hidden: the share of this time in which the device computes as well
     """
 
     device: torch.device
@@ -45,6 +47,8 @@ class DeviceUse:
     copying: float
     idle: float
     peak_memory: int | None
+    transferring: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,12 +142,16 @@ class Report:
         mine = [span for span in self._spans if span.device == device]
         cells = [span for span in mine if span.computes]
         copies = [span for span in mine if span.kind == "copy"]
+        transfers = [span for span in mine if span.kind in TRANSFERS]
+        beside = covered(cells) + covered(transfers) - covered(cells + transfers)
         return DeviceUse(
             device,
             busy=_share(covered(cells), self.duration),
             copying=_share(covered(copies), self.duration),
             idle=1 - _share(covered(cells + copies), self.duration),
             peak_memory=peak_memory,
+            transferring=_share(covered(transfers), self.duration),
+            hidden=_share(beside, covered(transfers)),
         )
 
     def _costs(self, cells: Iterable[Span]) -> list[float]:
@@ -229,6 +237,12 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
     for use in report.devices:
         peak = "n/a" if use.peak_memory is None else shown_size(use.peak_memory)
         yield _columns([str(use.device), *map(percent, (use.busy, use.copying, use.idle)), peak])
+    for use in report.devices:
+        if use.transferring:
+            yield (
+                f"{use.device!s:<12}from and to host memory {percent(use.transferring)} of the time, "
+                f"{percent(use.hidden)} of that while the device computes"
+            )
     yield ""
     own = next((one for one in report.schedules if one.ran), None)
     ideal = (

@@ -10,7 +10,7 @@ import torch
 
 from torchgpipe.engine.record import Kind
 
-__all__ = ["KINDS", "Row", "Span", "covered", "milliseconds", "percent"]
+__all__ = ["KINDS", "TRANSFERS", "Row", "Span", "covered", "milliseconds", "percent"]
 
 #: The kinds of spans in which a device computes.
 _COMPUTING: tuple[Kind, ...] = (
@@ -21,8 +21,11 @@ _COMPUTING: tuple[Kind, ...] = (
     "backward of the weights",
 )
 
+#: The kinds of spans between a device and the memory of the host.
+TRANSFERS: tuple[Kind, ...] = ("upload", "download")
+
 #: All kinds of spans.
-KINDS: tuple[Kind, ...] = (*_COMPUTING, "copy", "wait")
+KINDS: tuple[Kind, ...] = (*_COMPUTING, "copy", "wait", *TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,15 @@ class Span:
     Attributes:
         step: the call of the model, counted from 0 since recording began
         kind: ``'forward'``, ``'recomputation'``, ``'backward'``, ``'copy'`` or ``'wait'``; in a step also
-            ``'backward of the input'`` and ``'backward of the weights'``, where a schedule splits backward
-        micro_batch: the index of the micro-batch
+            ``'backward of the input'`` and ``'backward of the weights'``, where a schedule splits backward; under
+            ``offload``, ``'upload'`` and ``'download'``
+        micro_batch: the index of the micro-batch; -1 for weights and their gradients
         partition: the index of the partition that computes, sends or waits
         device: the device of that partition
         stream: the stream of that device: ``'computing'``; ``'leaving'`` for a copy to a later partition, or
-            ``'gradient leaving'`` for one back; for skips, ``'skip leaving'`` and ``'skip gradient leaving'``
+            ``'gradient leaving'`` for one back; for skips, ``'skip leaving'`` and ``'skip gradient leaving'``; under
+            ``offload``, ``'weights arriving'``, ``'gradients leaving'``, ``'activations leaving'`` and ``'activations
+            arriving'``
         layers: the names of the partition's layers
         start: seconds since recording began
         end: seconds since recording began

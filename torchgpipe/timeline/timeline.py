@@ -102,7 +102,8 @@ class Timeline:
     def plot(self, path: str | PathLike[str] | None = None, *, step: int | None = None) -> str:
         """Draw one step: a row for each partition with its device, and a box for each cell with its micro-batch.
 
-        Copies are thin boxes below the cells of the sending partition. A failed cell is red. A cell that is too short
+        Copies are thin boxes below the cells of the sending partition. Uploads and downloads have rows of their own
+        below those of the partitions. A failed cell is red. A cell that is too short
         for the number of its micro-batch has none; a browser shows it under the mouse.
 
         Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchgpipe.engine.record import Kind
+from torchgpipe.engine.record import NO_MICRO_BATCH, Kind
 from torchgpipe.timeline.span import Span
 
 __all__ = ["events", "write"]
@@ -26,6 +26,8 @@ _COLOURS: dict[Kind, str] = {
     "backward of the weights": "olive",
     "copy": "rail_idle",
     "wait": "grey",
+    "upload": "rail_load",
+    "download": "rail_response",
 }
 _FAILED = "terrible"
 
@@ -89,7 +91,8 @@ def _complete(span: Span, track: tuple[int, int]) -> dict[str, Any]:
 
 def _title(span: Span) -> str:
     where = "" if span.other is None else f" {'to' if span.kind == 'copy' else 'for'} partition {span.other}"
-    return f"{span.kind} {span.micro_batch}{where}{' (failed)' if span.failed else ''}"
+    of = "of weights" if span.micro_batch == NO_MICRO_BATCH else span.micro_batch
+    return f"{span.kind} {of}{where}{' (failed)' if span.failed else ''}"
 
 
 def _arrows(spans: Sequence[Span], tracks: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torchgpipe_balancing.planning.alternatives import (
 )
 from torchgpipe_balancing.planning.check import Check, tried_out
 from torchgpipe_balancing.planning.measure import measured
+from torchgpipe_balancing.planning.offload import OffloadPlan, planned_offload
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
@@ -42,6 +43,12 @@ _GIB = 2**30
 
 class DoesNotFit(ValueError):
     """Nothing that was tried fits the devices. The message says by how much, and what would fit."""
+
+
+@overload
+def plan(model: nn.Module, sample: Any, *, batch: int, offload: Literal[True], **arguments: Any) -> OffloadPlan: ...
+@overload
+def plan(model: nn.Module, sample: Any, *, batch: int, offload: Literal[False] = ..., **arguments: Any) -> Plan: ...
 
 
 def plan(
@@ -61,8 +68,9 @@ def plan(
     bandwidth: float | None = None,
     seconds: float = 10.0,
     trials: int = 4,
+    offload: bool = False,
     **options: Any,
-) -> Plan:
+) -> Plan | OffloadPlan:
     """Decide how to pipeline a model: balance, number of micro-batches, schedule, and which layers to recompute. ::
 
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
@@ -103,11 +111,14 @@ def plan(
         bandwidth: bytes a second between two devices (default: measured)
         seconds: how long to measure; some seventy steps run in any case
         trials: how many of the best alternatives to run for a few steps, so that the quickest is chosen; 0 for none
+        offload: whether weights live in host memory: the plan then decides on partitions, slots, micro-batches and
+            recomputation under ``'LayerMajor'``, and ``bandwidth`` is that between host and device. Each layer has to
+            fit by itself, in measuring, too
         **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`, above all
             ``loss_fn``; the plan applies them, too
 
     Returns:
-        the plan
+        the plan; an :class:`~torchgpipe_balancing.planning.offload.OffloadPlan` with ``offload``
 
     Raises:
         TypeError: ``model`` or ``optimizer`` is something else, or an option is unknown.
@@ -132,6 +143,17 @@ def plan(
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
+    if offload:
+        limits = [device.memory for device in planned]
+        asked: dict[str, Any] = {"batch": batch, "devices": places, "memory": limits, "target": target}
+        asked |= {"chunks": counts, "recompute": (True, False) if checkpoint else (False,), "bandwidth": bandwidth}
+        with undisturbed(places):
+            found, least = planned_offload(model, sample, **asked, options=options)
+        released(places)
+        if found is None:
+            more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
+            raise DoesNotFit(f"nothing fits {batch} rows with weights in host memory; it would fit with {more}")
+        return found
     states = 1.0 + states_of(optimizer)
     most = most_partitions(schedules, len(places))
     sizes = sorted({rows_of(batch, count) for count in counts})
