@@ -81,7 +81,8 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
     pipeline = build(rank, options)
     backend = "gloo" if pipeline.devices[0].type == "cpu" else None
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=options.processes)
+    size = options.processes
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
     # Without device_ids, because the pipeline has several devices.
     model = DistributedDataParallel(pipeline)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

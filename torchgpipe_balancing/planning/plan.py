@@ -77,7 +77,8 @@ def plan(
         plan = torchgpipe.plan(
             model, torch.randn(4, 64), batch=32,
             memory=[2**20, 2**20], devices=["cpu:0", "cpu:1"],
-            optimizer=torch.optim.AdamW, loss_fn=lambda output, target: output.mean(), seconds=1,
+            optimizer=torch.optim.AdamW, seconds=1,
+            loss_fn=lambda output, target: output.mean(),
         )
         print(plan)
         model = plan.apply(model)
