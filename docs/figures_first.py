@@ -22,13 +22,13 @@ GIB = 2**30
 
 def choose() -> Picture:
     """Draw which of the ways suits which model."""
-    picture = Picture("Which way: DistributedDataParallel, GPipe, pipelined or DistributedGPipe", WIDTH, 350)
+    picture = Picture("Which way: DistributedDataParallel, GPipe, pipelined or DistributedGPipe", WIDTH, 368)
     questions = [
         ("Does training fit on one GPU?", "yes", ["DistributedDataParallel:", "a copy on each GPU"]),
         (
             "On the GPUs of one machine?",
             "no",
-            ["in host memory: offload=True; on several", "machines: DistributedGPipe, FSDP2"],
+            ["in host memory: offload=True;", "on several machines:", "DistributedGPipe, FSDP2"],
         ),
         ("Is it an nn.Sequential?", "yes", ["GPipe(layers, balance)"]),
     ]

@@ -119,7 +119,8 @@ def draw_boxes(
         parts.append(_text(0, y + height / 2 + 4, name))
         for box in boxes:
             x, wide = margin + box.start * scale, (box.end - box.start) * scale
-            place = f'x="{x:.1f}" y="{y + box.top * height:g}" width="{max(0.5, wide - 1):.1f}"'
+            gap_between = 1 if box.number else 0
+            place = f'x="{x:.1f}" y="{y + box.top * height:g}" width="{max(0.5, wide - gap_between):.1f}"'
             parts.append(
                 f'<rect {place} height="{(box.bottom - box.top) * height:g}" '
                 f'fill="{box.colour}"><title>{_escaped(box.title)}</title></rect>'
