@@ -193,16 +193,7 @@ MUTATIONS = [
         "torch.autograd.set_multithreading_enabled",
         "step step_faults frames/hard_cases late/owners",
     ),
-    Mutation(
-        "a step runs backward outside of autocast", "Executor._backward", "self._ambient.without_autocast", "step"
-    ),
     Mutation("workers leave autocast together", "_Crew._serve_tasks", "self._leaving.wait", "replay/ambient"),
-    Mutation(
-        "the running statistics are those of the first run",
-        "_run_exclusively",
-        "scratch_statistics",
-        "replay/statistics",
-    ),
     Mutation(
         "numbers that were not noted are not those of a cell", "_pass_plain", "call.random.forget", "replay/random"
     ),
