@@ -15,8 +15,8 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import StepLock
 from torchgpipe.engine.calls import Mechanisms
+from torchgpipe.engine.forward_pass import ForwardPass
 from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
-from torchgpipe.engine.pipeline import ForwardPass
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
 from torchgpipe.model.comparison import Comparison

@@ -159,7 +159,7 @@ def test_under_distributed_data_parallel_gradients_arrive_whole(
         return output
 
     model = pipe(nn.Sequential(Apply(look), layer), [2], devices=["cpu"], chunks=CHUNKS, checkpoint=checkpoint)
-    monkeypatch.setattr("torchgpipe.engine.pipeline.is_replicated", lambda: True)
+    monkeypatch.setattr("torchgpipe.engine.forward_pass.is_replicated", lambda: True)
     model(batch().float()).sum().backward()
     if checkpoint != "never":  # With 'never', the engine sums the gradients, and may add the sum before the last hook.
         assert absent == [True] * CHUNKS
