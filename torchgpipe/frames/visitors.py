@@ -148,7 +148,7 @@ class Traveller:
         if self._resting is None or not tensor.requires_grad:
             return tensor
         i, j = self.frame.i, self.frame.column
-        known = next((one for held, one in self._known if _are_same(held, tensor)), None)
+        known = next((one for held, one in self._known if _rests(one, held, tensor)), None)
         return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), known)
 
     @contextmanager
@@ -166,7 +166,8 @@ class Traveller:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
             for key, tensor in tensors.items():
                 base = tensor if tensor._base is None else tensor._base
-                if key not in self._given and base.grad_fn is not None:
+                is_all = tensor.nbytes == tensor.untyped_storage().nbytes()  # Of a part, only that part would come back.
+                if is_all and key not in self._given and base.grad_fn is not None:
                     rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
                     if isinstance(rested, Rested):
                         laid.append((tensor, rested, tensor.untyped_storage().nbytes()))
@@ -200,12 +201,12 @@ class Traveller:
                 push_function_mode(mode)
 
 
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same elements, also if one of them was changed in place since."""
+def _rests(rested: Rested, a: Tensor, b: Tensor) -> bool:
+    """Return whether a tensor has the elements of one that has rested, none of them changed in place since."""
     return (
         storage_key(a) == storage_key(b)
         and (a.storage_offset(), a.size(), a.stride()) == (b.storage_offset(), b.size(), b.stride())
-        and versions([a]) == versions([b])
+        and versions([a, b]) == [rested.version] * 2
     )
 
 
