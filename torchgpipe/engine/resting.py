@@ -92,8 +92,8 @@ class Rested:
         if self.tensor is not None and versions([self.tensor]) != [self.version]:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} was changed in place after a module had got it that "
-                "runs again at backward, or after its partition had passed it on, while it went to host memory; change a "
-                "copy (x.clone()), leave the module out of checkpoint, or give offload='weights'"
+                "runs again at backward, or after its partition had passed it on, while it went to host memory; change "
+                "a copy (x.clone()), leave the module out of checkpoint, or give offload='weights'"
             )
         if self._empties and self.tensor is not None:
             self.tensor.untyped_storage().resize_(0)
