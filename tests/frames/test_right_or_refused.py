@@ -405,8 +405,6 @@ def test_right(name: str, rows: int) -> None:
     model: Any = make()
     plain_model = copy.deepcopy(model)
     pipelined(model, arguments(X[:rows]), chunks=3, devices=TWO, balance={"layers.2": 1})
-    if isinstance(model.kept, Tensor):
-        model.kept.grad = None  # the proof has no names for leaves that are no parameters
     expected = [tensors(plain_model(*arguments(part))) for part in X.chunk(3)]
     result = tensors(model(*arguments(X)))
     for ours, parts in zip(result, zip(*expected), strict=True):

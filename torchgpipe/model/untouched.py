@@ -37,6 +37,8 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
     buffers = Buffers(module)
     # Each once, as layers may share them.
     values = {one: one.detach().clone() for _, _, one in attributes(module) if not isinstance(one, nn.Parameter)}
+    # A leaf that is no parameter has no alias, so the gradients of a run arrive at the leaf.
+    grads = {one: one.grad for one in values if one.is_leaf and one.requires_grad}
     # Lazy layers come into being in their first run.
     restore = [
         _restoring(child)
@@ -47,11 +49,15 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
     of_python, of_numpy = python_random_states()
     with restored_generators({*own, *devices}, list(module.modules())):
         try:
+            for leaf in grads:
+                leaf.grad = None
             yield
         finally:
             buffers.restore()
             for tensor, value in values.items():
                 _put_back(tensor, value)
+            for leaf, grad in grads.items():
+                leaf.grad = grad
             for put_back in restore:
                 put_back()
             random.setstate(of_python)
