@@ -357,3 +357,30 @@ def test_a_target_that_went_to_the_model() -> None:
     with pytest.raises(TypeError, match="positional arguments") as raised:
         model.step(X, X)
     assert "no target was given: step(..., target=y)" in raised.value.__notes__
+
+
+def test_a_change_of_what_a_module_keeps_and_has_returned_is_refused() -> None:
+    """Once the module had changed it itself, the model had a copy, and the change was lost."""
+
+    class Counter(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("count", torch.zeros(()).add_(1))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.count
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter, self.head = Counter(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, count = self.counter(x)
+            count += 1
+            y: Tensor = self.head(x)
+            return y
+
+    model = pipelined(Model(), torch.randn(2, 4), chunks=2, balance=[1, 1], devices=["cpu:0", "cpu:1"], verify=False)
+    with pytest.raises(RuntimeError, match=r"shape \(\) in place that 'counter' keeps .* let 'counter' itself change"):
+        model(torch.randn(4, 4))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchgpipe
+from tests import late
 from tests.conftest import Devices
 from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.engine.host_memory import HostMemory
@@ -282,6 +285,97 @@ def test_what_rests_is_not_used_by_another_micro_batch() -> None:
     model.looks = True
     with pytest.raises(RuntimeError, match=r"of shape \(2, 6\) .* waits in host memory.*offload='weights'"):
         model(data(16)[0])
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Passing(nn.Module):
+    """Hands on a part of a memory, or a tensor that it has changed in place, to a layer that gets it thrice."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Shift()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h, other = torch.stack([h.tanh(), h]).unbind() if self.way == "a part" else (h + 1, h)
+        shifted = self.shift(h)
+        h = h if self.way == "a part" else h.mul_(2)
+        return self.last(self.attention(h, h, h, need_weights=False)[0] + shifted) + other
+
+
+def passing(way: str, checkpoint: list[str], *, offload: bool = True, shift: int = 1) -> Any:
+    torch.manual_seed(1)
+    return torchgpipe.pipelined(
+        Passing(way), torch.randn(2, 3, WIDTH), chunks=8, loss_fn=lambda y, _: y.mean(), checkpoint=checkpoint,
+        balance={"first": 0, "shift": shift, "attention": 1, "last": 2}, devices=["late:0"] * 3, verify=False,
+        offload=offload,
+    )  # fmt: skip
+
+
+@pytest.mark.late
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("way", ["a part", "changed"])
+def test_what_comes_back_is_whole_and_new_and_one_tensor(way: str, how: str) -> None:
+    """Of a memory only the part that rested came back, a tensor that was changed since came as before, and attention
+    no longer got one tensor thrice."""
+    x = torch.randn(16, 3, WIDTH)
+    seen = []
+    for offload in (False, True):
+        model = passing(way, ["attention"], offload=offload)
+        _ = model.step(x, target=x) if how == "step" else model(x).mean().backward()
+        seen.append([to_host(one.grad) for one in model.parameters()])
+    assert equal(*seen)
+
+
+@pytest.mark.late
+def test_what_is_changed_in_place_on_its_way_to_host_memory_is_refused() -> None:
+    """It went down as it was or as it had become, as it happened."""
+    model = passing("changed", ["shift"], shift=0)
+    with pytest.raises(
+        RuntimeError, match=r"of shape \(2, 3, 6\) was changed in place after a module .* change a copy"
+    ):
+        model(torch.randn(16, 3, WIDTH))
+    assert late.hazards()  # That is why.
+
+
+@pytest.mark.late
+def test_frozen_weights_that_stay_follow_the_model() -> None:
+    """They came as tensors of inference mode, kept a former dtype, and were lost to a graph when they were trained."""
+    ids, target = data()
+    _, model = pair(Model(frozen=PARTITIONS - 2), ["late:0"])
+    with torch.inference_mode():
+        model(ids)
+    model.double().step(ids, target=target)
+    before = model(ids)
+    model.requires_grad_(True)
+    (before.sum() + model(ids).sum()).backward()
+    assert all(one.grad is not None and one.grad.dtype == torch.float64 for one in model.parameters())
+
+
+@pytest.mark.late
+@pytest.mark.parametrize("how", ["forward", "step"])
+def test_nothing_of_a_mini_batch_keeps_a_deleted_model(how: str) -> None:
+    ids, target = data()
+    _, model = pair(Model(), ["late:0"], checkpoint=True)
+    alive = weakref.ref(model.embed.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        _ = model.step(ids, target=target) if how == "step" else model(ids)
+        del model, _
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_frozen_weights_stay_if_all_fit_and_come_again_when_they_change(

@@ -33,7 +33,7 @@ from torchgpipe.engine.cut import differentiated_by_itself
 from torchgpipe.engine.function import accumulate
 from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.hooks import has_hooks
-from torchgpipe.engine.host_memory import HostMemory, empty
+from torchgpipe.engine.host_memory import HostMemory, Kept, empty
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.resting import Resting
 from torchgpipe.replay.found import registered
@@ -117,12 +117,13 @@ class Aliases:
         self._devices, self._streams = devices, streams
         self.host_memory = host_memory
         self.resting: Resting | None = None
-        if host_memory is not None and host_memory.rests:
-            self.resting = Resting(host_memory, lambda tensor: self.column_of(tensor) is not None)
         #: Of aliases without memory of their own, by the key of their storage: the partition, and a name for errors.
-        self._places: dict[int, tuple[int, str]] = {}
+        places = self._places = dict[int, tuple[int, str]]()
+        if host_memory is not None and host_memory.rests:
+            # Not `self`: a cycle would keep the model alive.
+            self.resting = Resting(host_memory, lambda tensor: storage_key(tensor) in places)
         #: Aliases that keep their memory.
-        self._kept: set[Tensor] = set()
+        self._kept: dict[Tensor, Kept] = {}
         #: What has come down of the gradient of an alias.
         self._came_down: dict[Tensor, Tensor] = {}
         #: What a parameter in host memory was when it first went up: its version, and its memory.
@@ -155,14 +156,14 @@ class Aliases:
         if not trains and not away and self.host_memory is None:
             return parameter
         if self.host_memory is not None:
-            values, keeps = self.host_memory.alias(parameter, self._devices[j], j)
+            values, kept = self.host_memory.alias(parameter, self._devices[j], j)
         else:
             values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
         alias = nn.Parameter(values, requires_grad=trains)  # It has the memory of the values, and no history.
         self._parameters[alias] = parameter
         if self.host_memory is not None:
-            if keeps:
-                self._kept.add(alias)
+            if kept is not None:
+                self._kept[alias] = kept
             if not name:  # The model uses it outside of its module, while partition j is on its device.
                 self._fill(alias, j)
                 name = self._places[self._key_of(parameter)][1]
@@ -216,8 +217,7 @@ class Aliases:
 
     def _fill(self, alias: Tensor, j: int) -> None:
         assert self.host_memory is not None
-        kept_in = j if alias in self._kept else None
-        self.host_memory.fill(alias, self._parameters[alias], self._devices[j], kept_in)
+        self.host_memory.fill(alias, self._parameters[alias], self._devices[j], self._kept.get(alias))
 
     def verify_unchanged(self, j: int) -> None:
         """Check that the parameters of a partition are what they were when they first went up.

@@ -25,7 +25,7 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Device
 
-__all__ = ["HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
+__all__ = ["HostMemory", "Kept", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
 
 
 class HostMemory:
@@ -58,7 +58,7 @@ class HostMemory:
         #: Where frozen weights stay from one mini-batch to the next.
         self._keeping: set[torch.device] = set()
         #: Those that stay, of each partition.
-        self._kept: MutableMapping[Tensor, dict[int, _Kept]] = WeakIdKeyDictionary()
+        self._kept: MutableMapping[Tensor, dict[int, Kept]] = WeakIdKeyDictionary()
         self._pins = _Pins(pin)
         self._lock = threading.Lock()
 
@@ -100,34 +100,38 @@ class HostMemory:
 
     def forget_frozen(self) -> None:
         """Forget the frozen weights that stay: the model has changed one."""
+        for own in self._kept.values():
+            for kept in own.values():
+                kept.forget()
         self._kept.clear()
 
-    def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, bool]:
-        """Return a tensor like a parameter on a device, and whether it keeps its memory; otherwise it has none yet."""
+    def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, Kept | None]:
+        """Return a tensor like a parameter on a device, and its memory if it keeps that; otherwise it has none yet."""
         keeps = device in self._keeping and not parameter.requires_grad
         kept = self._kept.get(parameter, {}).get(j)
-        if keeps and kept is not None and kept.device == device and kept.values.shape == parameter.shape:
-            return kept.values, True
-        with self.up(device).use():
+        if keeps and kept is not None and kept.fits(parameter, device):
+            return kept.values, kept
+        kept = None
+        # A tensor of inference mode could not be saved for a later backward.
+        with self.up(device).use(), torch.inference_mode(False):
             values = torch.empty_like(parameter.detach(), device=device)
             if keeps:
-                self._kept.setdefault(parameter, {})[j] = _Kept(values, device)
+                kept = self._kept.setdefault(parameter, {})[j] = Kept(values, device)
             else:
                 self._kept.pop(parameter, None)
                 values.untyped_storage().resize_(0)
-        return values, keeps
+        return values, kept
 
     @torch.no_grad()
-    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept_in: int | None = None) -> None:
+    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept: Kept | None = None) -> None:
         """Give an alias memory, and the values of its parameter, on the current stream.
 
         Args:
             alias: the alias
             parameter: the parameter
             device: the device, by the name that its partition has for it
-            kept_in: the partition, if the alias keeps its memory, and is filled only if the parameter has changed
+            kept: the memory of the alias, if it keeps that, and is filled only if the parameter has changed
         """
-        kept = None if kept_in is None else self._kept[parameter][kept_in]
         if kept is not None and kept.is_of(parameter):
             return
         if alias.device.type == "cuda":
@@ -175,13 +179,23 @@ def empty(alias: Tensor) -> int:
     return bytes
 
 
-class _Kept:
+class Kept:
     """A frozen weight that stays on a device, and what is known of the parameter whose values it has."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self.values, self.device = values, device
         self._seen: tuple[int, int] | None = None
         self._some = values
+
+    def fits(self, parameter: Tensor, device: torch.device) -> bool:
+        """Return whether a parameter has room here as it is."""
+        values = self.values
+        own = device, parameter.shape, parameter.dtype, parameter.stride()
+        return (self.device, values.shape, values.dtype, values.stride()) == own
+
+    def forget(self) -> None:
+        """Forget what the values are, so that they come again."""
+        self._seen = None
 
     def is_of(self, parameter: Tensor) -> bool:
         """Return whether the parameter is as it was noted."""

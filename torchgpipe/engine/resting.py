@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.stream import Mark, Stream
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.record import Heard, Kind, Listener, recorded
 from torchgpipe.schedule import Action
@@ -52,6 +53,7 @@ class Rested:
 
     Attributes:
         tensor: the tensor, as long as it has not left the device that it comes from
+        version: the version of the tensor whose values rest
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Rested:
         self._empties, self._heard = empties, heard
         self._memory, self._device, self._requires_grad = memory, device, tensor.requires_grad
         self.tensor: Tensor | None = tensor
+        (self.version,) = versions([tensor])
         #: The tensor on the device where it is needed, and the mark of its upload.
         self._there: Tensor | None = None
         self._arrived: Mark = None
@@ -80,8 +83,18 @@ class Rested:
         self._down = leaving.mark()
 
     def leave(self, computing: Stream) -> None:
-        """Give up the memory that the tensor has come from, when the download is through."""
+        """Give up the memory that the tensor has come from, when the download is through.
+
+        Raises:
+            RuntimeError: the tensor was changed in place meanwhile, before or after it was copied.
+        """
         computing.wait(self._down)
+        if self.tensor is not None and versions([self.tensor]) != [self.version]:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} was changed in place after a module had got it that "
+                "runs again at backward, or after its partition had passed it on, while it went to host memory; change "
+                "a copy (x.clone()), leave the module out of checkpoint, or give offload='weights'"
+            )
         if self._empties and self.tensor is not None:
             self.tensor.untyped_storage().resize_(0)
         self.tensor = None
@@ -93,6 +106,9 @@ class Rested:
             tensor.untyped_storage().resize_(bytes)
             # `.data` has a version of its own, so a graph that has saved the tensor does not take this for a change.
             tensor.data.copy_(self.get())
+        else:  # From now on the model may change it in place, so the copy must be through.
+            self._memory.streams.current(self._device).wait(self._down)
+            self.tensor = None
 
     def come(self) -> None:
         """Begin the upload, unless the tensor is there, or on its way."""
@@ -124,7 +140,8 @@ class Rested:
 
     @property
     def _is_here(self) -> bool:
-        return self.tensor is not None and self.tensor.device == self._device
+        tensor = self.tensor  # Another device's worker may take it away meanwhile.
+        return tensor is not None and tensor.device == self._device
 
 
 class _OnDevice:
@@ -191,7 +208,7 @@ class Resting:
         if wait < 4 * self._devices:
             return tensor
         if known is None:
-            if not self._may_rest(tensor):
+            if tensor.device != self._streams[now.j].device or not self._may_rest(tensor):
                 return tensor
             key, own = _half(until), self._on[tensor.device]
             for half, one in own.leaving:
@@ -230,9 +247,9 @@ class Resting:
     def leave(self, computing: Stream) -> None:
         """Give up, after an action, the memory of what has gone down meanwhile."""
         own = self._on[computing.device]
-        for _, rested in own.left:
+        left, own.left, own.leaving = own.left, own.leaving, []
+        for _, rested in left:
             rested.leave(computing)
-        own.left, own.leaving = own.leaving, []
 
     def end(self) -> None:
         """Wait for all copies, and take what rests from the devices."""

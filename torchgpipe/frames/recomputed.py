@@ -106,6 +106,7 @@ class _Runs:
             )
         if self._keep is not None:
             self._args, self._kwargs = self._exchanged(self._let_rest)
+            self._keep = None  # It leads to the frame.
             self._inputs = [tensor for _, tensor in each((self._args, self._kwargs))]
             self._versions = versions([*self._parameters, *self._inputs])
         return output
@@ -120,7 +121,15 @@ class _Runs:
         return stub
 
     def _exchanged(self, change: Callable[[Tensor], Tensor]) -> Any:
-        return mapped((copied(self._args), copied(self._kwargs)), change, caches=True, objects=True)
+        # A module may ask whether two arguments are one, as attention does.
+        known: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                known[id(tensor)] = change(tensor)
+            return known[id(tensor)]
+
+        return mapped((copied(self._args), copied(self._kwargs)), once, caches=True, objects=True)
 
     def _second_run(self, hooks: Any) -> None:
         change = self._found.changed()

@@ -63,6 +63,8 @@ class Traveller:
         self.owner, self._resting, self._given = owner, resting, given
         #: What has rested until this column began.
         self._known: list[tuple[Tensor, Rested]] = []
+        #: Copies of what modules keep, with the names of these.
+        self._copies: list[tuple[str, Tensor]] = []
         self.frame = frame
         self._crossing = crossing
         self._columns = columns
@@ -81,6 +83,7 @@ class Traveller:
                 self._current_stream.enter_context(self._columns.computing[0].use())
                 with self._glue if self._crossing.is_needed else nullcontext():
                     output = model()
+                    self._verify_copies()
                     with self._without_glue():
                         self.go_to(last, "the end")
                     self.frame.begin_work()
@@ -139,16 +142,36 @@ class Traveller:
                 output = door.call_module(args, kwargs, self._keep)
                 # Nearly all outputs have a graph, and so are made anew.
                 has_graph = isinstance(output, Tensor) and output.requires_grad
-                return output if has_graph else mapped(output, partial(apart, door.module))
+                return output if has_graph else mapped(output, partial(self._apart, door))
             finally:
                 self._crossing.note_changes()
+
+    def _apart(self, door: Door, tensor: Tensor) -> Tensor:
+        """Return a tensor that a module has returned, or a copy of what the module keeps; see `model.state`."""
+        copy = apart(door.module, tensor)
+        if copy is not tensor:
+            self._copies.append((door.name, copy))
+        return copy
+
+    def _verify_copies(self) -> None:
+        """Check that the model has not changed a copy in place of what a module keeps.
+
+        Raises:
+            RuntimeError: it has, and the change would be lost.
+        """
+        for name, copy in self._copies:
+            if versions([copy]) != [0]:
+                raise RuntimeError(
+                    f"the model changes a tensor of shape {tuple(copy.shape)} in place that '{name}' keeps and has "
+                    f"returned, which would reach a copy only; let '{name}' itself change it"
+                )
 
     def _keep(self, tensor: Tensor) -> Tensor | Rested:
         """Return what to keep of a tensor until backward; cells share tensors without grad, such as masks."""
         if self._resting is None or not tensor.requires_grad:
             return tensor
         i, j = self.frame.i, self.frame.column
-        known = next((one for held, one in self._known if _are_same(held, tensor)), None)
+        known = next((one for held, one in self._known if _rests(one, held, tensor)), None)
         return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), known)
 
     @contextmanager
@@ -166,7 +189,10 @@ class Traveller:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
             for key, tensor in tensors.items():
                 base = tensor if tensor._base is None else tensor._base
-                if key not in self._given and base.grad_fn is not None:
+                is_all = (
+                    tensor.nbytes == tensor.untyped_storage().nbytes()
+                )  # Of a part, only that part would come back.
+                if is_all and key not in self._given and base.grad_fn is not None:
                     rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
                     if isinstance(rested, Rested):
                         laid.append((tensor, rested, tensor.untyped_storage().nbytes()))
@@ -200,12 +226,12 @@ class Traveller:
                 push_function_mode(mode)
 
 
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same elements, also if one of them was changed in place since."""
+def _rests(rested: Rested, a: Tensor, b: Tensor) -> bool:
+    """Return whether a tensor has the elements of one that has rested, none of them changed in place since."""
     return (
         storage_key(a) == storage_key(b)
         and (a.storage_offset(), a.size(), a.stride()) == (b.storage_offset(), b.size(), b.stride())
-        and versions([a]) == versions([b])
+        and versions([a, b]) == [rested.version] * 2
     )
 
 
