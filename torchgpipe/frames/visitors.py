@@ -189,9 +189,9 @@ class Traveller:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
             for key, tensor in tensors.items():
                 base = tensor if tensor._base is None else tensor._base
-                is_all = (
-                    tensor.nbytes == tensor.untyped_storage().nbytes()
-                )  # Of a part, only that part would come back.
+                storage = tensor.untyped_storage()
+                # Of a part, only that part would come back; memory of DLPack or a CUDA graph is not PyTorch's to free.
+                is_all = tensor.nbytes == storage.nbytes() and storage.resizable()
                 if is_all and key not in self._given and base.grad_fn is not None:
                     rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
                     if isinstance(rested, Rested):
