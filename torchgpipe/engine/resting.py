@@ -99,11 +99,11 @@ class Rested:
             self.tensor.untyped_storage().resize_(0)
         self.tensor = None
 
-    def restore(self, tensor: Tensor, bytes: int) -> None:
-        """Give a tensor back its memory of so many bytes, which has left, or was about to, and its values."""
+    def restore(self, tensor: Tensor) -> None:
+        """Give a tensor that is all of its memory that memory back, which has left or was about to, and its values."""
         self._empties = False
         if self.tensor is None:
-            tensor.untyped_storage().resize_(bytes)
+            tensor.untyped_storage().resize_(tensor.nbytes)
             # `.data` has a version of its own, so a graph that has saved the tensor does not take this for a change.
             tensor.data.copy_(self.get())
         else:  # From now on the model may change it in place, so the copy must be through.

@@ -149,6 +149,9 @@ class _Runs:
             self._buffers.replayed(),
             self._random.replay(self._drawn),
         ):
-            args, kwargs = self._exchanged(lambda one: self._rested[one].get() if one in self._rested else one)
+            if self._rested:
+                args, kwargs = self._exchanged(lambda one: self._rested[one].get() if one in self._rested else one)
+            else:
+                args, kwargs = copied(self._args), copied(self._kwargs)
             self._call(*args, **kwargs)
         forget_parametrizations()

@@ -19,6 +19,7 @@ from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
+from torchgpipe.frames.recomputed import Keep
 from torchgpipe.model.state import apart
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.schedule import Action
@@ -123,7 +124,7 @@ class Traveller:
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
-            return door.call_module(args, kwargs, self._keep)
+            return door.call_module(args, kwargs, self._keeper)
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
             return door.call_module(args, kwargs)
         with self._without_glue():
@@ -139,7 +140,7 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                output = door.call_module(args, kwargs, self._keep)
+                output = door.call_module(args, kwargs, self._keeper)
                 # Nearly all outputs have a graph, and so are made anew.
                 has_graph = isinstance(output, Tensor) and output.requires_grad
                 return output if has_graph else mapped(output, partial(self._apart, door))
@@ -166,6 +167,11 @@ class Traveller:
                     f"returned, which would reach a copy only; let '{name}' itself change it"
                 )
 
+    @property
+    def _keeper(self) -> Keep | None:
+        # Without it, nobody looks at arguments. No attribute: it would refer back to this object.
+        return None if self._resting is None else self._keep
+
     def _keep(self, tensor: Tensor) -> Tensor | Rested:
         """Return what to keep of a tensor until backward; cells share tensors without grad, such as masks."""
         if self._resting is None or not tensor.requires_grad:
@@ -184,7 +190,7 @@ class Traveller:
         i, j = frame.i, frame.column
         if j != column:
             self._known = []
-        laid: list[tuple[Tensor, Rested, int]] = []
+        laid: list[tuple[Tensor, Rested]] = []
         if self._resting is not None and j != column and computing[j].device == computing[column].device:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
             for key, tensor in tensors.items():
@@ -195,14 +201,14 @@ class Traveller:
                 if is_all and key not in self._given and base.grad_fn is not None:
                     rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
                     if isinstance(rested, Rested):
-                        laid.append((tensor, rested, tensor.untyped_storage().nbytes()))
+                        laid.append((tensor, rested))
         try:
             yield
         finally:
             with computing[column].use() if laid else nullcontext():
-                for tensor, rested, bytes in laid:
-                    rested.restore(tensor, bytes)
-            self._known += [(tensor, rested) for tensor, rested, _ in laid]
+                for tensor, rested in laid:
+                    rested.restore(tensor)
+            self._known += laid
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
