@@ -289,7 +289,7 @@ _nothing = nullcontext()
 
 def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Leaves:
     """Return values of micro-batch ``i`` where they are needed, whether they rest, or come by a route."""
-    plain = tuple([None if isinstance(value, Rested) else value for value in values])
+    plain = _at_hand(values)
     moved = iter(plain if route is None else copy_forward(route, i, plain))
     return tuple([value.get() if isinstance(value, Rested) else there for value, there in zip(values, moved)])
 

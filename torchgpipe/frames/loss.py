@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import Losses, counted, nothing, numbers, weights_of
+from torchgpipe.model.loss import Losses, counted, loss_weights, nothing, numbers
 from torchgpipe.model.values import each, mapped, spread
 
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
@@ -98,7 +98,7 @@ class MicroBatchLoss(Losses):
         if self._loss_fn is None:
             weights = _weights(settings, named, sizes)
         else:
-            weights = weights_of(settings.loss_fn, settings.weight, given, sizes)
+            weights = loss_weights(settings.loss_fn, settings.weight, given, sizes)
         total = sum(weights) or 1.0
         self._shares = [weight / total for weight in weights]
 

@@ -15,6 +15,7 @@ from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
+from torchgpipe.engine.aliases import weights_of
 from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.door import here, remove_door
@@ -44,7 +45,7 @@ _SETTINGS = "_torchgpipe"
 _RUNS = "_torchgpipe_runs"
 
 #: How many partitions a device has under ``offload``, if nobody says.
-_ROUNDS = 8
+_PARTITIONS_EACH = 8
 
 
 def pipelined(
@@ -180,7 +181,7 @@ def _pipelined(
         checkpoint = True if isinstance(checkpoint, tuple) and not checkpoint else checkpoint
     if reduce not in (None, "mean", "sum"):
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
-    places, fixed = _devices(devices, partitions, balance, rounds=_ROUNDS if offload else 1)
+    places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
     verify_name(schedule)
     arguments = arguments_of(sample)
     settings = arrange(
@@ -219,10 +220,8 @@ def _pipelined(
 def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.device, int]]:
     """Return the label, the device and the bytes of the weights of each column."""
     own: list[dict[torch.Tensor, None]] = [{} for _ in settings.devices]
-    for child, name, column in settings.slots(module):
-        parameter = child._parameters[name]
-        if parameter is not None:
-            own[column][parameter] = None
+    for parameter, column in weights_of(settings.slots(module)):
+        own[column][parameter] = None
     return [
         (label, device, bytes_of(parameters))
         for label, device, parameters in zip(settings.labels, settings.devices, own)

@@ -18,9 +18,9 @@ __all__ = [
     "Weight",
     "called_with_target",
     "counted",
+    "loss_weights",
     "nothing",
     "numbers",
-    "weights_of",
 ]
 
 #: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
@@ -114,7 +114,7 @@ def counted(labels: Any, ignored: int, rows: int, *, shifts: bool = False) -> in
     return count
 
 
-def weights_of(
+def loss_weights(
     loss_fn: Callable[..., Any] | None, weight: Weight | None, targets: Sequence[Any], sizes: Sequence[int]
 ) -> list[float]:
     """Return the weights of micro-batches in the mean of what a loss function returns.
@@ -184,7 +184,7 @@ class MeanLoss(Losses):
                 )
         sizes = [len(part) for part in torch.empty(self._rows, device="meta").chunk(self._chunks)]
         given = self._targets if self._target is None else scatter((self._target,), self._chunks, None)
-        self._weights = weights_of(self._loss_fn, self._weight, [target.value for target in given], sizes)
+        self._weights = loss_weights(self._loss_fn, self._weight, [target.value for target in given], sizes)
         return sum(self._weights)
 
     def finish(self, i: int, output: Batch) -> Tensor:

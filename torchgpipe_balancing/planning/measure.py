@@ -35,7 +35,7 @@ from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sa
 from torchgpipe_balancing.planning.counting import Bytes, counted
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["measured", "timed"]
+__all__ = ["bytes_owned", "measured", "timed"]
 
 _KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
 
@@ -93,9 +93,7 @@ def measured(
     layers = [
         LayerCosts(
             tuple(names),
-            parameters=bytes_of([one for one in own if isinstance(one, nn.Parameter)]),
-            trained=bytes_of([one for one in own if one.requires_grad]),
-            buffers=bytes_of([one for one in own if not isinstance(one, nn.Parameter)]),
+            *bytes_owned(own),
             samples=of_layer,
         )
         for names, own, of_layer in zip(subject.layers, owned, zip(*samples), strict=True)
@@ -109,6 +107,13 @@ def measured(
         "meta" if on_meta else ", ".join(map(str, devices)),
         subject.loss,
     )
+
+
+def bytes_owned(own: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Return the bytes of the parameters of a layer, of those that are trained, and of its buffers."""
+    parameters = [one for one in own if isinstance(one, nn.Parameter)]
+    buffers = [one for one in own if not isinstance(one, nn.Parameter)]
+    return bytes_of(parameters), bytes_of([one for one in own if one.requires_grad]), bytes_of(buffers)
 
 
 def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Bytes]]) -> list[object]:

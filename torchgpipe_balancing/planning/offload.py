@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.memory import bytes_of, shown_size
+from torchgpipe.devices.memory import shown_size
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.schedule import Action, program
 from torchgpipe.schedule.residency import residency, streamed
 from torchgpipe.timeline.recorder import record
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.counting import counted
+from torchgpipe_balancing.planning.measure import bytes_owned
 from torchgpipe_balancing.planning.subject import Subject, Way, apply, subject_of
 
 __all__ = ["OffloadPlan", "planned_offload"]
@@ -243,9 +244,7 @@ def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence
         _Layer(
             _line(sizes, [of_size[j][0] for of_size in seen]),
             _line(sizes, [of_size[j][1] for of_size in seen]),
-            weights=bytes_of([one for one in own if isinstance(one, nn.Parameter)]),
-            trained=bytes_of([one for one in own if one.requires_grad]),
-            buffers=bytes_of([one for one in own if not isinstance(one, nn.Parameter)]),
+            *bytes_owned(own),
             kept=(held[j].kept + held[j].again) / rows,
             input=max(held[j].input, held[j - 1].crossing if j else 0) / rows,
         )
