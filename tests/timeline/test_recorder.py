@@ -7,7 +7,7 @@ import gc
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 import torchgpipe
 from tests.clocks import clocked
 from tests.conftest import Pipe
-from tests.layers import Apply
-from tests.plain import assert_same, outcome
-from torchgpipe import GPipe, is_recomputing
+from tests.faults import Fault, Plan, build, rows
+from tests.plain import assert_same, outcome, tensors
+from tests.skip.layers import pair
+from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream, Streams, Tick
 from torchgpipe.schedule import ScheduleName
-from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
 
@@ -61,11 +60,12 @@ def cells(spans: list[Span]) -> Counter[tuple[str, int, int]]:
     return Counter((span.kind, span.micro_batch, span.partition) for span in spans if span.computes)
 
 
-def all_cells(mode: str, n: int = N) -> Counter[tuple[str, int, int]]:
-    """Return the cells of a step."""
-    grid = [(i, j) for i in range(M) for j in range(n)]
-    again = [("recomputation", i, j) for i, j in grid if i < checkpointed(mode)]
-    return Counter([("forward", i, j) for i, j in grid] + again + [("backward", i, j) for i, j in grid])
+def all_cells(mode: str, trained: Callable[[int], bool] = lambda j: True) -> Counter[tuple[str, int, int]]:
+    """Return the cells of a step, of which those of the trained partitions have a backward."""
+    grid = [(i, j) for i in range(M) for j in range(N)]
+    backward = [("backward", i, j) for i, j in grid if trained(j)]
+    again = [("recomputation", i, j) for _, i, j in backward if i < checkpointed(mode)]
+    return Counter([*[("forward", i, j) for i, j in grid], *again, *backward])
 
 
 def at(timeline: Timeline, kind: str, i: int, j: int) -> Span:
@@ -73,13 +73,13 @@ def at(timeline: Timeline, kind: str, i: int, j: int) -> Span:
     return span
 
 
-def assert_in_order(timeline: Timeline, mode: str, n: int = N) -> None:
+def assert_in_order(timeline: Timeline, mode: str) -> None:
     """Assert that each cell begins after the cells that it depends on have ended."""
     for span in timeline.spans:
         assert 0 <= span.start <= span.end
         assert not span.failed
     for i in range(M):
-        for j in range(n):
+        for j in range(N):
             forward, backward = at(timeline, "forward", i, j), at(timeline, "backward", i, j)
             assert forward.end <= backward.start
             if j > 0:
@@ -131,22 +131,9 @@ def test_copies_and_waits_are_there_once(kind: str, checkpoint: str) -> None:
     assert {span.stream for span in waits} == {"computing"}
 
 
-@skippable(stash=["skip"])
-class Start(nn.Module):
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        yield stash("skip", input)
-        return input.tanh()  # type: ignore[return-value]
-
-
-@skippable(pop=["skip"])
-class Finish(nn.Module):
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        skip = yield pop("skip")
-        return input + skip  # type: ignore[return-value]
-
-
 def test_a_skip_has_copies_of_its_own() -> None:
-    layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), Start()), nn.Linear(3, 3), Finish())
+    start, finish = pair()
+    layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), start), nn.Linear(3, 3), finish)
     model = GPipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=M)
     with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
@@ -171,32 +158,64 @@ def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str, sched
     assert_same(*results)
 
 
+def first_frozen() -> nn.Sequential:
+    layers = linears()
+    layers[0].requires_grad_(False)
+    return layers
+
+
+def with_layer(j: int, layer: nn.Module) -> nn.Sequential:
+    layers = linears()
+    layers[j] = layer
+    return layers
+
+
+class Constant(nn.Linear):
+    """A layer that returns its weight, whatever its input."""
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.weight
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears(2)
+
+    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
+        return self.layers[0](first), self.layers[1](second)
+
+
+#: Layers, and the partitions whose cells have a backward. What a layer hands on has no node of the layer's own.
+TRAINED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], bool]]] = {
+    "the first frozen": (first_frozen, lambda j: j > 0),
+    "the first hands on its input": (lambda: with_layer(0, nn.Identity()), lambda j: j > 0),
+    "the second hands on its input": (lambda: with_layer(1, nn.Identity()), lambda j: True),
+    "the last hands on its input": (lambda: with_layer(2, nn.Identity()), lambda j: True),
+    "the first returns a parameter": (lambda: with_layer(0, Constant(3, 2)), lambda j: True),
+    "the second returns a parameter": (lambda: with_layer(1, Constant(3, 2)), lambda j: j > 0),
+    "the last returns a parameter": (lambda: with_layer(2, Constant(3, 2)), lambda j: j > 1),
+    "several outputs": (lambda: nn.Sequential(Halves(), Halves(), Halves()), lambda j: True),
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), [*((name, "never") for name in TRAINED), ("the first frozen", "always")])
+def test_only_cells_that_are_differentiated_have_a_backward(pipe: Pipe, name: str, mode: str) -> None:
+    make, trained = TRAINED[name]
+    model = pipe(make(), [1] * N, chunks=M, checkpoint=mode)
+    with torchgpipe.record(model) as timeline:
+        torch.stack([*tensors(model(batch()))]).sum().backward()
+    assert cells(timeline.spans) == all_cells(mode, trained)
+    assert not any(span.failed for span in timeline.spans)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_there_are_forwards_only(pipe: Pipe, mode: Callable[[], Any]) -> None:
     model = pipe(linears(), [1] * N, chunks=M)
     with torchgpipe.record(model) as timeline, mode():
         assert model(batch()).grad_fn is None
-    assert cells(timeline.spans) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
-
-
-def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
-    layers = linears()
-    layers[0].requires_grad_(False)
-    model = pipe(layers, [1] * N, chunks=M, checkpoint=checkpoint)
-    timeline = recorded(model)
-    expected = all_cells(checkpoint)
-    for cell in list(expected):
-        if cell[0] != "forward" and cell[2] == 0:
-            del expected[cell]
-    assert cells(timeline.spans) == expected
-
-
-def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
-    """No hook runs at the end of this cell, and the end of the whole backward pass would be far too late."""
-    model = on_cpu(linears(1), checkpoint="never")
-    timeline = recorded(model)
-    for i in range(M - 1):
-        assert at(timeline, "backward", i + 1, 0).end <= at(timeline, "backward", i, 0).start
+    assert cells(timeline.spans) == all_cells("never", lambda j: False)
 
 
 def test_transforms_of_torch_func_still_work() -> None:
@@ -232,56 +251,6 @@ def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
         output.backward()
     assert len(heard) == M - 1
     assert cells(timeline.spans) == all_cells("never")
-
-
-@pytest.mark.parametrize("what", ["its input", "a parameter"])
-@pytest.mark.parametrize("j", range(N))
-@pytest.mark.parametrize("input_grad", [False, True])
-def test_a_cell_that_makes_nothing_has_a_backward(pipe: Pipe, what: str, j: int, input_grad: bool) -> None:
-    """The output of its layer has no node of its own."""
-    layers, returns = linears(), Apply(lambda x: x if what == "its input" else returns.weight)
-    returns.weight = nn.Parameter(torch.ones(2, 3))
-    layers[j] = returns
-    timeline = recorded(pipe(layers, [1] * N, chunks=M, checkpoint="never"), batch(requires_grad=input_grad))
-    expected = all_cells("never")
-    for kind, i, k in list(expected):
-        unused = k < j if what == "a parameter" else k == j == 0 and not input_grad
-        if kind == "backward" and unused:
-            del expected[kind, i, k]
-    assert cells(timeline.spans) == expected
-    assert not any(span.failed for span in timeline.spans)
-    if what == "its input" and (j > 0 or input_grad):
-        assert_in_order(timeline, "never")
-
-
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(2)
-
-    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first, second = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
-        return self.layers[0](first), self.layers[1](second)
-
-
-def test_a_cell_of_several_outputs_has_one_backward(pipe: Pipe) -> None:
-    model = pipe(nn.Sequential(Halves(), Halves(), Halves()), [1] * N, chunks=M, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        sum(output.sum() for output in model(batch())).backward()
-    assert cells(timeline.spans) == all_cells("never")
-    assert not any(span.failed for span in timeline.spans)
-
-
-def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
-    """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
-    nested = on_cpu(linears(2), chunks=2, checkpoint="never")
-    layers = nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3))
-    model = on_cpu(layers, checkpoint="never")
-    with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=M) as within:
-        model(batch()).sum().backward()
-    for i in range(M):
-        inner = [span for span in within.of_step(i) if span.kind == "backward"]
-        assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in inner) - min(s.start for s in inner)
 
 
 # Several steps
@@ -341,51 +310,13 @@ def test_a_backward_outside_the_block_is_not_recorded(pipe: Pipe, checkpoint: st
     before = list(timeline.spans)
     loss.backward()
     assert timeline.spans == before
-    assert cells(before) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
+    assert cells(before) == all_cells("never", lambda j: False)
 
 
 # Faults
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        return input.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError("broken")
-
-
-class Faulty(nn.Module):
-    """A layer that fails for one micro-batch."""
-
-    def __init__(self, phase: str, i: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.phase, self.i, self.count = phase, i, 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not is_recomputing():
-            self.count += 1
-        here = bool((input == self.i).all())
-        output: Tensor = self.linear(input)
-        if here and self.phase == ("recomputation" if is_recomputing() else "forward"):
-            raise RuntimeError("broken")
-        if here and self.phase == "backward":
-            return Backward.apply(output)  # type: ignore[no-any-return, no-untyped-call]
-        return output
-
-
-def faulty(pipe: Pipe, phase: str, j: int, checkpoint: str) -> tuple[GPipe, Tensor]:
-    """Return a model that fails for micro-batch 1 in one partition, and an input of the micro-batches' numbers."""
-    layers = [nn.Identity() if k < j else Faulty(phase, 1) if k == j else nn.Linear(3, 3) for k in range(N)]
-    x = torch.arange(float(M)).repeat_interleave(2)[:, None].expand(-1, 3).clone()
-    return pipe(nn.Sequential(*layers), [1] * N, chunks=M, checkpoint=checkpoint), x
-
-
-@pytest.mark.parametrize("j", [0, 1, 2])
+@pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize(
     ("phase", "mode"),
     [
@@ -397,9 +328,11 @@ def faulty(pipe: Pipe, phase: str, j: int, checkpoint: str) -> tuple[GPipe, Tens
     ],
 )
 def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phase: str, mode: str, j: int) -> None:
-    model, x = faulty(pipe, phase, j, mode)
-    with pytest.raises(RuntimeError, match="broken"), torchgpipe.record(model) as timeline:
-        model(x).sum().backward()
+    plan = Plan()
+    model = pipe(build(plan, N), [2] * N, chunks=M, checkpoint=mode)
+    plan.add((1, j), phase)
+    with pytest.raises(Fault), torchgpipe.record(model) as timeline:
+        model(rows(M)).sum().backward()
     (failed,) = [span for span in timeline.spans if span.failed]
     assert (failed.kind, failed.micro_batch, failed.partition) == (phase, 1, j)
     assert all(span.start <= failed.end for span in timeline.spans)
@@ -409,9 +342,10 @@ def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phas
 
     # A fault that is caught in the block is marked as well, and the next step is not.
     with torchgpipe.record(model) as timeline:
-        with pytest.raises(RuntimeError, match="broken"):
-            model(x).sum().backward()
-        model(x + M).sum().backward()
+        with pytest.raises(Fault):
+            model(rows(M)).sum().backward()
+        plan.faults.clear()
+        model(rows(M)).sum().backward()
     (failed,) = [span for span in timeline.spans if span.failed]
     assert (failed.step, failed.kind, failed.micro_batch, failed.partition) == (0, phase, 1, j)
     assert failed.end <= timeline.of_step(1)[0].start
@@ -476,6 +410,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", ["always", "never"])
 def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: str, inner: str) -> None:
+    """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
     nested = on_cpu(linears(2), chunks=2, checkpoint=inner)
     model = pipe(nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3)), [1, 1, 1], chunks=M, checkpoint=checkpoint)
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
@@ -484,6 +419,10 @@ def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: s
     assert_in_order(timeline, checkpoint)
     assert len(within.steps) == M + checkpointed(checkpoint)
     assert not any(span.failed for span in within.spans)
+    if checkpoint == "never":
+        for i in range(M):
+            parts = [span for span in within.of_step(i) if span.kind == "backward"]
+            assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in parts) - min(s.start for s in parts)
 
 
 def test_a_copy_of_the_model_is_not_recorded() -> None:

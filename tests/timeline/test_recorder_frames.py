@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchgpipe
 from tests.clocks import clocked
 from tests.conftest import Devices
+from tests.faults import Fault, Plan, build, rows
 from tests.frames.models import Decoder, batch, gradients
 from tests.timeline.test_recorder import cells
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
@@ -115,34 +116,14 @@ def test_what_is_recomputed_is_a_part_of_backward(data: dict[str, Tensor]) -> No
     assert cells(timeline.spans) == Counter([(kind, i, j) for kind in ("forward", "backward") for i, j in GRID])
 
 
-class Faulty(nn.Module):
-    """A layer that fails in training, in forward or in backward."""
-
-    def __init__(self, phase: str) -> None:
-        super().__init__()
-        self.phase = phase
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = input * self.weight
-        if self.training and self.phase == "forward":
-            self.fail(output)
-        if self.training and self.phase == "backward":
-            output.register_hook(self.fail)
-        return output
-
-    def fail(self, _: Tensor) -> None:
-        raise ZeroDivisionError
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_cell_that_raises_is_marked(devices: Devices, phase: str) -> None:
-    model: Any = nn.Sequential(nn.Linear(3, 3), Faulty(phase), nn.Linear(3, 3)).eval()
-    pipelined_apart(model, torch.randn(2, 3), chunks=M, devices=devices(N), balance=[1, 1, 1])
-    model.train()
-    with suppress(ZeroDivisionError), torchgpipe.record(model) as timeline:
-        model(torch.randn(6, 3)).sum().backward()
-    assert [(span.kind, span.partition) for span in timeline.spans if span.failed] == [(phase, 1)]
+    plan = Plan()
+    model = pipelined_apart(build(plan, N).eval(), rows(M), chunks=M, devices=devices(N), balance=[1] * N)
+    plan.add((1, 1), phase)
+    with pytest.raises(Fault), torchgpipe.record(model) as timeline:
+        model.train()(rows(M)).sum().backward()
+    assert [(one.kind, one.micro_batch, one.partition) for one in timeline.spans if one.failed] == [(phase, 1, 1)]
 
 
 def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
