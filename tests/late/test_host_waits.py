@@ -31,7 +31,6 @@ def waits(run: Callable[[], Any]) -> int:
     run()
     result: int = late.counts().waits - before
     torch.accelerator.synchronize()
-    assert late.hazards() == []
     return result
 
 

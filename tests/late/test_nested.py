@@ -6,23 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests import late
+from tests.frames.models import Chain
 from torchgpipe import GPipe, pipelined
 
 pytestmark = pytest.mark.late
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def a_row(devices: list[str]) -> nn.Module:
@@ -30,7 +19,7 @@ def a_row(devices: list[str]) -> nn.Module:
 
 
 def any_module(devices: list[str]) -> nn.Module:
-    return pipelined(Blocks(), torch.ones(2, 4), chunks=2, devices=devices)
+    return pipelined(Chain(), torch.ones(2, 4), chunks=2, devices=devices)
 
 
 @pytest.mark.parametrize("inner", [a_row, any_module])
@@ -51,7 +40,6 @@ def test_a_pipeline_on_other_devices_is_refused(inner: Callable[[list[str]], nn.
 
 @pytest.mark.parametrize("outer", ["always", "except_last", "never"])
 def test_a_pipeline_on_the_device_of_its_partition_draws_the_same_again(outer: str) -> None:
-    late.hazards()
     inner = GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.2)), [1, 1], devices=["late:1"] * 2, chunks=2)
     layers = nn.Sequential(nn.Identity(), inner)
     model = GPipe(layers, [1, 1], devices=["late:0", "late:1"], chunks=3, checkpoint=outer)
@@ -60,4 +48,3 @@ def test_a_pipeline_on_the_device_of_its_partition_draws_the_same_again(outer: s
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.detach().cpu())
-    assert late.hazards() == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from tests import late
+from tests.frames.models import Chain
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices import generators, stream
 
@@ -73,9 +73,7 @@ def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if request.param in (name, "none of them"):
             lack(monkeypatch)
     forget()
-    late.hazards()
     yield
-    assert late.hazards() == []
     monkeypatch.undo()
     forget()
 
@@ -115,31 +113,19 @@ def test_steps_draw_the_same_on_any_devices() -> None:
         torch.testing.assert_close(gradients(DEVICES, checkpoint), expected)
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x
+def piped(layers: Chain) -> nn.Module:
+    return GPipe(nn.Sequential(*layers.layers), [2, 2], devices=DEVICES, chunks=2)
 
 
-def piped(layers: nn.Module) -> nn.Module:
-    assert isinstance(layers, Blocks)
-    return GPipe(nn.Sequential(*layers.blocks), [2, 2], devices=DEVICES, chunks=2)
-
-
-def any_module(layers: nn.Module) -> nn.Module:
+def any_module(layers: Chain) -> nn.Module:
     return pipelined(layers, torch.ones(2, 4), chunks=2, devices=DEVICES)
 
 
 @pytest.mark.usefixtures("lacking")
 @pytest.mark.parametrize("front", [piped, any_module])
-def test_an_optimizer_made_before_trains_the_parameters(front: Callable[[nn.Module], nn.Module]) -> None:
+def test_an_optimizer_made_before_trains_the_parameters(front: Callable[[Chain], nn.Module]) -> None:
     torch.manual_seed(0)
-    layers = Blocks()
+    layers = Chain()
     layers(torch.ones(1, 4)).sum().backward()
     parameters = list(layers.parameters())
     parameters[0].mark = "kept"  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from tests.plain import assert_same, outcome, tensors
 from tests.skip.layers import pair
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream, Streams, Tick
+from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.schedule import ScheduleName
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
@@ -39,6 +40,12 @@ def on_cpu(layers: nn.Sequential | None = None, **options: Any) -> GPipe:
     """Return a pipeline that one thread runs, with a layer in each partition."""
     layers = linears() if layers is None else layers
     return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), **{"chunks": M, **options})
+
+
+def any_module(devices: list[str], **options: Any) -> Any:
+    """Return a pipelined model, with a layer in each column."""
+    balance = [1] * len(devices)
+    return pipelined_apart(linears(len(devices)), batch(), chunks=M, devices=devices, balance=balance, **options)
 
 
 def batch(**options: Any) -> Tensor:
@@ -109,13 +116,18 @@ def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool)
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("late", marks=pytest.mark.late)])
-def test_copies_and_waits_are_there_once(kind: str, checkpoint: str) -> None:
-    model = GPipe(linears(), [1] * N, devices=[f"{kind}:{j}" for j in range(N)], chunks=M, checkpoint=checkpoint)
+@pytest.mark.parametrize("mode", ["always", "except_last", "never", "pipelined"])
+def test_copies_and_waits_are_there_once(kind: str, mode: str) -> None:
+    devices = [f"{kind}:{j}" for j in range(N)]
+    if mode == "pipelined":
+        model, mode = any_module(devices), "never"
+    else:
+        model = GPipe(linears(), [1] * N, devices=devices, chunks=M, checkpoint=mode)
     with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
-    assert cells(timeline.spans) == all_cells(checkpoint)
+    assert cells(timeline.spans) == all_cells(mode)
     if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ.
-        assert_in_order(timeline, checkpoint)
+        assert_in_order(timeline, mode)
     ways = [(i, a, c) for i in range(M) for j in range(N - 1) for a, c in [(j, j + 1), (j + 1, j)]]
     copies = [span for span in timeline.spans if span.kind == "copy"]
     waits = [span for span in timeline.spans if span.kind == "wait"]
@@ -123,11 +135,9 @@ def test_copies_and_waits_are_there_once(kind: str, checkpoint: str) -> None:
     assert Counter((span.micro_batch, span.other, span.partition) for span in waits) == Counter(ways)
     for span in copies:
         assert span.other is not None
-        assert span.stream == ("leaving" if span.partition < span.other else "gradient leaving")
-        sending = at(
-            timeline, "forward" if span.partition < span.other else "backward", span.micro_batch, span.partition
-        )
-        assert kind != "cpu" or sending.end <= span.start
+        stream, sending = ("leaving", "forward") if span.partition < span.other else ("gradient leaving", "backward")
+        assert span.stream == stream
+        assert kind != "cpu" or at(timeline, sending, span.micro_batch, span.partition).end <= span.start
     assert {span.stream for span in waits} == {"computing"}
 
 
@@ -365,13 +375,12 @@ def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) 
 # Which pipeline is recorded, and for how long
 
 
-def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
-    model = on_cpu()
-    with torchgpipe.record(model) as timeline:
-        with pytest.raises(RuntimeError, match="recorded already; leave the other block"), torchgpipe.record(model):
-            pass
-        model(batch())
-    assert timeline.steps == [0]
+@pytest.mark.parametrize("make", [on_cpu, lambda: any_module(["cpu"] * N)])
+def test_a_pipeline_is_recorded_by_one_block_at_a_time(make: Callable[[], Any]) -> None:
+    model = make()
+    refused = pytest.raises(RuntimeError, match="recorded already; leave the other block")
+    with torchgpipe.record(model), refused, torchgpipe.record(model):
+        pass
     with torchgpipe.record(model) as timeline:
         model(batch())
     assert timeline.steps == [0]
@@ -425,12 +434,14 @@ def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: s
             assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in parts) - min(s.start for s in parts)
 
 
-def test_a_copy_of_the_model_is_not_recorded() -> None:
-    model = on_cpu()
+@pytest.mark.parametrize("make", [on_cpu, lambda: any_module(["cpu"] * N)])
+def test_a_copy_of_the_model_is_not_recorded(make: Callable[[], Any]) -> None:
+    model = make()
     with torchgpipe.record(model) as timeline:
         for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
-            assert other._mechanisms.recorder is None
             other(batch())
+    assert timeline.steps == []
+    model(batch())
     assert timeline.steps == []
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -13,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from tests.clocks import clocked
 from tests.conftest import Devices
 from tests.faults import Fault, Plan, build, rows
 from tests.frames.models import Decoder, batch, gradients
 from tests.timeline.test_recorder import cells
-from torchgpipe.frames.pipelined import pipelined_apart, runs_of
+from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.schedule import program
-from torchgpipe.timeline.span import Span
 
 M, N = 3, 3
 GRID = [(i, j) for i in range(M) for j in range(N)]
@@ -59,25 +55,6 @@ def test_the_rows_are_columns_and_the_programs_are_those_that_ran(data: dict[str
     ]
     assert [*timeline._programs.values()] == [program("GPipe", M, [0, 1]), program("1F1B", M, [0, 1])]
     assert not timeline.report().take_turns
-
-
-def test_copies_and_waits_have_spans_and_cells_begin_behind_them(data: dict[str, Tensor]) -> None:
-    model = model_on([f"cpu:{j}" for j in range(N)], data)
-    with clocked(model), torchgpipe.record(model) as timeline:
-        model.step(**data)
-    assert cells(timeline.spans) == Counter([("forward", i, j) for i, j in GRID] + backward_of("1F1B"))
-
-    def ends(span: Span) -> tuple[int, set[int | None]]:
-        return span.micro_batch, {span.partition, span.other}
-
-    for kind in ("copy", "wait"):
-        there = [ends(span) for span in timeline.spans if span.kind == kind]
-        assert all((i, {j, j + 1}) in there for i in range(M) for j in range(N - 1))
-    for i, j in GRID:
-        (forward,) = [one for one in timeline.spans if (one.kind, one.micro_batch, one.partition) == ("forward", i, j)]
-        waits = [one for one in timeline.spans if (one.kind, one.micro_batch, one.partition) == ("wait", i, j)]
-        if j:
-            assert min(one.end for one in waits) <= forward.start
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
@@ -144,16 +121,3 @@ def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
     with torchgpipe.record(model) as timeline:
         model(torch.randn(6, 3)).sum().backward()
     assert {span.partition for span in timeline.spans} == {0, 2}
-
-
-def test_a_copy_is_not_recorded(data: dict[str, Tensor]) -> None:
-    model = model_on(["cpu"] * N, data)
-    with torchgpipe.record(model) as timeline:
-        for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
-            other(**data)
-        with pytest.raises(RuntimeError, match="recorded already"), torchgpipe.record(model):
-            pass
-    assert timeline.steps == []
-    runs = runs_of(model)
-    assert runs is not None
-    assert runs.recorder is None
