@@ -14,7 +14,6 @@ from benchmarks import language_models, schedules
 from benchmarks.cost import ideal_speed_up
 from benchmarks.language_models import place_naively
 from benchmarks.mechanisms import places
-from benchmarks.memory_capacity import LADDERS
 from benchmarks.memory_steps import MAKERS
 from benchmarks.models import gpt, resnet, unet
 from benchmarks.peers import Peer, Request
@@ -68,17 +67,10 @@ def test_models_are_drawn_by_the_seed() -> None:
     for seed in range(4):
         first, second = random_model(seed), random_model(seed)
         assert sum(first.balance) == len(first.layers)
-        assert (first.about, first.balance, first.m, first.mode) == (
-            second.about,
-            second.balance,
-            second.m,
-            second.mode,
-        )
-        for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
-            torch.manual_seed(0)
-            output = first.layers(part)
-            torch.manual_seed(0)
-            assert torch.equal(output, second.layers(same))
+        for name in ("about", "balance", "m", "mode"):
+            assert getattr(first, name) == getattr(second, name)
+        assert str(first.layers) == str(second.layers)
+        assert all(map(torch.equal, [first.x, *first.layers.parameters()], [second.x, *second.layers.parameters()]))
 
 
 # ---- Memory.
@@ -101,17 +93,6 @@ def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
         assert answer["peak"] == [answer["kept"][0] + answer["activations"][0]]
     assert always["activations"][0] < never["activations"][0] / 2
     assert again == always
-
-
-@pytest.mark.parametrize(("size", "model"), [("small", "amoebanetd"), ("paper", "unet")])
-def test_a_ladder_climbs(size: str, model: str) -> None:
-    ladder = LADDERS[size][model]
-    counts = []
-    for step in ladder.sizes[:3]:
-        with torch.device("meta"):
-            module = MAKERS[model](*ladder.arguments(step))
-        counts.append(sum(parameter.numel() for parameter in module.parameters()))
-    assert counts == sorted(set(counts))
 
 
 @pytest.mark.parametrize(
