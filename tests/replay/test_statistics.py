@@ -30,6 +30,14 @@ def test_all_layers_that_keep_running_statistics_are_known() -> None:
     assert all(issubclass(kind, Norm) for kind in [*batch_norms, *instance_norms])
 
 
+def test_a_lazy_instance_norm_counts_its_first_micro_batches_once() -> None:
+    """It was not known yet when the pipeline was called, and its recomputation an error."""
+    layers, plain = (nn.Sequential(nn.LazyInstanceNorm1d(affine=False, track_running_stats=True)) for _ in range(2))
+    x = torch.randn(4, 3, 2)
+    model = GPipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="always")
+    assert_same(outcome(model, x.requires_grad_()), plain_outcome(plain, x, chunks=2))
+
+
 def test_backward_does_not_count(pipe: Pipe, checkpoint: str) -> None:
     """Two forwards, as in gradient accumulation, then both backwards. Others may hold the buffers, as DDP does."""
     model = pipe(make_model(), [2, 2], chunks=3, checkpoint=checkpoint)
