@@ -1,19 +1,26 @@
-"""What is copied may belong to somebody else as well, who overwrites it while the copy is under way."""
+"""What belongs to the caller: memory that a copy reads, streams of its own, and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, is_recomputing, pipelined
 from torchgpipe.devices.stream import Streams
 
 pytestmark = pytest.mark.late
 
 DEVICES = ["late:0", "late:1"]
+
+
+# Memory: what is copied may belong to somebody else as well, who overwrites it while the copy is under way.
 
 
 def delay(purpose: str) -> None:
@@ -91,3 +98,68 @@ def test_anomaly_mode_finds_no_nan_in_a_gradient_that_has_not_arrived() -> None:
     model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=DEVICES, chunks=2)
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
         model(torch.ones(4, 4)).sum().backward()
+
+
+# Streams: the threads of the autograd engine do not always know those of the caller.
+
+
+class ToHost(nn.Module):
+    """Computes on the current accelerator, and returns its output on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + torch.ones(4, device="late")).cpu()
+
+
+def test_a_recomputation_of_what_goes_to_the_host_is_on_its_device() -> None:
+    """Its node of the autograd graph belongs to no accelerator, so the engine does not enter one."""
+    model = GPipe(nn.Sequential(ToHost()), [1], devices=DEVICES[1:], chunks=2, checkpoint="always")
+    model(torch.ones(4, 4)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_gradients_of_a_pipelined_model_are_ready_for_nodes_of_other_streams() -> None:
+    """The engine lets these wait for the stream of the one node of the mini-batch, which is of one device."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    pipelined(model, torch.ones(2, 4), chunks=2, devices=DEVICES, balance="parameters")
+    nodes = [get_gradient_edge(parameter) for parameter in model.parameters()]  # as DistributedDataParallel keeps
+    streams = [torch.Stream(device) for device in DEVICES]
+    for _ in range(2):
+        with streams[1], streams[0]:
+            loss = model(torch.ones(4, 4)).sum()
+        for stream in streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+        loss.backward()
+    gradients = [node.node.variable.grad for node in nodes]
+    assert all([bool(gradient.isfinite().all()) for gradient in gradients])
+
+
+# Ctrl-C while threads of the autograd engine work, and the caller waits for them.
+
+
+class Interrupted(nn.Module):
+    """Presses Ctrl-C in its recomputations, once it is told to."""
+
+    on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on and is_recomputing():
+            assert threading.current_thread() is not threading.main_thread()
+            os.kill(os.getpid(), signal.SIGINT)
+        return x * 1
+
+
+@pytest.mark.parametrize("devices", [["late:0", "late:1"], ["late:0", "late:0"]], ids=str)
+def test_an_interrupt_of_a_recomputation_reaches_the_caller(devices: list[str]) -> None:
+    """The waiting thread ran the callback of a weak reference first, where an exception is ignored."""
+    layer = Interrupted()
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)), [1, 2], devices=devices, checkpoint="always")
+    for _ in range(3):
+        layer.on = True
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 4)).sum().backward()
+        layer.on = False
+        model(torch.ones(2, 4)).sum().backward()
