@@ -6,14 +6,14 @@ from torch import nn
 
 from tests.skip.layers import pair
 from torchgpipe.skip import Namespace, Skippable, skippable
-from torchgpipe.skip.layout import inspect_skip_layout, skips_of
+from torchgpipe.skip.layout import SkipLayout, skips_of
 from torchgpipe.skip.namespace import SkipKey
 
 
 def test_skips_of_modules_are_found_wherever_they_are() -> None:
     a, b = pair(), pair()
     block = nn.Sequential(nn.Linear(1, 1), nn.Sequential(b[0], b[1]), a[1])
-    layout = inspect_skip_layout([list(nn.Sequential(a[0]).modules()), list(block.modules())])
+    layout = SkipLayout([list(nn.Sequential(a[0]).modules()), list(block.modules())])
     leaving = (a[0].skip_key("skip"), 0, 1)
     assert (layout.leaving, layout.arriving) == ([[leaving], []], [[], [leaving]])
 
