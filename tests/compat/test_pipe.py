@@ -164,29 +164,26 @@ def bare_of(value: Any) -> Any:
     return type(value)(bare_of(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devices, mode: str) -> None:
+def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devices, checkpoint: str) -> None:
     """A micro-batch holds the object in its structure. A checkpoint holds the structure until its graph is freed."""
 
     class Settings:
         scale = 2.0
 
-    model = Pipe(placed([Apply(lambda x, s: (x * s.scale, s)), Apply(lambda x, s: x + s.scale)], devices(2)), 2, mode)
+    layers = [Apply(lambda x, s: (x * s.scale, s)), Apply(lambda x, s: x + s.scale)]
+    model = Pipe(placed(layers, devices(2)), 2, checkpoint)
     settings = Settings()
     alive = weakref.ref(settings)
     gc.disable()  # without collections, a cycle would stay visible
     try:
-        with torch.no_grad():
-            kept = value_of(model, torch.rand(4, 3), settings)
         output = value_of(model, torch.rand(4, 3, requires_grad=True), settings)
         output.sum().backward()
         del settings
-        assert (alive() is None) == (mode == "never")
+        assert (alive() is None) == (checkpoint == "never")
         del output
         assert alive() is None
     finally:
         gc.enable()
-    assert kept.shape == (4, 3)
 
 
 @pytest.mark.slow
@@ -258,12 +255,6 @@ class Scattered(nn.Module):
         self.there = nn.Linear(1, 1, device="meta")
 
 
-def tied() -> list[nn.Module]:
-    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
-    b.weight = a.weight
-    return [a, b]
-
-
 def called(*layers: nn.Module, inputs: Sequence[Any] = (torch.ones(2, 1),), **options: Any) -> Any:
     return Pipe(nn.Sequential(*layers), **options)(*inputs)
 
@@ -276,12 +267,6 @@ DIFFERENT = Apply(lambda x: (x, x) if len(x) == 3 else (x, "text"))
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Pipe(nn.ModuleList([LAYER])), TypeError, r"module must be nn\.Sequential to be partitioned"),
     (lambda: called(LAYER, WithDevice(LAYER, "cpu:1")), ValueError, "module with duplicate children"),
-    (lambda: Pipe(placed(tied(), ["cpu:0", "cpu:1"])), ValueError, "module with duplicate parameters"),
-    (
-        lambda: Pipe(nn.Sequential(OrderedDict(partitions=LAYER))),
-        ValueError,
-        r"names of attributes of Pipe.*'partitions'",
-    ),
     (
         lambda: Pipe(nn.Sequential(OrderedDict(a=Scattered(), b=LAYER, c=Scattered()))),
         ValueError,
@@ -331,7 +316,6 @@ def test_what_is_refused(call: Callable[[], Any], error: type[Exception], text: 
 
 
 def test_what_is_not_refused() -> None:
-    Pipe(placed(tied(), ["cpu:1", "cpu:1"]))
     Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # one device for the whole layer
     assert issubclass(BalanceError, ValueError)
 
