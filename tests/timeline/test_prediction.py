@@ -134,16 +134,6 @@ def count(spans: list[Span], kind: str, j: int) -> int:
     return sum((span.kind, span.partition) == (kind, j) for span in spans)
 
 
-def test_the_halves_of_backward_are_kinds_of_their_own(devices: Devices) -> None:
-    _, report, spans = recorded(devices, "ZeroBubble", n=3)
-    for j in range(3):
-        # The first partition has no input to differentiate.
-        assert count(spans, "backward of the input", j) == (M if j > 0 else 0)
-        assert count(spans, "backward of the weights", j) == count(spans, "forward", j) == M
-        assert count(spans, "backward", j) == 0
-    assert [one.schedule for one in report.schedules if one.ran] == ["ZeroBubble"]
-
-
 def test_a_backward_that_cannot_be_split_is_recorded_whole(devices: Devices) -> None:
     _, _, spans = recorded(devices, "ZeroBubble", "always")
     # The backward of a cell of the last partition comes next, so the cell is not recomputed.

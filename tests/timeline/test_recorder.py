@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 import torchgpipe
 from tests.clocks import clocked
-from tests.conftest import Pipe
+from tests.conftest import Devices, Pipe
 from tests.faults import Fault, Plan, build, rows
+from tests.frames.models import chain
 from tests.plain import assert_same, outcome, tensors
 from tests.skip.layers import pair
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream, Streams, Tick
 from torchgpipe.frames.pipelined import pipelined_apart
-from torchgpipe.schedule import ScheduleName
+from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
 
@@ -42,10 +43,16 @@ def on_cpu(layers: nn.Sequential | None = None, **options: Any) -> GPipe:
     return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), **{"chunks": M, **options})
 
 
+def gpipe(devices: list[str], **options: Any) -> Any:
+    """Return a pipeline with a layer in each partition, which can step."""
+    options = {"chunks": M, "checkpoint": "never", "loss_fn": nn.functional.mse_loss, **options}
+    return GPipe(linears(len(devices)), [1] * len(devices), devices=devices, **options)
+
+
 def any_module(devices: list[str], **options: Any) -> Any:
-    """Return a pipelined model, with a layer in each column."""
-    balance = [1] * len(devices)
-    return pipelined_apart(linears(len(devices)), batch(), chunks=M, devices=devices, balance=balance, **options)
+    """Return a pipelined model likewise, in which neighbouring columns on one device stay apart."""
+    options = {"chunks": M, "loss_fn": nn.functional.mse_loss, "balance": [1] * len(devices), **options}
+    return pipelined_apart(linears(len(devices)), batch(), devices=devices, **options)
 
 
 def batch(**options: Any) -> Tensor:
@@ -75,28 +82,28 @@ def all_cells(mode: str, trained: Callable[[int], bool] = lambda j: True) -> Cou
     return Counter([*[("forward", i, j) for i, j in grid], *again, *backward])
 
 
-def at(timeline: Timeline, kind: str, i: int, j: int) -> Span:
-    (span,) = [span for span in timeline.spans if (span.kind, span.micro_batch, span.partition) == (kind, i, j)]
+def at(spans: list[Span], kind: str, i: int, j: int) -> Span:
+    (span,) = [span for span in spans if (span.kind, span.micro_batch, span.partition) == (kind, i, j)]
     return span
 
 
-def assert_in_order(timeline: Timeline, mode: str) -> None:
+def assert_in_order(spans: list[Span], mode: str) -> None:
     """Assert that each cell begins after the cells that it depends on have ended."""
-    for span in timeline.spans:
+    for span in spans:
         assert 0 <= span.start <= span.end
         assert not span.failed
     for i in range(M):
         for j in range(N):
-            forward, backward = at(timeline, "forward", i, j), at(timeline, "backward", i, j)
+            forward, backward = at(spans, "forward", i, j), at(spans, "backward", i, j)
             assert forward.end <= backward.start
             if j > 0:
-                assert at(timeline, "forward", i, j - 1).end <= forward.start
-                assert backward.end <= at(timeline, "backward", i, j - 1).start
+                assert at(spans, "forward", i, j - 1).end <= forward.start
+                assert backward.end <= at(spans, "backward", i, j - 1).start
             if i > 0:
-                assert at(timeline, "forward", i - 1, j).end <= forward.start
-                assert backward.end <= at(timeline, "backward", i - 1, j).start
+                assert at(spans, "forward", i - 1, j).end <= forward.start
+                assert backward.end <= at(spans, "backward", i - 1, j).start
             if i < checkpointed(mode):
-                again = at(timeline, "recomputation", i, j)
+                again = at(spans, "recomputation", i, j)
                 assert forward.end <= again.start
                 assert again.end <= backward.start
 
@@ -107,7 +114,7 @@ def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool)
     timeline = recorded(nn.Sequential(model), batch(requires_grad=input_grad))
     assert cells(timeline.spans) == all_cells(checkpoint)
     assert len(timeline.spans) == all_cells(checkpoint).total()
-    assert_in_order(timeline, checkpoint)
+    assert_in_order(timeline.spans, checkpoint)
     assert [row.layers for row in timeline.partitions] == [("0",), ("1",), ("2",)]
     for span in timeline.spans:
         assert span.layers == timeline.partitions[span.partition].layers
@@ -127,7 +134,7 @@ def test_copies_and_waits_are_there_once(kind: str, mode: str) -> None:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(mode)
     if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ.
-        assert_in_order(timeline, mode)
+        assert_in_order(timeline.spans, mode)
     ways = [(i, a, c) for i in range(M) for j in range(N - 1) for a, c in [(j, j + 1), (j + 1, j)]]
     copies = [span for span in timeline.spans if span.kind == "copy"]
     waits = [span for span in timeline.spans if span.kind == "wait"]
@@ -137,7 +144,7 @@ def test_copies_and_waits_are_there_once(kind: str, mode: str) -> None:
         assert span.other is not None
         stream, sending = ("leaving", "forward") if span.partition < span.other else ("gradient leaving", "backward")
         assert span.stream == stream
-        assert kind != "cpu" or at(timeline, sending, span.micro_batch, span.partition).end <= span.start
+        assert kind != "cpu" or at(timeline.spans, sending, span.micro_batch, span.partition).end <= span.start
     assert {span.stream for span in waits} == {"computing"}
 
 
@@ -218,6 +225,66 @@ def test_only_cells_that_are_differentiated_have_a_backward(pipe: Pipe, name: st
         torch.stack([*tensors(model(batch()))]).sum().backward()
     assert cells(timeline.spans) == all_cells(mode, trained)
     assert not any(span.failed for span in timeline.spans)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+@pytest.mark.parametrize("make", [gpipe, any_module])
+def test_calls_and_steps_have_every_cell_once_and_the_numbers_are_the_same(
+    devices: Devices, make: Callable[..., Any], schedule: ScheduleName
+) -> None:
+    torch.manual_seed(0)
+    model, x, results = make(devices(N), schedule=schedule), batch(), []
+    for recording in (False, True):
+        model.zero_grad()
+        with torchgpipe.record(model) if recording else nullcontext() as timeline:
+            model(x).sum().backward()
+            model.step(x, target=x)
+            with torch.no_grad():
+                model.step(x, target=x)
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
+    forward = all_cells("never", lambda j: False)
+    stepped = all_cells("never")
+    if schedule == "ZeroBubble":  # The first partition has no gradient to pass on, so W does all of its backward.
+        grid = [(i, j) for i in range(M) for j in range(N)]
+        halves = [("backward of the input", i, j) for i, j in grid if j]
+        stepped = forward + Counter(halves + [("backward of the weights", i, j) for i, j in grid])
+    assert [cells(timeline.of_step(k)) for k in range(3)] == [all_cells("never"), stepped, forward]
+    assert all(span.computes and not span.failed for span in timeline.spans)
+    assert_in_order(timeline.of_step(0), "never")
+
+
+def test_what_a_pipelined_model_recomputes_is_a_part_of_backward() -> None:
+    model = any_module(["cpu"] * N, schedule="ZeroBubble", checkpoint=True)
+    with torchgpipe.record(model) as timeline:
+        model.step(batch(), target=batch())
+    assert cells(timeline.spans) == all_cells("never")
+
+
+def test_rows_are_columns_and_the_programs_are_those_that_ran() -> None:
+    """Neighbours on one device are one column."""
+    devices, loss_fn = ["cpu:0", "cpu:0", "cpu:1"], nn.functional.mse_loss
+    model: Any = torchgpipe.pipelined(linears(), batch(), chunks=M, devices=devices, balance=[1] * N, loss_fn=loss_fn)
+    with torchgpipe.record(model) as timeline:
+        model(batch())
+        model.step(batch(), target=batch())
+    assert [(str(row.device), row.layers) for row in timeline.partitions] == [("cpu:0", ("0", "1")), ("cpu:1", ("2",))]
+    assert [*timeline._programs.values()] == [program("GPipe", M, [0, 1]), program("1F1B", M, [0, 1])]
+    assert not timeline.report().take_turns
+
+
+def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        x = self.layers[0](x)
+        return self.layers[2](x if self.skips else self.layers[1](x))
+
+    model = chain(forward, *linears())
+    model.skips = False
+    pipelined_apart(model, batch(), chunks=M, devices=devices(N), balance=[1] * N)
+    model.skips = True
+    with torchgpipe.record(model) as timeline:
+        model(batch()).sum().backward()
+    assert {span.partition for span in timeline.spans} == {0, 2}
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -361,6 +428,16 @@ def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phas
     assert failed.end <= timeline.of_step(1)[0].start
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_cell_of_a_pipelined_model_that_raises_is_marked(devices: Devices, phase: str) -> None:
+    plan = Plan()
+    model = pipelined_apart(build(plan, N).eval(), rows(M), chunks=M, devices=devices(N), balance=[1] * N)
+    plan.add((1, 1), phase)
+    with pytest.raises(Fault), torchgpipe.record(model) as timeline:
+        model.train()(rows(M)).sum().backward()
+    assert [(one.kind, one.micro_batch, one.partition) for one in timeline.spans if one.failed] == [(phase, 1, 1)]
+
+
 def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) -> None:
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
     before = model._mechanisms
@@ -425,13 +502,14 @@ def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: s
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(checkpoint)
-    assert_in_order(timeline, checkpoint)
+    assert_in_order(timeline.spans, checkpoint)
     assert len(within.steps) == M + checkpointed(checkpoint)
     assert not any(span.failed for span in within.spans)
     if checkpoint == "never":
         for i in range(M):
+            around = at(timeline.spans, "backward", i, 1)
             parts = [span for span in within.of_step(i) if span.kind == "backward"]
-            assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in parts) - min(s.start for s in parts)
+            assert around.seconds >= max(span.end for span in parts) - min(span.start for span in parts)
 
 
 @pytest.mark.parametrize("make", [on_cpu, lambda: any_module(["cpu"] * N)])
@@ -474,6 +552,6 @@ def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_ho
     with torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
         LateStream.readable = True
-    assert_in_order(timeline, "except_last")
+    assert_in_order(timeline.spans, "except_last")
     # If the clock were not aligned with the host's, these times would be off by a thousand seconds.
     assert all(span.end < 500 for span in timeline.spans)
