@@ -254,6 +254,16 @@ def test_calls_and_steps_have_every_cell_once_and_the_numbers_are_the_same(
     assert_in_order(timeline.of_step(0), "never")
 
 
+def test_a_recomputed_cell_has_a_backward_in_one_piece(devices: Devices) -> None:
+    model = gpipe(devices(2), schedule="ZeroBubble", checkpoint="always")
+    with torchgpipe.record(model) as timeline:
+        model.step(batch(), target=batch())
+    # The backward of a cell of the last partition comes next, so the cell is not recomputed.
+    first = [("forward", 0), ("recomputation", 0), ("backward", 0)]
+    last = [("forward", 1), ("backward of the input", 1), ("backward of the weights", 1)]
+    assert Counter((kind, j) for kind, _, j in cells(timeline.spans)) == Counter(M * (first + last))
+
+
 def test_what_a_pipelined_model_recomputes_is_a_part_of_backward() -> None:
     model = any_module(["cpu"] * N, schedule="ZeroBubble", checkpoint=True)
     with torchgpipe.record(model) as timeline:
