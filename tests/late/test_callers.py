@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from tests.layers import Apply, Using
 from torchgpipe import GPipe, is_recomputing, pipelined
 from torchgpipe.devices.stream import Streams
 
@@ -63,34 +64,20 @@ def test_a_gradient_on_its_way_back_is_also_that_of_a_parameter(
     assert all(map(torch.equal, gradients(DEVICES), expected))
 
 
-class Given(nn.Module):
-    """Returns memory of the caller's: its input, or its parameter."""
-
-    def __init__(self, own: bool) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.ones(4))
-        self.own = own
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parameter.expand(x.shape) if self.own else x
-
-
 @pytest.mark.parametrize("call", ["forward", "step"])
 @pytest.mark.parametrize("own", [False, True], ids=["input", "parameter"])
 def test_the_caller_may_overwrite_what_a_call_has_copied(call: str, own: bool) -> None:
-    model = GPipe(
-        nn.Sequential(Given(own), nn.Identity()),
-        [1, 1],
-        devices=DEVICES,
-        chunks=2,
-        loss_fn=lambda output, _: output.mean(),
-    )
+    """The first layer returns memory of the caller's: its input, or its parameter."""
+    first = Using(lambda linear, x: linear.bias.expand(x.shape) if own else x)
+    nn.init.ones_(first.linear.bias)
+    layers, loss_fn = nn.Sequential(first, nn.Identity()), lambda output, _: output.mean()
+    model = GPipe(layers, [1, 1], devices=DEVICES, chunks=2, loss_fn=loss_fn)
     x = torch.ones(4, 4, device="late:0")
     delay("leaving")
     with torch.no_grad():
         y = model(x) if call == "forward" else model.step(x)
         x.zero_()
-        model[0].parameter.zero_()
+        first.linear.bias.zero_()
     assert bool((y == 1).all())
 
 
@@ -103,20 +90,10 @@ def test_anomaly_mode_finds_no_nan_in_a_gradient_that_has_not_arrived() -> None:
 # Streams: the threads of the autograd engine do not always know those of the caller.
 
 
-class ToHost(nn.Module):
-    """Computes on the current accelerator, and returns its output on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) + torch.ones(4, device="late")).cpu()
-
-
 def test_a_recomputation_of_what_goes_to_the_host_is_on_its_device() -> None:
     """Its node of the autograd graph belongs to no accelerator, so the engine does not enter one."""
-    model = GPipe(nn.Sequential(ToHost()), [1], devices=DEVICES[1:], chunks=2, checkpoint="always")
+    to_host = Using(lambda linear, x: (linear(x) + torch.ones(4, device="late")).cpu())
+    model = GPipe(nn.Sequential(to_host), [1], devices=DEVICES[1:], chunks=2, checkpoint="always")
     model(torch.ones(4, 4)).sum().backward()
 
 
@@ -140,26 +117,22 @@ def test_gradients_of_a_pipelined_model_are_ready_for_nodes_of_other_streams() -
 # Ctrl-C while threads of the autograd engine work, and the caller waits for them.
 
 
-class Interrupted(nn.Module):
-    """Presses Ctrl-C in its recomputations, once it is told to."""
+@pytest.mark.parametrize("devices", [["late:0", "late:1"], ["late:0", "late:0"]], ids=str)
+def test_an_interrupt_of_a_recomputation_reaches_the_caller(devices: list[str]) -> None:
+    """The waiting thread ran the callback of a weak reference first, where an exception is ignored."""
+    interrupts = False
 
-    on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.on and is_recomputing():
+    def interrupt(x: Tensor) -> Tensor:
+        if interrupts and is_recomputing():
             assert threading.current_thread() is not threading.main_thread()
             os.kill(os.getpid(), signal.SIGINT)
         return x * 1
 
-
-@pytest.mark.parametrize("devices", [["late:0", "late:1"], ["late:0", "late:0"]], ids=str)
-def test_an_interrupt_of_a_recomputation_reaches_the_caller(devices: list[str]) -> None:
-    """The waiting thread ran the callback of a weak reference first, where an exception is ignored."""
-    layer = Interrupted()
-    model = GPipe(nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)), [1, 2], devices=devices, checkpoint="always")
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(interrupt), nn.Linear(4, 4))
+    model = GPipe(layers, [1, 2], devices=devices, checkpoint="always")
     for _ in range(3):
-        layer.on = True
+        interrupts = True
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(2, 4)).sum().backward()
-        layer.on = False
+        interrupts = False
         model(torch.ones(2, 4)).sum().backward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from tests.frames.models import Chain
+from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices import generators, stream
 
@@ -78,17 +79,15 @@ def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     forget()
 
 
-class Note(nn.Module):
-    """Makes a new tensor, and draws, without a word about the device."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(x.shape, device="late") < 0.5)
+def noise() -> nn.Module:
+    """Return a layer that makes a new tensor, and draws, without a word about the device."""
+    return Apply(lambda x: x * (torch.rand(x.shape, device="late") < 0.5))
 
 
 @pytest.mark.usefixtures("lacking")
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_the_device_is_current_and_the_mask_of_a_recomputation_the_same(checkpoint: str) -> None:
-    layers = nn.Sequential(nn.Dropout(0.5), Note(), nn.Dropout(0.2), Note())
+    layers = nn.Sequential(nn.Dropout(0.5), noise(), nn.Dropout(0.2), noise())
     model = GPipe(layers, [2, 2], devices=DEVICES, chunks=2, checkpoint=checkpoint)
     for _ in range(2):
         x = torch.ones(4, 16, requires_grad=True)
@@ -102,7 +101,7 @@ def test_the_device_is_current_and_the_mask_of_a_recomputation_the_same(checkpoi
 def test_steps_draw_the_same_on_any_devices() -> None:
     def gradients(devices: list[str], checkpoint: str) -> list[Tensor]:
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(8, 8), Note(), nn.Linear(8, 8), nn.Dropout(0.5))
+        layers = nn.Sequential(nn.Linear(8, 8), noise(), nn.Linear(8, 8), nn.Dropout(0.5))
         model = GPipe(
             layers, [2, 2], devices=devices, chunks=2, checkpoint=checkpoint, loss_fn=lambda y, _: y.square().mean()
         )
