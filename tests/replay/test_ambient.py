@@ -163,11 +163,11 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dispatch mode": lambda: DispatchMode("dispatch mode"),
     "two dispatch modes": lambda: several(DispatchMode("outer"), DispatchMode("inner")),
     "everything": lambda: several(
-        context_variable("set by the caller"),
-        FunctionMode("function mode"),
+        context_variable("set with everything"),
+        FunctionMode("function mode of everything"),
         autocast("cpu", torch.float16, False),
-        hooks("hooks"),
-        DispatchMode("dispatch mode"),
+        hooks("hooks of everything"),
+        DispatchMode("dispatch mode of everything"),
         torch.device("meta"),
     ),
 }
@@ -178,17 +178,11 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "enable_grad": torch.enable_grad,
     "inference_mode": torch.inference_mode,
     "inference_mode(False)": lambda: torch.inference_mode(False),
-    "autocast": lambda: autocast("cpu", torch.bfloat16, True),
-    "autocast off": lambda: autocast("cpu", torch.float16, False, enabled=False),
-    "saved-tensor hooks": lambda: hooks("other hooks"),
-    "default device": lambda: torch.device("meta"),
-    "context variable": lambda: context_variable("set at backward"),
-    "function mode": lambda: FunctionMode("other function mode"),
-    "dispatch mode": lambda: DispatchMode("other dispatch mode"),
+    **SETTINGS,
 }
 
-#: Each at forward with one at backward, and each at backward with everything at forward.
-PAIRS = sorted({*zip(SETTINGS, list(OTHERS) * len(SETTINGS)), *[("everything", other) for other in OTHERS]})
+#: Each at forward with another at backward, and each at backward with everything at forward.
+PAIRS = sorted({*zip(SETTINGS, OTHERS), *[("everything", other) for other in OTHERS]})
 
 
 class Probe(nn.Module):
