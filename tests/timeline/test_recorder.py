@@ -292,8 +292,7 @@ def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
     model.skips = False
     pipelined_apart(model, batch(), chunks=M, devices=devices(N), balance=[1] * N)
     model.skips = True
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
+    timeline = recorded(model)
     assert {span.partition for span in timeline.spans} == {0, 2}
 
 
@@ -381,8 +380,7 @@ def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        with torchgpipe.record(model) as timeline:
-            model(batch()).sum().backward()
+        timeline = recorded(model)
         assert timeline.spans
         assert len(seen) >= 2 * M
         assert [ref() for ref in seen if ref() is not None] == []
