@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
 from tests.layers import Apply
-from torchgpipe import GPipe, NoChunk, is_recomputing
+from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
 from torchgpipe.schedule import Action, program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -519,6 +519,24 @@ def test_a_step_in_another_thread_draws_no_numbers_of_this_one(drawn: bool) -> N
     meets.append(None)
     with pytest.raises(RuntimeError, match="from the generator of cpu") if drawn else nullcontext():
         model.step(x, y)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_pipelined_layer_draws_the_same_on_any_devices(checkpoint: str) -> None:
+    """Its workers waited for the generator that the recomputation around them held."""
+
+    def run(names: list[str]) -> Tensor:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)).double()
+        pipelined(inner, x[:2], chunks=1, devices=["cpu:4", "cpu:5"], balance="parameters")
+        model = stepping(mlp().append(inner), names, balance=[2, 3], checkpoint=checkpoint)
+        torch.manual_seed(2)
+        return torch.stack([model.step(x, y) for _ in range(2)])
+
+    x, y = data()
+    torch.manual_seed(0)
+    expected = run(["cpu"] * 2)
+    torch.manual_seed(0)
+    assert torch.equal(run(FOUR[:2]), expected)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
