@@ -526,9 +526,9 @@ def test_a_pipelined_layer_draws_the_same_on_any_devices(checkpoint: str) -> Non
     """Its workers waited for the generator that the recomputation around them held."""
 
     def run(names: list[str]) -> Tensor:
-        inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)).double()
+        inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6)).double()
         pipelined(inner, x[:2], chunks=1, devices=["cpu:4", "cpu:5"], balance="parameters")
-        model = stepping(mlp().append(inner), names, balance=[2, 3], checkpoint=checkpoint)
+        model = stepping(mlp().append(inner), names, balance=[2, 3], checkpoint=checkpoint, schedule="GPipe")
         torch.manual_seed(2)
         return torch.stack([model.step(x, y) for _ in range(2)])
 
