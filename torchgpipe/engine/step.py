@@ -22,7 +22,8 @@ from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
 from torchgpipe.engine.cut import Arrival, Returned
-from torchgpipe.engine.execute import Executor, with_gradients
+from torchgpipe.engine.delivery import with_gradients
+from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.kept import KeptGraph

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
 from torchgpipe.engine.aliases import Aliases, Slot, weights_of
-from torchgpipe.engine.execute import with_gradients
+from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.label import labelled
