@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -73,29 +73,22 @@ def layers() -> list[nn.Module]:
 # The plain model
 
 
-class Kind(NamedTuple):
-    """A kind of layer, with the number of its arguments and of its results."""
-
-    make: Callable[[], nn.Module]
-    takes: int
-    returns: int
-
-
 #: The kind of a tensor together with a number, in place of a count of tensors.
 NUMBERED = -1
 
-KINDS = [
-    Kind(lambda: nn.Linear(3, 3), 1, 1),
-    Kind(lambda: nn.Tanh(), 1, 1),
-    Kind(lambda: nn.Sequential(Fork(), Join()), 1, 1),
-    Kind(lambda: nn.Sequential(nn.Tanh(), Fork()), 1, 2),
-    Kind(Fork, 1, 2),
-    Kind(lambda: Apply(lambda x: (x, x.exp())), 1, 2),
-    Kind(lambda: Apply(lambda x, y: (y, x)), 2, 2),
-    Kind(Join, 2, 1),
-    Kind(lambda: Apply(lambda x: (x, 2)), 1, NUMBERED),
-    Kind(lambda: Apply(lambda x, n: (x.sin(), n + 1)), NUMBERED, NUMBERED),
-    Kind(lambda: Apply(lambda x, n: n * x), NUMBERED, 1),
+#: What makes a layer, the number of its arguments, and that of its results.
+KINDS: list[tuple[Callable[[], nn.Module], int, int]] = [
+    (lambda: nn.Linear(3, 3), 1, 1),
+    (lambda: nn.Tanh(), 1, 1),
+    (lambda: nn.Sequential(Fork(), Join()), 1, 1),
+    (lambda: nn.Sequential(nn.Tanh(), Fork()), 1, 2),
+    (Fork, 1, 2),
+    (lambda: Apply(lambda x: (x, x.exp())), 1, 2),
+    (lambda: Apply(lambda x, y: (y, x)), 2, 2),
+    (Join, 2, 1),
+    (lambda: Apply(lambda x: (x, 2)), 1, NUMBERED),
+    (lambda: Apply(lambda x, n: (x.sin(), n + 1)), NUMBERED, NUMBERED),
+    (lambda: Apply(lambda x, n: n * x), NUMBERED, 1),
 ]
 
 
@@ -105,11 +98,10 @@ def models(draw: st.DrawFn) -> tuple[list[nn.Module], int]:
     first = width = draw(st.integers(1, 2))
     result = []
     for _ in range(draw(st.integers(1, 6))):
-        kind = draw(st.sampled_from([kind for kind in KINDS if kind.takes == width]))
-        result.append(kind.make().double())
-        width = kind.returns
+        make, _, width = draw(st.sampled_from([kind for kind in KINDS if kind[1] == width]))
+        result.append(make().double())
     if width == NUMBERED:
-        result.append(KINDS[-1].make())
+        result.append(KINDS[-1][0]())
     return result, first
 
 
