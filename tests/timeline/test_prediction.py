@@ -9,7 +9,8 @@ import torchgpipe
 from tests.conftest import Devices
 from tests.timeline.synthetic import ideal, ran, rows, span
 from tests.timeline.test_recorder import batch, gpipe
-from torchgpipe.schedule import Action, ScheduleName, program, simulate
+from torchgpipe.schedule import COSTS, NAMES, Action, ScheduleName, program, simulate
+from torchgpipe.schedule.programs import usual_places
 from torchgpipe.timeline.prediction import Prediction
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span
@@ -21,18 +22,28 @@ def by_name(report: Report) -> dict[str | None, Prediction]:
     return {one.schedule: one for one in report.schedules}
 
 
-def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program() -> None:
-    devices, costs = ["cpu:0", "cpu:1", "cpu:2"], {"F": 1.0, "I": 1.5, "W": 0.5}
-    one = program("ZeroBubble", M, [0, 1, 2])
-    made = ran(one, devices, costs)
-    own = by_name(made)["ZeroBubble"]
-    assert own.ran and [one.schedule for one in made.schedules if one.ran] == ["ZeroBubble"]
-    assert own.seconds == made.duration
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program(name: ScheduleName) -> None:
+    """Parts of a device are counted as parts of a micro-batch."""
+    places = [0, 1, 0, 1] if name == "LayerMajor" else usual_places(name, 2)
+    one = program(name, M, places)
+    made = ran(one, [f"cpu:{place}" for place in places])
+    simulated = simulate(one, memory=[1 / places.count(place) for place in places])
+    (own,) = [one for one in made.schedules if one.ran]
+    assert (own.schedule, own.seconds, own.live) == (name, made.duration, max(simulated.peaks))
     assert own.bubble == pytest.approx(made.bubble)
-    assert own.live == 3
+    assert made.predicted == pytest.approx(simulated.seconds)
+    halves = {kind: cost / 2 for kind, cost in COSTS.items()}
+    twice = simulate(program(name, 2 * M, places), halves).seconds
+    assert made.more_chunks.gain == pytest.approx(1 - twice / simulated.seconds)
+    assert made.better_balance.gain == pytest.approx(0)
     assert f"of the program {own.bubble * 100:.1f} %, simulated" in str(made)
     assert not made.take_turns, "each device has a worker of its own in a step"
 
+
+def test_other_schedules_are_predicted_with_the_recorded_halves() -> None:
+    devices, costs = ["cpu:0", "cpu:1", "cpu:2"], {"F": 1.0, "I": 1.5, "W": 0.5}
+    made = ran(program("ZeroBubble", M, [0, 1, 2]), devices, costs)
     other = simulate(program("1F1B", M, [0, 1, 2]), {"F": 1.0, "B": 2.0, "I": 0.0, "W": 0.0})
     assert (by_name(made)["1F1B"].seconds, by_name(made)["1F1B"].bubble) == (other.seconds, other.bubble)
     assert "with other devices: Interleaved1F1B, V-Half" in str(made)
@@ -63,19 +74,9 @@ def test_forward_and_backward_are_told_what_a_step_would_take() -> None:
     assert "ideal" in str(made)
 
 
-def test_parts_of_a_device_are_counted_as_parts_of_a_micro_batch() -> None:
-    devices = ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
-    one = program("V-Half", M, [0, 1, 1, 0])
-    made = ran(one, devices, {"F": 1.0, "I": 1.0, "W": 1.0})
-    assert by_name(made)["V-Half"].live == max(simulate(one).peaks) / 2
-    assert "with other devices: 1F1B, Interleaved1F1B, ZeroBubble" in str(made)
-
-
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]])
-def test_interleaving_that_ran_is_named(devices: list[str]) -> None:
+def test_interleaving_that_ran_is_named() -> None:
     """With one partition on each device there is nothing to interleave, but it may have run all the same."""
-    one = program("Interleaved1F1B", M, [0, 1] * (len(devices) // 2))
-    made = ran(one, devices, {"F": 1.0, "B": 2.0})
+    made = ran(program("Interleaved1F1B", M, [0, 1]), ["cuda:0", "cuda:1"])
     assert [one.schedule for one in made.schedules if one.ran] == ["Interleaved1F1B"]
 
 
