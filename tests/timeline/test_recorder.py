@@ -32,15 +32,12 @@ from torchgpipe.timeline.timeline import Timeline
 
 M, N = 4, 3
 
+#: A pipeline on these is run by one thread.
+CPUS = ["cpu"] * N
+
 
 def linears(n: int = N) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
-
-
-def on_cpu(layers: nn.Sequential | None = None, **options: Any) -> GPipe:
-    """Return a pipeline that one thread runs, with a layer in each partition."""
-    layers = linears() if layers is None else layers
-    return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), **{"chunks": M, **options})
 
 
 def gpipe(devices: list[str], **options: Any) -> Any:
@@ -265,7 +262,7 @@ def test_a_recomputed_cell_has_a_backward_in_one_piece(devices: Devices) -> None
 
 
 def test_what_a_pipelined_model_recomputes_is_a_part_of_backward() -> None:
-    model = any_module(["cpu"] * N, schedule="ZeroBubble", checkpoint=True)
+    model = any_module(CPUS, schedule="ZeroBubble", checkpoint=True)
     with torchgpipe.record(model) as timeline:
         model.step(batch(), target=batch())
     assert cells(timeline.spans) == all_cells("never")
@@ -305,7 +302,7 @@ def test_without_gradients_there_are_forwards_only(pipe: Pipe, mode: Callable[[]
 
 
 def test_transforms_of_torch_func_still_work() -> None:
-    model = on_cpu(linears(1), chunks=2, checkpoint="never")
+    model = gpipe(["cpu"], chunks=2)
     x = batch()
     expected = torch.func.grad(lambda x: model(x).sum())(x)
     with torchgpipe.record(model):
@@ -358,7 +355,7 @@ def test_accumulation_is_several_steps_and_a_second_backward_is_recorded(pipe: P
 
 def test_only_the_last_steps_are_kept() -> None:
     """Memory is bounded while steps go by."""
-    model = on_cpu()
+    model = gpipe(CPUS)
     with torchgpipe.record(model, steps=2) as timeline:
         model(batch()).sum().backward()
         first = weakref.ref(model._mechanisms.recorder._steps[0])  # type: ignore[union-attr]
@@ -460,9 +457,9 @@ def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) 
 # Which pipeline is recorded, and for how long
 
 
-@pytest.mark.parametrize("make", [on_cpu, lambda: any_module(["cpu"] * N)])
-def test_a_pipeline_is_recorded_by_one_block_at_a_time(make: Callable[[], Any]) -> None:
-    model = make()
+@pytest.mark.parametrize("make", [gpipe, any_module])
+def test_a_pipeline_is_recorded_by_one_block_at_a_time(make: Callable[..., Any]) -> None:
+    model = make(CPUS)
     refused = pytest.raises(RuntimeError, match="recorded already; leave the other block")
     with torchgpipe.record(model), refused, torchgpipe.record(model):
         pass
@@ -472,7 +469,7 @@ def test_a_pipeline_is_recorded_by_one_block_at_a_time(make: Callable[[], Any]) 
 
 
 def test_a_timeline_can_only_be_read_after_the_block() -> None:
-    with torchgpipe.record(on_cpu()) as timeline:
+    with torchgpipe.record(gpipe(CPUS)) as timeline:
         looks = [timeline.of_step, timeline.report, timeline.plot]
         attributes = [lambda: timeline.spans, lambda: timeline.steps, lambda: timeline.partitions]
         for read in [*looks, *attributes, lambda: timeline.save("never.json")]:
@@ -489,7 +486,7 @@ def test_a_timeline_can_only_be_read_after_the_block() -> None:
 
 
 def test_what_is_refused() -> None:
-    model, two = on_cpu(), nn.ModuleDict({name: on_cpu(linears(1)) for name in ("a", "b")})
+    model, two = gpipe(CPUS), nn.ModuleDict({name: gpipe(["cpu"]) for name in ("a", "b")})
     none: list[Any] = [nn.Linear(3, 3), 3, None]
     asked: list[tuple[Any, Any, str]] = [
         *((one, 1, f"no pipeline to record in this {type(one).__name__}; pass a GPipe, a pipelined") for one in none),
@@ -505,7 +502,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("inner", ["always", "never"])
 def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: str, inner: str) -> None:
     """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
-    nested = on_cpu(linears(2), chunks=2, checkpoint=inner)
+    nested = gpipe(["cpu"] * 2, chunks=2, checkpoint=inner)
     model = pipe(nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3)), [1, 1, 1], chunks=M, checkpoint=checkpoint)
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
         model(batch()).sum().backward()
@@ -520,9 +517,9 @@ def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: s
             assert around.seconds >= max(span.end for span in parts) - min(span.start for span in parts)
 
 
-@pytest.mark.parametrize("make", [on_cpu, lambda: any_module(["cpu"] * N)])
-def test_a_copy_of_the_model_is_not_recorded(make: Callable[[], Any]) -> None:
-    model = make()
+@pytest.mark.parametrize("make", [gpipe, any_module])
+def test_a_copy_of_the_model_is_not_recorded(make: Callable[..., Any]) -> None:
+    model = make(CPUS)
     with torchgpipe.record(model) as timeline:
         for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
             other(batch())
@@ -554,7 +551,7 @@ class LateStreams(Streams):
 
 
 def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_host() -> None:
-    model = on_cpu()
+    model = gpipe(CPUS, checkpoint="except_last")
     model._mechanisms = replace(model._mechanisms, streams=LateStreams())
     LateStream.readable = False
     with torchgpipe.record(model) as timeline:
