@@ -27,7 +27,7 @@ from benchmarks.records import of_part, spread, table
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
-from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Problem
+from torchgpipe_balancing.planning.problem import CellCosts, Choice, Device, Layer, Problem
 from torchgpipe_balancing.planning.search import solve
 
 __all__ = ["plan_optimal", "plan_splits", "random_problem", "splits"]
@@ -45,7 +45,6 @@ def random_problem(name: ScheduleName, made: random.Random, size: int, devices: 
     costs = random_costs(made.choice(KINDS), made, size)
     layers = tuple(
         Layer(
-            str(k),
             cost * 1e-6,
             cost * made.uniform(1.5, 2.5) * 1e-6,
             cost * made.uniform(0.7, 1.3) * 1e-6,
@@ -56,16 +55,15 @@ def random_problem(name: ScheduleName, made: random.Random, size: int, devices: 
             crossing=10,
             state=made.choice([0, 20]),
         )
-        for k, cost in enumerate(costs)
+        for cost in costs
     )
     memory = share * (min(m, devices) * sum(one.kept for one in layers) + sum(one.state for one in layers)) / devices
-    cell = dict.fromkeys("FBIW", 10e-6)
     return Problem(
         layers,
         tuple(Device(str(k), memory) for k in range(devices)),
         tuple(places),
         program(name, m, places),
-        cell,
+        CellCosts(*[10e-6] * 4),
         latency=5e-6,
         per_byte=1e-7,
     )
@@ -153,7 +151,7 @@ def compared(count: int, limit: float) -> dict[str, Any]:
     for index in range(count):
         size, partitions, m = made.randint(12, 64), made.randint(2, 8), made.choice([4, 8, 16, 32])
         costs = random_costs(KINDS[index % len(KINDS)], made, size)
-        layers = tuple(Layer(str(k), cost / 3e6, cost / 1.5e6, 0, 0, kept=0) for k, cost in enumerate(costs))
+        layers = tuple(Layer(cost / 3e6, cost / 1.5e6) for cost in costs)
         places = tuple(range(partitions))
         devices = tuple(Device(str(k)) for k in places)
         tables.append((costs, partitions))

@@ -50,7 +50,7 @@ from benchmarks.records import KIB, aim, spread, table_of
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Simulation, program, simulate
 from torchgpipe.schedule.programs import usual_places
-from torchgpipe_balancing.planning.counting import HeldBytes
+from torchgpipe_balancing.held import HeldBytes
 
 __all__ = [
     "Sleeping",

@@ -171,20 +171,17 @@ def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Probl
         return None
     rows = rows_of(question.batch, chunks)
     m = math.ceil(question.batch / rows)  # There may be fewer than chunks.
-    cell = costs.cells_at(rows)
     return Problem(
         layers=costs.layers_at(rows, m, question.states),
         devices=question.devices,
         places=tuple(places),
         program=program(schedule, m, places),
-        cell={"F": cell.forward, "B": cell.backward, "I": cell.inputs, "W": cell.weights},
+        cell=costs.cells_at(rows),
         latency=costs.latency,
         per_byte=costs.per_byte,
         recomputes=question.recomputes,
         schedule=schedule,
         chunks=chunks,
-        factor=cell.factor,
-        step=cell.step,
     )
 
 

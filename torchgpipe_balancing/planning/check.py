@@ -94,7 +94,7 @@ def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternativ
                 try:
                     way = way_of(question, one)
                     model, step = subject.pipeline(way)
-                    seconds[k] += timed(model, partial(step, question.batch), way.devices, 1 + _STEPS)[1:]
+                    seconds[k] += timed(partial(step, question.batch), way.devices, 1 + _STEPS, model)[1:]
                 except torch.OutOfMemoryError:  # The margin was too small for it.
                     failed.add(k)
     ran = [replace(one, measured=statistics.median(seconds[k])) for k, one in enumerate(near) if k not in failed]
@@ -115,11 +115,11 @@ def checked(subject: Subject, question: Question, one: Alternative, outcome: Out
     model, step = subject.pipeline(way)
     run = partial(step, question.batch)
     accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
-    timed(model, run, way.devices, 1)
+    timed(run, way.devices, 1, model)
     for device in accelerators:
         torch.accelerator.reset_peak_memory_stats(device)
     predicted = one.seconds if question.costs.has_times else 0.0
-    seconds = tuple(timed(model, run, way.devices, steps))
+    seconds = tuple(timed(run, way.devices, steps, model))
     of_layers = [place for place, count in zip(one.places, way.balance) for _ in range(count)]
     if accelerators:
         states = [0.0] * len(names)

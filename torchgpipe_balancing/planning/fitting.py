@@ -46,7 +46,7 @@ class Fitting:
         self._again = [one.again for one in layers]
         self._kept = np.array([one.kept for one in layers])
         self._saved = np.array([one.kept - one.input for one in layers])
-        self._cost = np.array([one.forward + cell["F"] + cell["B"] for one in layers])
+        self._cost = np.array([one.forward + cell.forward + cell.backward for one in layers])
         # The backward of the last layer follows its forward at once.
         may = (self._saved > 0) & (np.arange(len(layers)) < len(layers) - 1)
         by_kept = np.argsort(self._kept, kind="stable")

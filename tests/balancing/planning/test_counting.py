@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tests.balancing.planning.models import WIDTH, Attention, mlp
 from tests.layers import Apply
-from torchgpipe_balancing.planning.counting import Bytes, counted
+from torchgpipe_balancing.planning.counting import counted
+from torchgpipe_balancing.planning.problem import Layer
 from torchgpipe_balancing.planning.subject import Way, subject_of
 
 ROWS = 3
@@ -19,7 +20,7 @@ ROWS = 3
 X = ROWS * WIDTH * 4
 
 
-def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Bytes]:
+def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Layer]:
     """Return what is counted in a pipeline with a partition a layer, as plans count it; on meta, without one."""
     subject = subject_of(model, sample, None, 2, options)
     n = len(subject.layers)
@@ -30,10 +31,10 @@ def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) ->
 def test_a_linear_layer_and_a_relu() -> None:
     """ReLU keeps its output, which is the input that the next linear layer keeps."""
     assert bytes_of(mlp(3), torch.randn(2, WIDTH)) == [
-        Bytes(kept=X, again=0, input=X, waiting=X, crossing=X),
-        Bytes(kept=X, again=X, input=2 * X, waiting=X, crossing=X),
+        Layer(kept=X, again=0, input=X, waiting=X, crossing=X),
+        Layer(kept=X, again=X, input=2 * X, waiting=X, crossing=X),
         # The loss keeps nothing of the output.
-        Bytes(kept=X, again=X, input=X, waiting=X, crossing=0),
+        Layer(kept=X, again=X, input=X, waiting=X, crossing=0),
     ]
 
 

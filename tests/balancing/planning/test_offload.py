@@ -13,8 +13,10 @@ from torch.nn import functional
 import torchgpipe
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe_balancing.planning import offload
+from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.offload import OffloadPlan
 from torchgpipe_balancing.planning.plan import DoesNotFit
+from torchgpipe_balancing.planning.problem import CellCosts, Layer
 
 WIDTH, LAYERS = 16, 6
 
@@ -67,8 +69,10 @@ def test_what_does_not_fit_would_with_the_memory_that_is_told() -> None:
 def test_copies_hide_from_as_many_rows_on_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With w bytes a parameter, b bytes a second and F FLOP a second: b F / 2 w forward, b F / 6 w backward."""
     parameters, flops, speed = 1000, 1e6, 1e3
-    layer = offload._Layer((2 * parameters / flops, 0.0), (6 * parameters / flops, 0.0), 2 * parameters, 0, 0, 0.1, 0.0)
-    monkeypatch.setattr(offload, "_measured", lambda *_: [layer] * LAYERS)
+    took = Layer(forward=2 * parameters / flops, backward=4 * parameters / flops, kept=0.1)  # for a row
+    layer = LayerCosts(("a",), 2 * parameters, 0, 0, (took,))
+    costs = Costs((layer,) * LAYERS, (1,), (CellCosts(),), 0.0, 0.0, "", "")
+    monkeypatch.setattr(offload, "_measured", lambda *_: costs)
     few, many = (planned(Residual(), [1e9], bandwidth=speed, batch=rows, chunks=4) for rows in (8, 8000))
     tight = planned(Residual(), [3 * 2 * parameters], bandwidth=speed, batch=8000, chunks=4)
     assert tight.recomputes

@@ -15,7 +15,7 @@ import torch
 from tests.balancing.planning.models import WIDTH, Attention, mean, mlp, quick, wide
 from torchgpipe.schedule import NAMES
 from torchgpipe_balancing import Plan
-from torchgpipe_balancing.planning.costs import CellCosts
+from torchgpipe_balancing.planning.problem import CellCosts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
