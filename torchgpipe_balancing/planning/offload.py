@@ -110,11 +110,9 @@ class OffloadPlan:
 def planned_offload(
     model: nn.Module,
     sample: Any,
-    *,
-    batch: int,
-    devices: Sequence[torch.device],
-    memory: Sequence[float],
     target: Any,
+    batch: int,
+    planned: Sequence[Device],
     chunks: Sequence[int],
     recompute: Sequence[bool],
     bandwidth: float | None,
@@ -125,6 +123,7 @@ def planned_offload(
     Returns:
         the quickest plan that fits, and the bytes of memory that the one with the least needs on a device
     """
+    devices = [torch.device(device.name) for device in planned]
     subject = subject_of(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
     costs = _measured(subject, devices, sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))}))
     del subject
@@ -132,7 +131,7 @@ def planned_offload(
     speed = bandwidth or 1 / max(1e-15, per_byte)
     ids = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim() == 2]
     tokens = next((one.shape[1] for one in ids if not one.is_floating_point()), 1)
-    places = [Device(str(device)) for device in devices]
+    places = tuple([replace(device, slowness=1.0) for device in planned])  # Each layer was measured on its own.
     best, least, n, size = None, math.inf, len(devices), len(costs.layers)
     for partitions, count, recomputes in product(_numbers(n, size), chunks, recompute):
         balance = partition([1 + layer.parameters for layer in costs.layers], partitions)
@@ -143,14 +142,14 @@ def planned_offload(
         )
         rows, turns = rows_of(batch, count), [j % n for j in range(partitions)]
         layers, actions = costs.layers_at(rows, count, states=0.0), program("LayerMajor", count, turns)
-        problem, again = Problem(layers, tuple(places), tuple(turns), actions), range(size if recomputes else 0)
+        problem, again = Problem(layers, places, tuple(turns), actions), range(size if recomputes else 0)
         took = [problem.partition_cost(j, *span, again) for j, span in enumerate(spans)]
         for slots in _SLOTS[: max(1, partitions // n - 1)]:
             held = [
                 _held(took[k::n], weights[k::n], trained[k::n], count, slots, recomputes=recomputes) for k in range(n)
             ]
             least = min(least, max(held))
-            if any(one > limit for one, limit in zip(held, memory)):
+            if any(one > device.memory for one, device in zip(held, planned)):
                 continue
             ran = streamed(actions, slots, partial(_cost, took), partial(_upload, weights, speed))
             # Fewer partitions, micro-batches and slots come first.
