@@ -70,8 +70,9 @@ def random_problem(name: ScheduleName, made: random.Random, size: int, devices: 
 
 
 def choices(problem: Problem) -> Iterator[Choice]:
+    """Yield all choices that there are."""
     size = len(problem.layers)
-    may = range(0 if problem.splits_backward else size - 1)
+    may = range(size - 1 if problem.recomputes and not problem.splits_backward else 0)
     sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
     for cuts in combinations(range(1, size), len(problem.places) - 1):
         balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from tests.balancing.planning.models import WIDTH, Attention, Residual, quick, wide
+from tests.layers import Apply
 from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe_balancing import DoesNotFit, Plan
 from torchgpipe_balancing.planning.alternatives import problem_of
@@ -34,6 +35,28 @@ class Case(NamedTuple):
         return quick(model, self.sample, batch=8, **options, **self.options)
 
 
+class Scale(nn.Module):
+    """Keeps what it owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("constant", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.constant
+
+
+class Scaled(Residual):
+    """What all blocks use is kept once, and again where it is used: each partition has a copy of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = scale = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x * scale)  # Both factors are kept, and the product.
+        return self.head(x)
+
+
 def layer(kind: str) -> nn.Module:
     """Return a layer from ``WIDTH`` features to as many."""
     return {
@@ -45,10 +68,15 @@ def layer(kind: str) -> nn.Module:
         "dropout": nn.Dropout,
         "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True),
         "silent": nn.Identity,
+        # A view counts with all of its memory; parameters and buffers that are kept for backward are no activations.
+        "view": lambda: Apply(lambda x: x * x[..., :1]),
+        "owned": Scale,
     }[kind]()
 
 
-KINDS = st.sampled_from(["linear", "wide", "relu in place", "gelu", "norm", "dropout", "attention", "silent"])
+KINDS = st.sampled_from(
+    ["linear", "wide", "relu in place", "gelu", "norm", "dropout", "attention", "silent", "view", "owned"]
+)
 
 
 def masked() -> Case:
@@ -59,7 +87,7 @@ def masked() -> Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
-        return Case(Residual(draw(st.integers(4, 7))), torch.randn(2, WIDTH), {})
+        return Case(draw(st.sampled_from([Residual, Scaled]))(draw(st.integers(4, 7))), torch.randn(2, WIDTH), {})
     kinds = draw(st.lists(KINDS, min_size=4, max_size=7))
     return Case(nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(layer, kinds)), torch.randn(2, 3, WIDTH), {})
 

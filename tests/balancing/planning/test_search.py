@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
 
 import pytest
 
+from benchmarks.plan_splits import choices
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe_balancing.planning.problem import CellCosts, Choice, Device, Layer, Outcome, Problem
 from torchgpipe_balancing.planning.search import solve
@@ -64,16 +64,6 @@ def small(seed: int) -> Problem:
         per_byte=made.choice([0.0, 0.1, 0.5]),
         recomputes=recomputes,
     )
-
-
-def choices(problem: Problem) -> Iterator[Choice]:
-    size = len(problem.layers)
-    may = range(size - 1 if problem.recomputes and not problem.splits_backward else 0)
-    sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
-    for cuts in combinations(range(1, size), len(problem.places) - 1):
-        balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))
-        for recomputed in sets:
-            yield Choice(balance, frozenset(recomputed))
 
 
 def excess(problem: Problem, outcome: Outcome) -> float:
