@@ -27,7 +27,8 @@ from torch import Tensor, nn
 import torchgpipe
 from benchmarks.program import Command, Progress
 from benchmarks.records import shown, spread, table
-from benchmarks.simulated_gpus import TOKENS, Blocks, Busy, GPTBlock, kernels, mean
+from benchmarks.schedules import Blocks, mean
+from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, kernels
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency, streamed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from random import Random
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,7 @@ import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import mean_of_squares, plan_model
 from benchmarks.program import Progress
-from benchmarks.records import of_part, spread, table
+from benchmarks.records import aim, spread, table_of
 from torchgpipe_balancing.planning.alternatives import problem_of, rows_of
 from torchgpipe_balancing.planning.problem import Choice
 from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
@@ -122,8 +122,10 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
         with running(["ours"], "plan_choice.py") as peers:
             rows.append(row(request, peers["ours"].ask({**request, "rounds": args.rounds, "steps": 2})))
     reached = max(row["chosen/best"] - row["noise"] for row in rows)
-    aim = {"aim": "planned way over the best of all, beyond the noise, highest model", "at most": AIM}
-    return {"rows": rows, "aims": [{**aim, "reached": reached, "met": reached <= AIM}]}
+    return {
+        "rows": rows,
+        "aims": [aim("planned way over the best of all, beyond the noise, highest model", reached, most=AIM)],
+    }
 
 
 def row(request: Request, found: Answer) -> Row:
@@ -151,17 +153,17 @@ def row(request: Request, found: Answer) -> Row:
 
 def plan_choice(result: dict[str, Any]) -> str:
     """Return a table of the planned way beside the best of all, and beside the others."""
-    rows: Sequence[Row] = of_part(result, "choice")
-    lines = [
-        [
-            *(row["model"], row["planned"], row["best"], f"{row['rank']} of {row['ways']}"),
-            *(f"{row['chosen/best']:.3f}", f"{row['noise']:.3f}"),
-            *(f"{row[f'{which}/best']:.2f}" for which in ("median", "worst")),
-        ]
-        for row in rows
-    ]
-    header = ["model", "planned", "best measured", "rank", "planned / best", "noise", "median / best", "worst / best"]
-    return table(lines, header) if lines else ""
+    columns = {
+        "model": "model",
+        "planned": "planned",
+        "best measured": "best",
+        "rank": lambda row: f"{row['rank']} of {row['ways']}",
+        "planned / best": "chosen/best:.3f",
+        "noise": "noise:.3f",
+        "median / best": "median/best:.2f",
+        "worst / best": "worst/best:.2f",
+    }
+    return table_of(result["rows"], columns)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.balance import random_costs
 from benchmarks.program import Progress
-from benchmarks.records import of_part, table
+from benchmarks.records import table_of
 from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
@@ -94,16 +94,13 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
 
 def plan_search(result: dict[str, Any]) -> str:
     """Return a table of the questions."""
-    lines = []
-    for row in of_part(result, "search"):
-        lines.append(
-            [
-                row["kind"],
-                "no limit" if row["memory"] is None else f"{row['memory']:.0%}",
-                f"{row['seconds']:.2f}",
-                *("-" if row[key] is None else row[key] for key in ("balances", "schedule", "recomputed")),
-                "-" if row["step"] is None else f"{row['step']:.3f}",
-            ]
-        )
-    header = ["costs", "memory", "search, CPU s", "balances simulated", "chosen", "layers recomputed", "step, s"]
-    return table(lines, header) if lines else ""
+    columns: dict[str, Any] = {
+        "costs": "kind",
+        "memory": lambda row: "no limit" if row["memory"] is None else f"{row['memory']:.0%}",
+        "search, CPU s": "seconds:.2f",
+        "balances simulated": "balances",
+        "chosen": "schedule",
+        "layers recomputed": "recomputed",
+        "step, s": lambda row: "-" if row["step"] is None else f"{row['step']:.3f}",
+    }
+    return table_of(result["rows"], columns)

@@ -23,7 +23,7 @@ from benchmarks.balance import KINDS, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
-from benchmarks.records import of_part, spread, table
+from benchmarks.records import aim, spread, table, table_of
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
@@ -193,32 +193,38 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
         args: `tables`, the number of random tables; `limit`, the seconds that the original may take for one of them
     """
     small = checked(max(1, args.tables // len(RESIDENT)))
-    wrong, fitting = sum(row["wrong"] for row in small), sum(row["problems"] - row["misfits"] for row in small)
-    near = sum(row["near"] for row in small) / max(1, fitting)
+    problems, misfits, near, wrong = (
+        sum(row[key] for row in small) for key in ("problems", "misfits", "near", "wrong")
+    )
+    fitting = problems - misfits
+    share = near / max(1, fitting)
     aims = [
-        {"aim": f"small problems of {fitting} that fit whose answer is within 3% of the best, share"}
-        | {"at least": MOST, "reached": near, "met": near >= MOST},
-        {"aim": f"small problems of {sum(row['problems'] for row in small)} in which what fits is not found"}
-        | {"at most": 0, "reached": wrong, "met": wrong == 0},
+        aim(f"small problems of {fitting} that fit whose answer is within 3% of the best, share", share, least=MOST),
+        aim(f"small problems of {problems} in which what fits is not found", wrong, most=0),
     ]
     return {"checked": small, "compared": compared(args.tables, args.limit), "aims": aims}
 
 
 def plan_optimal(result: dict[str, Any]) -> str:
     """Return a table of the small problems, all of whose choices were compared."""
-    keys = ["schedule", "problems", "misfits", "optimal", "near", "wrong"]
-    lines = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in of_part(result, "splits", "checked")]
-    header = ["schedule", "problems", "nothing fits", "best found", "within 3%", "wrong", "worst ratio"]
-    return table(lines, header) if lines else ""
+    columns = {
+        "schedule": "schedule",
+        "problems": "problems",
+        "nothing fits": "misfits",
+        "best found": "optimal",
+        "within 3%": "near",
+        "wrong": "wrong",
+        "worst ratio": "worst:.3f",
+    }
+    return table_of(result["checked"], columns)
 
 
 def plan_splits(result: dict[str, Any]) -> str:
     """Return a table of balances that are found in other ways."""
     lines = []
-    answers = of_part(result, "splits", "compared")
-    for row in answers["rows"] if answers else ():
+    for row in result["compared"]["rows"]:
         ratio = row["ratio"]
         shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
         lines.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
     header = ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
-    return table(lines, header) if lines else ""
+    return table(lines, header)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.balancing.planning.models import WIDTH, mlp
 from torchgpipe_balancing.planning.counting import counted
@@ -58,3 +58,23 @@ def test_convolutions() -> None:
     assert [one.again for one in found] == [0, 0, 0, image, 0]
     assert [one.crossing for one in found] == [image, image, image, pooled, 0]
     assert [one.waiting for one in found] == [image, image, 0, 0, ROWS * 5 * 4]
+
+
+def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
+    """Each partition has a copy of its own of a skip that several layers keep."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = scale = self.blocks[0](x)
+            for block in list(self.blocks)[1:]:
+                x = block(x * scale)  # Both factors are kept, and the product.
+            return x
+
+    found = bytes_of(Scaled(), torch.randn(2, WIDTH))
+    # x * scale runs at the end of the part before; in the first, x and scale are one memory.
+    assert [one.kept for one in found] == [X, 2 * X, 2 * X, X]
+    assert [one.again for one in found] == [0, X, X, 0]

@@ -47,16 +47,6 @@ class Scale(nn.Module):
         return x * self.weight * self.constant
 
 
-class Scaled(Residual):
-    """What all blocks use is kept once, and again where it is used: each partition has a copy of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = scale = self.blocks[0](x)
-        for block in list(self.blocks)[1:]:
-            x = block(x * scale)  # Both factors are kept, and the product.
-        return self.head(x)
-
-
 def layer(kind: str) -> nn.Module:
     """Return a layer from ``WIDTH`` features to as many."""
     return {
@@ -87,7 +77,7 @@ def masked() -> Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
-        return Case(draw(st.sampled_from([Residual, Scaled]))(draw(st.integers(4, 7))), torch.randn(2, WIDTH), {})
+        return Case(Residual(draw(st.integers(4, 7))), torch.randn(2, WIDTH), {})
     kinds = draw(st.lists(KINDS, min_size=4, max_size=7))
     return Case(nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(layer, kinds)), torch.randn(2, 3, WIDTH), {})
 
