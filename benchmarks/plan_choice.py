@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from random import Random
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import mean_of_squares, plan_model
 from benchmarks.program import Progress
 from benchmarks.records import aim, spread, table_of
-from torchgpipe_balancing.planning.alternatives import problem_of, rows_of
+from torchgpipe_balancing.planning.alternatives import problem_of
+from torchgpipe_balancing.planning.measure import timed
 from torchgpipe_balancing.planning.problem import Choice
 from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
 
@@ -85,11 +86,8 @@ def called(schedule: str, chunks: int, first: int) -> str:
 
 def predicted(plan: torchgpipe.Plan, way: Way) -> float:
     """Return the seconds that the plan predicts of a way."""
-    question: Any = plan.question
-    problem: Any = problem_of(question, way.schedule, way.chunks)  # type: ignore[arg-type]
-    cells = question.costs.cells_at(rows_of(question.batch, way.chunks))
-    seconds: float = problem.outcome(Choice(tuple(way.balance))).seconds * cells.factor + cells.step
-    return seconds
+    problem: Any = problem_of(plan.question, way.schedule, way.chunks)  # type: ignore[arg-type]
+    return float(problem.predicted(problem.outcome(Choice(tuple(way.balance))).seconds))
 
 
 def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -98,13 +96,7 @@ def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int,
     for turn in range(rounds):
         for name in Random(turn).sample(list(ways), len(ways)):
             model, step = subject.pipeline(ways[name])
-            own = []
-            for _ in range(1 + steps):
-                model.zero_grad()
-                start = perf_counter()
-                step(batch)
-                own.append(perf_counter() - start)
-            model.zero_grad()
+            own = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
             found[name].append(statistics.median(own[1:]))
     return found
 

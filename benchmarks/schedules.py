@@ -35,7 +35,7 @@ import argparse
 import gc
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter, sleep
 from typing import Any
@@ -48,6 +48,7 @@ from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import KIB, aim, spread, table_of
+from benchmarks.tiny_steps import Chain, mean
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Simulation, program, simulate
 from torchgpipe.schedule.programs import usual_places
@@ -96,27 +97,6 @@ class Sleeping(nn.Module):
 # ---- Steps: of a `GPipe`, and of a module that is no `nn.Sequential`.
 
 
-def mean(output: Tensor, _target: Any = None) -> Tensor:
-    return output.mean()
-
-
-class Blocks(nn.Module):
-    """Blocks, called one after the other.
-
-    Args:
-        blocks: the blocks
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, input: Tensor) -> Tensor:
-        for block in self.blocks:
-            input = block(input)
-        return input
-
-
 def stepping(
     blocks: Sequence[nn.Module],
     devices: Sequence[str],
@@ -145,7 +125,7 @@ def stepping(
     else:
         balance = {f"blocks.{k}": k for k in range(len(blocks))}
         # Without a proof, because what is saved is counted.
-        model = pipelined(Blocks(blocks), (sample,), balance=balance, verify=False, **how)
+        model = pipelined(Chain(blocks), (sample,), balance=balance, verify=False, **how)
     return (lambda x: torch.autograd.backward(mean(model(x)))) if calls else model.step
 
 

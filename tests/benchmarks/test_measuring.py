@@ -25,7 +25,7 @@ from benchmarks.random_models import random_model
 from benchmarks.records import spread, table_of
 from benchmarks.schedules import NAMES, WAYS, Sleeping
 from benchmarks.tasks import TASKS, closed_units, inputs
-from benchmarks.tiny_steps import Chain
+from benchmarks.tiny_steps import Chain, tiny_layers
 from benchmarks.training_speed import Proposal, experiments, summary, targets
 from benchmarks.training_steps import balance, runner, train
 from tests.benchmarks.test_benchmarks import Silent
@@ -153,7 +153,7 @@ def test_the_backward_of_a_sleeping_layer_is_split() -> None:
 
 
 def test_naive_placement_moves_what_a_module_is_called_with() -> None:
-    model = Chain(2, residual=True)
+    model = Chain(tiny_layers(2), residual=True)
     place_naively(model, {"blocks.1": torch.device("meta")})
     assert model.blocks[1](torch.zeros(1, 4)).device.type == "meta"
     moved = language_models.moved({"a": (torch.zeros(1), [torch.zeros(1), 3])}, torch.device("meta"))

@@ -104,7 +104,8 @@ class Device:
     slowness: float = 1.0
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """A decision.
 
     Attributes:

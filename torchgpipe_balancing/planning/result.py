@@ -18,7 +18,7 @@ from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
 from torchgpipe_balancing.planning.check import Check, checked, way_of
-from torchgpipe_balancing.planning.problem import Choice, Outcome
+from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.planning.subject import apply, released, subject_of
 
 __all__ = ["Plan"]
@@ -221,9 +221,8 @@ class Plan:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it: with None in place of infinities, and lists in place of sets and tuples."""
-    if is_dataclass(value) or isinstance(value, Choice):
-        own = value._asdict() if isinstance(value, Choice) else vars(value)
-        return {name: _plain(one) for name, one in own.items()}
+    if is_dataclass(value):
+        return {name: _plain(one) for name, one in vars(value).items()}
     if isinstance(value, (tuple, frozenset)):
         return [*map(_plain, sorted(value) if isinstance(value, frozenset) else value)]
     return None if isinstance(value, float) and math.isinf(value) else value
@@ -235,7 +234,7 @@ def _made(kind: Any, content: Any) -> Any:
         return frozenset(content)
     if get_origin(kind) is tuple:
         return tuple(_made(inner[0 if inner[-1] is Ellipsis else k], own) for k, own in enumerate(content))
-    if kind is Choice or is_dataclass(kind):
+    if is_dataclass(kind):
         types = get_type_hints(kind)
         made: Any = cast(Any, kind)(**{name: _made(types[name], own) for name, own in content.items() if name in types})
         return made
