@@ -137,7 +137,7 @@ def by_original(tables: list[tuple[list[int], int]], limit: float) -> list[list[
             for partitions in sorted({partitions for _, partitions in tables}):
                 own = [k for k, one in enumerate(tables) if one[1] == partitions]
                 vectors = [tables[k][0] for k in own]
-                request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit, "turns": 1}
+                request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
                 for k, balance in zip(own, peers["original"].ask(request)["balances"], strict=True):
                     found[k] = balance
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
