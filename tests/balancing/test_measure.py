@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.accelerator import DEVICE, KIND, backend, needs_accelerator
+from tests.balancing.planning.models import state_of
 from tests.layers import Apply, Using
 from tests.skip.layers import Pop, Stash, pair
 from torchgpipe.pipe import PipeSequential
@@ -292,16 +293,6 @@ def test_only_what_has_a_gradient_is_recomputed_and_runs_backward(clock: Clock) 
 
 
 # -- Unchanged by profiling --
-
-
-def state_of(module: nn.Module) -> list[Any]:
-    tensors = [*module.parameters(), *module.buffers()]
-    return [
-        [(tensor.data_ptr(), tensor._version, tensor.tolist(), tensor.device) for tensor in tensors],
-        [None if p.grad is None else (p.grad.data_ptr(), p.grad.tolist()) for p in module.parameters()],
-        [(m.training, len(m._forward_hooks), sorted(vars(m))) for m in module.modules()],
-        torch.get_rng_state().tolist(),
-    ]
 
 
 def test_all_stays_as_it_was_and_layers_run_in_training_mode() -> None:
