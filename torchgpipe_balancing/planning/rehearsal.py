@@ -20,13 +20,13 @@ import numpy.typing as npt
 from torchgpipe.schedule.action import Action, Program, in_order
 from torchgpipe.schedule.simulation import changes
 
-__all__ = ["KINDS", "Array", "Rehearsal", "rehearsal_of"]
+__all__ = ["KINDS", "PRICES", "Array", "Rehearsal", "rehearsal_of"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
 KINDS = "FBIW"
 _TRANSFER = len(KINDS)
-_PRICES = _TRANSFER + 1
+PRICES = _TRANSFER + 1
 
 
 class Rehearsal:
@@ -51,8 +51,8 @@ class Rehearsal:
         for action, device, needed in in_order(program):
             # What it needs of its own device is before it there.
             foreign = next((one for one, is_foreign in needed if is_foreign), action)
-            passage = max(foreign.j, action.j) * _PRICES + _TRANSFER
-            price = action.j * _PRICES + KINDS.index(action.kind)
+            passage = max(foreign.j, action.j) * PRICES + _TRANSFER
+            price = action.j * PRICES + KINDS.index(action.kind)
             self._rows.append((last[device], row.get(foreign, 0), passage, price))
             row[action] = last[device] = len(self._rows)
         self.partitions = [[j for j, place in enumerate(places) if place == device] for device in range(len(program))]
