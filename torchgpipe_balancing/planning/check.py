@@ -17,7 +17,6 @@ from torchgpipe.devices.device import device_module
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
 from torchgpipe_balancing.planning.counting import activation_peaks
 from torchgpipe_balancing.planning.measure import timed
-from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.planning.subject import Subject, Way
 from torchgpipe_balancing.table import table
 
@@ -101,14 +100,13 @@ def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternativ
     return [*sorted(ran, key=lambda one: one.measured), *fitting[len(near) :]]
 
 
-def checked(subject: Subject, question: Question, one: Alternative, outcome: Outcome, steps: int) -> Check:
+def checked(subject: Subject, question: Question, one: Alternative, steps: int) -> Check:
     """Run steps, and return what they took.
 
     Args:
         subject: the model
         question: what was planned for
         one: the alternative to run
-        outcome: what it costs
         steps: the number of steps that are measured; another one runs before them
     """
     way, names = way_of(question, one), [device.name for device in question.devices]
@@ -130,15 +128,12 @@ def checked(subject: Subject, question: Question, one: Alternative, outcome: Out
         return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(needs), tuple(found))
     counted = activation_peaks(subject, of_layers, way.recomputed, run)
     model.zero_grad()
-    return Check(predicted, seconds, tuple(names), tuple(_held(question, one, outcome)), tuple(map(float, counted)))
+    return Check(predicted, seconds, tuple(names), tuple(_held(question, one)), tuple(map(float, counted)))
 
 
-def _held(question: Question, one: Alternative, outcome: Outcome) -> list[float]:
+def _held(question: Question, one: Alternative) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
     problem = problem_of(question, one.schedule, one.chunks)
     assert problem is not None
-    held = problem.simulated([part._replace(waiting=0.0) for part in outcome.partitions]).peaks
-    room = [0.0 for _ in held]
-    for part, place in zip(outcome.partitions, one.places):
-        room[place] = max(room[place], part.room)
-    return [peak + own for peak, own in zip(held, room)]
+    layers = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
+    return replace(problem, layers=layers).outcome(one.choice).memory

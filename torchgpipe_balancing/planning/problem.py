@@ -22,7 +22,7 @@ All of it is plain data: no tensor, no device of PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -221,23 +221,18 @@ class Problem:
         partitions = [
             self.partition_cost(j, start, end, choice.recomputed) for j, (start, end) in enumerate(pairwise(cuts))
         ]
-        simulation = self.simulated(partitions)
-        memory = []
-        for device, peak in enumerate(simulation.peaks):
-            own = [one for one, place in zip(partitions, self.places) if place == device]
-            memory.append(peak + sum([one.state for one in own]) + max([one.room for one in own], default=0.0))
-        return Outcome(simulation, partitions, memory)
-
-    def simulated(self, partitions: Sequence[PartitionCost]) -> Simulation:
-        """Simulate a step with partitions that take this."""
-
-        return simulate(
+        simulation = simulate(
             self.program,
             lambda action: partitions[action.j].seconds[action.kind],
             [one.kept for one in partitions],
             waiting=[one.waiting for one in partitions],
             transfer=lambda j: self.transfer(partitions[j]),
         )
+        memory = []
+        for device, peak in enumerate(simulation.peaks):
+            own = [one for one, place in zip(partitions, self.places) if place == device]
+            memory.append(peak + sum([one.state for one in own]) + max([one.room for one in own], default=0.0))
+        return Outcome(simulation, partitions, memory)
 
     def transfer(self, partition: PartitionCost) -> float:
         """Return the seconds of a transfer to a partition from another device."""

@@ -162,7 +162,7 @@ class Plan:
             subject = subject_of(model, sample, self.target, most, self.options)
             if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
                 raise ValueError("the model has other layers than those that were planned for; plan again for it")
-            made = checked(subject, self.question, self.best, self.outcome(), steps)
+            made = checked(subject, self.question, self.best, steps)
         del subject
         released(self.devices)
         return made

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.balancing.planning.models import Residual, mlp, quick
-from torchgpipe_balancing import Plan
 from torchgpipe_balancing.planning import check, measure, subject
 from torchgpipe_balancing.planning.alternatives import Question, alternatives
 from torchgpipe_balancing.planning.check import checked
@@ -102,7 +101,7 @@ def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.Monke
     question = Question(costs, tuple(map(Device, names)), batch=4, states=1.0, schedules=("1F1B",), chunks=(2,))
     one = replace(alternatives(question).fitting[0], memory=(10.0, 2.0))
 
-    found = checked(Stub(), question, one, Plan(question, (one,), (), 0.0, 0.0, 0.0).outcome(), 1)  # type: ignore[arg-type]
+    found = checked(Stub(), question, one, 1)  # type: ignore[arg-type]
 
     assert found.devices == ("cuda:10", "cuda:2")
     assert found.measured_bytes == found.predicted_bytes
