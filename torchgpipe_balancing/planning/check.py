@@ -134,6 +134,5 @@ def checked(subject: Subject, question: Question, one: Alternative, steps: int) 
 def _held(question: Question, one: Alternative) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
     problem = problem_of(question, one.schedule, one.chunks)
-    assert problem is not None
     layers = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
     return replace(problem, layers=layers).outcome(one.choice).memory

@@ -97,9 +97,7 @@ class Plan:
             alternative: one of ``fitting`` or ``misfits`` (default: the best)
         """
         one = alternative or self.best
-        problem = problem_of(self.question, one.schedule, one.chunks)
-        assert problem is not None
-        return problem.outcome(one.choice)
+        return problem_of(self.question, one.schedule, one.chunks).outcome(one.choice)
 
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
