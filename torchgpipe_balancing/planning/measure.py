@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -158,14 +158,6 @@ def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> 
     return {"forward": seconds, "backward": 2 * seconds, "inputs": seconds, "weights": seconds}
 
 
-class _Name(NamedTuple):
-    """A pipeline among those that are measured."""
-
-    rows: int
-    schedule: ScheduleName
-    apart: bool
-
-
 class _Bench:
     """Runs pipelines of a model over all devices: with each layer a partition, and with a partition a device.
 
@@ -179,6 +171,7 @@ class _Bench:
         self._counts = partition([1 + bytes_of(own) for own in subject.owned()], len(devices))
         self._slowness = [slow for slow, count in zip(slowness, self._counts) for _ in range(count)]
         of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
+        #: By whether each layer is a partition.
         self._ways = {True: Way([1] * len(of_layers), of_layers, 1), False: Way(self._counts, devices, 1)}
 
     def sizes(self, rows: Sequence[int]) -> list[list[Layer]]:
@@ -196,15 +189,14 @@ class _Bench:
     def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[Times]], list[CellCosts]]:
         """Return for each size of a micro-batch the times of each layer, and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
-        found = {_Name(*name): _Recorded() for name in product(rows, schedules, (True, False))}
+        found = {name: _Recorded() for name in product(rows, schedules, (True, False))}
         end = time.perf_counter() + seconds
         done = 0
         while done < _ROUNDS or time.perf_counter() < end:
-            for name, recorded in found.items():
-                m = self._chunks(name.rows)
-                way = self._ways[name.apart]._replace(chunks=m, schedule=name.schedule)
-                model, step = self._subject.pipeline(way)
-                run = partial(step, name.rows * m)
+            for (count, schedule, apart), recorded in found.items():
+                m = self._chunks(count)
+                model, step = self._subject.pipeline(self._ways[apart]._replace(chunks=m, schedule=schedule))
+                run = partial(step, count * m)
                 timed(run, self._devices, 1, model)
                 with record(model, steps=_STEPS) as timeline:
                     recorded.steps += timed(run, self._devices, _STEPS, model)
@@ -213,16 +205,18 @@ class _Bench:
         both = [self._times_of(count, found) for count in rows]
         return [times for times, _ in both], [cells for _, cells in both]
 
-    def _times_of(self, rows: int, found: Mapping[_Name, _Recorded]) -> tuple[list[Times], CellCosts]:
+    def _times_of(
+        self, rows: int, found: Mapping[tuple[int, ScheduleName, bool], _Recorded]
+    ) -> tuple[list[Times], CellCosts]:
         layers, n = range(len(self._slowness)), range(len(self._devices))
-        fine, coarse = (found[_Name(rows, "1F1B", apart)] for apart in (True, False))
+        fine, coarse = (found[rows, "1F1B", apart] for apart in (True, False))
         seconds = {kind: [fine.mean(kind, k) for k in layers] for kind in "FB"}
         cell = {kind: _beside(seconds[kind], [coarse.mean(kind, j) for j in n]) for kind in "FB"}
         if len(n) == 1:
             seconds |= {kind: [own / 2 for own in seconds["B"]] for kind in "IW"}
             cell |= dict.fromkeys("IW", cell["B"] / 2)
         else:
-            split, joined = (found[_Name(rows, "ZeroBubble", apart)] for apart in (True, False))
+            split, joined = (found[rows, "ZeroBubble", apart] for apart in (True, False))
             seconds |= {kind: [split.mean(kind, k) for k in layers] for kind in "IW"}
             behind = self._counts[0]  # The first partition has no first half of backward.
             cell |= {kind: _beside(seconds[kind][behind:], [joined.mean(kind, j) for j in n[1:]]) for kind in "IW"}
