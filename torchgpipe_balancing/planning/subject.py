@@ -181,11 +181,12 @@ class Layers(Subject):
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
         tensors = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim()]
-        super().__init__(_copied(model), len(tensors[0]) if tensors else 0, target, options, has_own_loss=False)
+        own_rows = len(tensors[0]) if tensors else 0
+        super().__init__(_copied(model), own_rows, target, options, has_own_loss=False)
         names = list(layers_of(model))
         self.layers = [[name] for name in names]
         self._layer_of = lambda name: names.index(name.partition(".")[0])
-        self._arguments = lambda rows: Arguments((resized(sample, self.rows, rows),), {})
+        self._arguments = lambda rows: Arguments((resized(sample, own_rows, rows),), {})
 
     def _pipelined(self, way: Way) -> Any:
         return apply(self._model, self.layers, way, None, self._options)
