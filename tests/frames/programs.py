@@ -84,6 +84,9 @@ class Part(nn.Module):
         if self.kind == "in place":
             y = y * 2
             y[:, :1].add_(x[:, 1:2])
+        if isinstance(value, dict) and "memory" in value:
+            y = y + sum(value["memory"])
+            value["memory"].append(y * 0.5)
         return self.pack(y, y.mean(1, keepdim=True) * x)
 
 
@@ -133,6 +136,7 @@ class Run:
         self.model, self.mask, self.extra = model, mask, extra
         self.seen = [x]
         self.aside: list[Tensor] = []
+        self.memory: list[Tensor] = []
         self.next = 0
         self.sums = False
 
@@ -177,6 +181,8 @@ move("call")(lambda run, x, y, k: run.call(x))
 move("call with")(lambda run, x, y, k: run.call(PACKS[k % len(PACKS)](x, y)))
 move("call twice")(lambda run, x, y, k: run.call(run.call(x), again=True) if run.next < len(run.model.parts) else None)
 move("call in loop")(lambda run, x, y, k: sum([run.call(x * factor) for factor in range(1, 2 + k % 2)], x))
+move("call that remembers")(lambda run, x, y, k: run.call({"x": x, "others": (y,), "memory": run.memory}))
+move("remembered")(lambda run, x, y, k: x * run.memory[k % len(run.memory)].sigmoid() if run.memory else None)
 move("add")(lambda run, x, y, k: x + y)
 move("product")(lambda run, x, y, k: x * torch.sigmoid(y))
 move("cat")(lambda run, x, y, k: torch.cat([x, y], 1)[:, 1 : WIDTH + 1])
