@@ -365,8 +365,11 @@ def programs(draw: st.DrawFn) -> Program:
     numbers = st.integers(0, 11)
     kinds = st.sampled_from(["plain", "plain", "norm", "in place", "hooked", "frozen"])
     parts = draw(st.lists(st.tuples(kinds, st.integers(0, len(PACKS) - 1)), min_size=2, max_size=5))
-    moves = draw(st.lists(st.tuples(st.sampled_from(HARMLESS), numbers), min_size=2, max_size=9))
-    for pair in draw(st.lists(st.tuples(st.sampled_from(DOUBTFUL), numbers), max_size=3)):
+    doubtful = draw(st.lists(st.tuples(st.sampled_from(DOUBTFUL), numbers), max_size=3))
+    # What rows do to each other may be no more than autocast rounds, which the proof lets pass.
+    harmless = [name for name in HARMLESS if name != "autocast" or not doubtful]
+    moves = draw(st.lists(st.tuples(st.sampled_from(harmless), numbers), min_size=2, max_size=9))
+    for pair in doubtful:
         moves.insert(draw(st.integers(0, len(moves))), pair)
     calls = [k for k, (name, _) in enumerate(moves) if name.startswith("call")]
     for _ in range(len(parts) - len(calls)):
