@@ -82,6 +82,29 @@ def test_backward_that_failed_is_not_tried_again_with_old_gradients(devices: Dev
     assert all(grad is None for grad in gradients(model).values())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["coo", "csr", "vmap"])
+def test_tensors_without_a_storage_of_their_own(kind: str, offload: bool) -> None:
+    """Sparse ones, as the edges of a graph, and those of function transforms: what watches the memory failed."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            return x.tanh() if kind == "vmap" else torch.sparse.mm(edges, x.T).T.tanh()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        dense = torch.eye(4, dtype=x.dtype) * 2
+        edges = dense if kind == "vmap" else dense.to_sparse() if kind == "coo" else dense.to_sparse_csr()
+        for layer in self.layers:
+            x = layer(x, edges)
+            x = torch.vmap(lambda row: row * 2 + row.sum())(x) if kind == "vmap" else x + torch.sparse.mm(edges, x.T).T
+        return x
+
+    model, plain = make(chain(forward, *[Layer(4, 4) for _ in range(4)]), ["cpu:0", "cpu:1"], offload=offload)
+    expect_same(model, plain)
+
+
 # ----------------------------------------------------------------------------------------- between forward and backward
 
 
