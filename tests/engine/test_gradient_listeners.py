@@ -7,12 +7,14 @@ DistributedDataParallel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.clocks import clocked
 from tests.conftest import Pipe
 from tests.engine.gradients import CHUNKS, WIDTH, batch, model_of
 from tests.layers import Apply, Using
@@ -76,6 +78,23 @@ def test_hooks_of_a_parameter_that_got_no_gradient(pipe: Pipe, checkpoint: str, 
             model(batch()).sum().backward()
         assert heard == ["before", "before the node", "after", "after the node"] * way
         heard.clear()
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["one memory", "separate memory"])
+def test_hooks_of_a_parameter_whose_output_the_next_partition_ignores(checkpoint: str, separate: bool) -> None:
+    """Without checkpointing, they were called with None: nodes of the pipeline lead to all outputs of a cell."""
+    both = Using(lambda linear, x: (linear(x), x * 2), WIDTH)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), both, Apply(lambda pair: pair[1])).double()
+    model = GPipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=CHUNKS, checkpoint=checkpoint)
+    heard: list[Any] = []
+    weight = both.linear.weight
+    weight.register_hook(heard.append)
+    weight.register_post_accumulate_grad_hook(heard.append)
+    torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(heard.append)
+    with clocked(model) if separate else nullcontext():
+        model(batch()).sum().backward()
+    assert not heard
+    assert weight.grad is None and layers[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "hook of the node", "grad", "inputs"])
