@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation("... of a plain cell", "_pass_plain", "wait", keeps=-1),
     Mutation("... of a checkpointed cell", "_pass_checkpointed", "wait", keeps=-1),
     Mutation("... of a recorded cell", "_pass_kept", "wait", "engine/streams", keeps=-1),
-    Mutation("... of a cell of a program", "Executor._run", "mark_ready", "step_transparency"),
-    Mutation("a backward of a program waits for its gradient", "Executor._backward", "wait_back", "step_transparency"),
+    Mutation("... of a cell of a program", "Executor._run", "mark_ready", "transparency"),
+    Mutation("a backward of a program waits for its gradient", "Executor._backward", "wait_back", "transparency"),
     Mutation(
         "anomaly mode looks at a gradient that has arrived",
         "copy_back",

@@ -1,5 +1,5 @@
 """What a step takes, returns, refuses and counts. That it gives the plain model's gradients is a property of
-`test_step_transparency`; that it fails well is one of `test_step_faults`.
+`test_transparency`; that it fails well is one of `test_faults`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pipeline on several devices with streams: every wait and every record is in its place.
 
 On `late`, a missing one is a race, which fails the test. A superfluous one gives right numbers but removes overlap; see
-`test_overlap`. Skips of any kind are in `skip/test_transparency`.
+`test_overlap`. Any layers and skips are in `test_transparency`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.graph import graph
 from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
-from tests.test_transparency import NOT_ON_LATE, Case, cases
+from tests.random_pipelines import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
 
 pytestmark = pytest.mark.late
-
-MODES = ["always", "except_last", "never"]
 
 
 @pytest.fixture(params=MODES)
@@ -106,11 +102,6 @@ def test_on_the_stream_of_the_caller(mode: str) -> None:
     torch.testing.assert_close(output.cpu(), plain, rtol=0, atol=0)
     torch.testing.assert_close(actual, torch.autograd.grad(plain.sum(), x), rtol=0, atol=0)
     assert streams == {own.stream_id}
-
-
-@given(case=cases(training=st.just(True)).filter(lambda case: NOT_ON_LATE.isdisjoint(case.names)))
-def test_any_pipeline(case: Case) -> None:
-    assert_same(case.piped(GPipe, lambda n: [f"late:{j % 4}" for j in range(n)]), case.plain())
 
 
 @pytest.mark.parametrize("run", ["forward", "step"])
