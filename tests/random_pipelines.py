@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from random import Random
@@ -127,6 +127,7 @@ class Case:
         batches: the arguments of each mini-batch
         training: whether the model trains
         used: whether the loss uses each tensor of the output, by default all
+        rows: those of the output that the loss of a call uses
         hooks: the numbers of parameters with hooks
         present: the numbers of parameters that have gradients before the first mini-batch
         weighted: whether micro-batches have weights of their own
@@ -145,9 +146,10 @@ class Case:
     batches: list[tuple[Any, ...]]
     training: bool
     used: list[bool]
-    hooks: set[int] = field(default_factory=set)
-    present: set[int] = field(default_factory=set)
-    weighted: bool = False
+    rows: slice
+    hooks: set[int]
+    present: set[int]
+    weighted: bool
     within: Context = nullcontext
     one_by_one: bool = False
 
@@ -244,7 +246,7 @@ class Case:
         with within():
             output = run(*inputs)
         torch.rand(3)  # as a caller may
-        loss = self.loss(output)
+        loss = self.loss(mapped(lambda tensor: tensor[self.rows], output))
         if loss.requires_grad:
             loss.backward()
         return output
@@ -375,6 +377,7 @@ def cases(
         batches=[mapped(partial(_cast, dtype), _make_inputs(draw, kind, count, exact)) for count in rows],
         training=late or draw(st.sampled_from([True, True, True, False])),
         used=draw(st.lists(st.sampled_from([True, True, False]), max_size=2)),
+        rows=draw(st.sampled_from([slice(None), slice(None), slice(1), slice(1, None)])),
         hooks=draw(numbers),
         present=draw(numbers) if exact or steps else set(),
         weighted=steps and not exact and draw(st.booleans()),

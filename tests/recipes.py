@@ -114,6 +114,14 @@ def evaluated(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def backward_hooked() -> nn.Module:
+    """Return a layer whose hooks change the gradients of its output and of its input, which has one."""
+    hooked = nn.ReLU()
+    hooked.register_full_backward_pre_hook(lambda layer, after: (after[0] + 1,))
+    hooked.register_full_backward_hook(lambda layer, before, after: (before[0] * 2,))
+    return nn.Sequential(nn.Linear(4, 4), hooked)
+
+
 def _random_mask(x: Tensor) -> dict[str, Tensor | None]:
     return {"x": x, "mask": torch.rand(x.shape) > 0.5, "no": None}
 
@@ -158,6 +166,7 @@ RECIPES = [
     Recipe("hook on the input", "vector", "vector", lambda: Using(lambda f, x: f(doubling(x * 1))), "exact"),
     Recipe("hook on the output", "vector", "vector", lambda: Using(lambda f, x: doubling(f(x))), "exact"),
     Recipe("hook on a weight", "vector", "vector", lambda: Using(lambda f, x: x * doubling(f.bias * 2)), "exact"),
+    Recipe("backward hook", "vector", "vector", backward_hooked, "exact"),
     # Layers that work in place.
     Recipe("relu in place", "vector", "vector", lambda: nn.ReLU(inplace=True), "exact in place"),
     Recipe("double in place", "vector", "vector", Double, "exact in place"),
