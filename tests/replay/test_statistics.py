@@ -14,7 +14,7 @@ from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 
-#: Other settings of norms are recipes of `test_transparency`.
+#: Other settings of norms are in `tests.recipes`.
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm1d, with length": (lambda: nn.BatchNorm1d(3), (3, 2)),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (3, 2, 2)),
