@@ -61,6 +61,8 @@ class Subject:
     layers: list[list[str]]
     rows: int
     loss: str
+    #: Returns the position of the layer that a parameter or buffer belongs to.
+    _layer_of: Callable[[str], int]
 
     def __init__(self, model: nn.Module, target: Any, options: Mapping[str, Any], *, has_own_loss: bool) -> None:
         self._model, self._target = model, target
@@ -88,10 +90,6 @@ class Subject:
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
-        raise NotImplementedError
-
-    def _layer_of(self, name: str) -> int:
-        """Return the position of the layer that a parameter or buffer belongs to."""
         raise NotImplementedError
 
     def _output(self, rows: int) -> Any:
@@ -168,8 +166,9 @@ class Layers(Subject):
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
         super().__init__(_copied(model), target, options, has_own_loss=False)
         self._sample = sample
-        self._names = list(layers_of(model))
-        self.layers = [[name] for name in self._names]
+        names = list(layers_of(model))
+        self.layers = [[name] for name in names]
+        self._layer_of = lambda name: names.index(name.partition(".")[0])
         tensors = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim()]
         self.rows = _verified(len(tensors[0]) if tensors else 0)
 
@@ -177,9 +176,6 @@ class Layers(Subject):
         """See `Subject`."""
         model: Any = apply(self._model, self.layers, way, None, self._options)
         return model, lambda rows: model.step(self._input(rows), self._targets(rows))
-
-    def _layer_of(self, name: str) -> int:
-        return self._names.index(name.partition(".")[0])
 
     def _output(self, rows: int) -> Any:
         input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
@@ -202,9 +198,10 @@ class AnyModule(Subject):
         super().__init__(model, target, options, has_own_loss=has_own)
         self._splitter = self._found.splitter
         self.rows = _verified(self._splitter.rows)
-        self._settings = self._each_part_apart(partitions, options)
-        parts = range(len(self._settings.devices))
-        self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
+        settings = self._each_part_apart(partitions, options)
+        parts = range(len(settings.devices))
+        self.layers = [[name for name, k in settings.doors.items() if k == part] for part in parts]
+        self._layer_of = settings.column_of
         self._pipeline: Any = None
 
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
@@ -235,9 +232,6 @@ class AnyModule(Subject):
             return model.step(*args, target=self._targets(rows), **kwargs)
 
         return model, step
-
-    def _layer_of(self, name: str) -> int:
-        return self._settings.column_of(name)
 
     def _output(self, rows: int) -> Any:
         args, kwargs = self._beside(self._splitter.resized(self._sample, rows))
