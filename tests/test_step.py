@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.conftest import Devices
 from tests.layers import Apply, Using
 from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
+from torchgpipe.replay import random_numbers
 from torchgpipe.schedule import Action, program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -471,6 +472,25 @@ def test_a_step_in_another_thread_draws_no_numbers_of_this_one(drawn: bool) -> N
     meets.append(None)
     with pytest.raises(RuntimeError, match="from the generator of cpu") if drawn else nullcontext():
         model.step(x, y)
+
+
+@pytest.mark.parametrize("p", [[0.1, 0.2], torch.ones(2)], ids=["a list", "a tensor"])
+def test_a_layer_whose_p_is_no_dropout(devices: Devices, p: Any) -> None:
+    """Whether a model draws was looked up by the p of its modules, and that of some cannot be looked up."""
+    layers = mlp()
+    layers[2].p = p
+    x, y = data()
+    stepping(layers, devices(4)).step(x, y)
+
+
+def test_a_ramp_of_dropout_leaves_nothing_behind(devices: Devices) -> None:
+    """What the model draws from was noted anew for each p, with the modes of all modules: memory that grew."""
+    dropout = nn.Dropout(0.0)
+    model = stepping(mlp().append(dropout), devices(4), balance=[1, 1, 1, 2])
+    x, y = data()
+    for dropout.p in (0.0, 0.1, 0.2, 0.3, 1.0):
+        model.step(x, y)
+    assert len(random_numbers._known[model]) == 3
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
