@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import late
 from torchgpipe import GPipe, pipelined
 
 pytestmark = pytest.mark.late
@@ -169,7 +168,6 @@ class Forces(nn.Module):
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_layer_that_differentiates_a_pipelined_model(checkpoint: str) -> None:
     """A thread of the autograd engine waited for the generator that the cell held, and the cell for the thread."""
-    late.hazards()
     model = pipe([nn.Linear(3, 3), Forces(), nn.Linear(3, 3)], [0, 0, 0], checkpoint=checkpoint)
     for _ in range(2):  # What the model draws from is not known in the first step.
         gradients(model)
