@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import torchgpipe
 from tests.conftest import Devices
 from tests.timeline.synthetic import ideal, ran, rows, span
-from torchgpipe import GPipe
-from torchgpipe.schedule import Action, program, simulate
+from tests.timeline.test_recorder import batch, gpipe
+from torchgpipe.schedule import Action, ScheduleName, program, simulate
 from torchgpipe.timeline.prediction import Prediction
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span
@@ -110,63 +109,22 @@ def test_where_steps_cannot_be_compared_nothing_is_predicted(spans: list[Span]) 
 # What is recorded
 
 
-def recorded(
-    devices: Devices, schedule: str, checkpoint: str = "never", n: int = 2
-) -> tuple[GPipe, Report, list[Span]]:
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
-    model = GPipe(
-        layers,
-        [1] * n,
-        devices=devices(n),
-        chunks=M,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss_fn=nn.functional.mse_loss,
-    )
-    x = torch.randn(2 * M, 3)
-    with torchgpipe.record(model) as timeline:
-        for _ in range(2):
-            model.step(x, x)
-    return model, timeline.report(), timeline.of_step()
-
-
-def count(spans: list[Span], kind: str, j: int) -> int:
-    return sum((span.kind, span.partition) == (kind, j) for span in spans)
-
-
-def test_the_halves_of_backward_are_kinds_of_their_own(devices: Devices) -> None:
-    _, report, spans = recorded(devices, "ZeroBubble", n=3)
-    for j in range(3):
-        # The first partition has no input to differentiate.
-        assert count(spans, "backward of the input", j) == (M if j > 0 else 0)
-        assert count(spans, "backward of the weights", j) == count(spans, "forward", j) == M
-        assert count(spans, "backward", j) == 0
-    assert [one.schedule for one in report.schedules if one.ran] == ["ZeroBubble"]
-
-
-def test_a_backward_that_cannot_be_split_is_recorded_whole(devices: Devices) -> None:
-    _, _, spans = recorded(devices, "ZeroBubble", "always")
-    # The backward of a cell of the last partition comes next, so the cell is not recomputed.
-    assert (count(spans, "recomputation", 0), count(spans, "backward", 0)) == (M, M)
-    assert (count(spans, "recomputation", 1), count(spans, "backward of the weights", 1)) == (0, M)
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: ScheduleName) -> None:
     """Steps without gradients, and of different schedules, have none in common."""
-    model, report, spans = recorded(devices, schedule)
-    assert count(spans, "backward", 0) == count(spans, "backward", 1) == M
+    model, x = gpipe(devices(2), schedule=schedule), batch()
+
+    def reported(*schedules: ScheduleName) -> Report:
+        with torchgpipe.record(model) as timeline:
+            for model.schedule in schedules:
+                model.step(x, x)
+        return timeline.report()
+
+    report = reported(schedule, schedule)
     assert [one.schedule for one in report.schedules if one.ran] == [schedule]
     assert max(map(len, str(report).splitlines())) <= 100
-
-    x = torch.randn(2 * M, 3)
-    with torchgpipe.record(model) as timeline, torch.no_grad():
-        model.step(x, x)
-    assert {span.kind for span in timeline.spans} == {"forward"}
-    assert timeline.report().schedules == []
-    with torchgpipe.record(model) as timeline:
-        for model.schedule in ("GPipe", "1F1B"):
-            model.step(x, x)
-    report = timeline.report()
+    report = reported("GPipe", "1F1B")
     assert {one.schedule for one in report.schedules} >= {"GPipe", "1F1B"}
     assert not any(one.ran for one in report.schedules)
+    with torch.no_grad():
+        assert reported(schedule).schedules == []

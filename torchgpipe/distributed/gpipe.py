@@ -38,7 +38,7 @@ from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, ve
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["DistributedGPipe"]
@@ -304,7 +304,7 @@ class DistributedGPipe(nn.Module):
         """Run a prepared step on the layers that the model has now, which may have been replaced."""
         m = len(prepared.inputs)
         stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
-        layout = inspect_skip_layout([list(partition.modules()) for partition in self._fake.partitions])
+        layout = SkipLayout([list(partition.modules()) for partition in self._fake.partitions])
         for partition in self._partitions:
             partition.follow(layers_of(self), self.training)
         try:
