@@ -1,6 +1,6 @@
 """Layers that work in place without telling, or on several tensors.
 
-Layers that declare it are recipes of `test_transparency`, and `tests.plain` looks that the caller's input stays. ReLU
+Layers that declare it are in `recipes`, and `tests.plain` looks that the caller's input stays. ReLU
 is idempotent: a recomputation that starts from a changed input gives the same output. So the layers here double.
 """
 

@@ -34,7 +34,7 @@ def expect_same(model: Any, plain: Any, chunks: int = 3) -> None:
         (plain(part).square().sum()).backward()
     model(X).square().sum().backward()
     same(gradients(model), gradients(plain))
-    torch.testing.assert_close(model.count, plain.count, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.count.cpu(), plain.count, rtol=1e-12, atol=0)
 
 
 # ----------------------------------------------------------------------------------------------- gradients on their way
@@ -80,6 +80,29 @@ def test_backward_that_failed_is_not_tried_again_with_old_gradients(devices: Dev
     with pytest.raises(RuntimeError, match="differentiated and freed"):
         loss.backward()
     assert all(grad is None for grad in gradients(model).values())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["coo", "csr", "vmap"])
+def test_tensors_without_a_storage_of_their_own(kind: str, offload: bool) -> None:
+    """Sparse ones, as the edges of a graph, and those of function transforms: what watches the memory failed."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            return x.tanh() if kind == "vmap" else torch.sparse.mm(edges, x.T).T.tanh()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        dense = torch.eye(4, dtype=x.dtype) * 2
+        edges = dense if kind == "vmap" else dense.to_sparse() if kind == "coo" else dense.to_sparse_csr()
+        for layer in self.layers:
+            x = layer(x, edges)
+            x = torch.vmap(lambda row: row * 2 + row.sum())(x) if kind == "vmap" else x + torch.sparse.mm(edges, x.T).T
+        return x
+
+    model, plain = make(chain(forward, *[Layer(4, 4) for _ in range(4)]), ["cpu:0", "cpu:1"], offload=offload)
+    expect_same(model, plain)
 
 
 # ----------------------------------------------------------------------------------------- between forward and backward
@@ -160,6 +183,69 @@ def test_an_output_of_an_unknown_class() -> None:
         refused = rf"is Result, whose tensor of shape \({rows}, 4\) would get no gradient"
         with pytest.raises(TypeError, match=refused):
             pipelined(chain(forward).double(), (X[:2],), chunks=1, devices=TWO, verify=verify)(X)
+
+
+class Memory:
+    """What modules remember for later ones."""
+
+    last: Tensor
+    calls = 0
+
+
+def appends(x: Tensor, states: list[Tensor]) -> Tensor:
+    x = x + sum(states)
+    states.append(x * 2)
+    return x
+
+
+def pops(x: Tensor, states: list[Tensor]) -> Tensor:
+    if len(states) == 2:
+        return x + states.pop() * states.pop(0)
+    states.append(x * 2)
+    return x
+
+
+def enters(x: Tensor, states: dict[str, Any]) -> Tensor:
+    states.setdefault("first", x * 2)
+    states.setdefault("all", []).append((x, x * 3))
+    states["last"] = states["first"] + states.get("last", 0)
+    return x * states["last"] + states["all"][-1][1]
+
+
+def remembers(x: Tensor, memory: Memory) -> Tensor:
+    x = x * memory.last if memory.calls else x
+    memory.last, memory.calls = x * 2, memory.calls + 1
+    if memory.calls % 2:
+        memory.spare = x  # type: ignore[attr-defined]
+    else:
+        del memory.spare  # type: ignore[attr-defined]
+    return x
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("way", ["", "recomputed", "without grad", "offload"])
+@pytest.mark.parametrize("act", [appends, pops, enters, remembers])
+def test_what_a_module_does_to_a_container_reaches_later_partitions(act: Any, way: str, devices: Devices) -> None:
+    """Its tensors come from earlier partitions, so the module gets a copy of the container: changes were lost."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, states: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(act(x, states)).tanh()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        states: Any = {appends: list, pops: list, enters: dict, remembers: Memory}[act]()
+        for layer in self.layers:
+            x = layer(x, states)
+        kept = states.values() if isinstance(states, dict) else [states.last] if act is remembers else states
+        return x + sum([one[0][0] if isinstance(one, list) else one for one in kept])
+
+    options: dict[str, Any] = {"offload": True} if way == "offload" else {"checkpoint": way == "recomputed"}
+    layers = [Layer(4, 4) for _ in range(4)]
+    model, plain = make(chain(forward, *layers), devices(4), balance=[1] * 4, **options)
+    if way == "without grad":
+        with torch.no_grad():
+            assert torch.equal(model(X[:1]).cpu(), plain(X[:1]))
+    expect_same(model, plain)
 
 
 def test_checkpointing_around_the_model() -> None:

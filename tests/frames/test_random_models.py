@@ -76,6 +76,7 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([6, 6, 5]))
     batches = [torch.randn(size, 4, dtype=dtype) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
     mask = torch.rand(size) > 0.3
+    mask[:2] = True  # A sample of zeros would not show what the program does.
     extra = {"list": [torch.randn(size, 4, dtype=dtype) for _ in range(2)]} if data.draw(st.booleans()) else None
     options: dict[str, Any] = {
         "devices": WHERE[where][:n],

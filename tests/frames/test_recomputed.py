@@ -254,6 +254,17 @@ def test_a_module_that_changes_its_input_is_refused() -> None:
         pipelined(model.double(), X[:2], chunks=3, devices=TWO, checkpoint=True)
 
 
+def test_a_module_that_differentiates_is_refused() -> None:
+    class Force(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                energy = super().forward(x.detach().requires_grad_()).square().sum()
+            return x - torch.autograd.grad(energy, [self.weight], create_graph=True)[0].sum()
+
+    with pytest.raises(RuntimeError, match=r"'layers.0' differentiates in its forward"):
+        two(Force(4, 4), verify=False)(X)
+
+
 def test_modes_are_those_of_gpipe() -> None:
     for mode, names in (("always", {"layers.0", "layers.1"}), ("never", set())):
         assert vars(two(nn.Linear(4, 4), checkpoint=mode))["_torchgpipe"].recomputed == names

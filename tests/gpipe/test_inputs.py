@@ -20,19 +20,6 @@ from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import NoChunk
 
 
-@pytest.mark.parametrize(("batch", "chunks"), [(6, 1), (7, 4), (5, 4), (2, 3), (0, 1), (0, 3), (9, 100)])
-def test_a_mini_batch_is_split_as_torch_chunk_does(pipe: Pipe, checkpoint: str, batch: int, chunks: int) -> None:
-    recorder = Recorder()
-    module, x = nn.Sequential(*make_model(2), recorder), make_input(batch)
-    expected = plain_outcome(module, x, chunks=chunks)
-    recorder.seen.clear()
-    model = pipe(module, [1, 2], chunks=chunks, checkpoint=checkpoint)
-    output = model(x)
-    assert output.shape == (batch, 2)
-    assert [len(micro_batch) for micro_batch in recorder.seen] == [len(chunk) for chunk in x.chunk(chunks)]
-    assert_same(outcome(model, x), expected)
-
-
 def test_containers_keep_their_types_all_the_way(pipe: Pipe) -> None:
     model = pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=2)
     x, y = make_input(4), make_input(4)

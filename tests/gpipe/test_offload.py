@@ -10,15 +10,16 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from tests.conftest import Devices
+from tests.layers import Apply, Using
+from tests.skip.layers import pair
 from torchgpipe import GPipe
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency
-from torchgpipe.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.on_late
 
@@ -33,22 +34,10 @@ def small_tensors_rest() -> Iterator[None]:
 BALANCE, WIDTH = [2, 1, 2, 1], 6
 
 
-@skippable(stash=["x"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("x", x)
-        return x
-
-
-@skippable(pop=["x"])
-class Pop(nn.Linear):
-    def forward(self, input: Tensor) -> Any:
-        return super().forward(input) + (yield pop("x"))
-
-
 def layers(dropout: float = 0.2) -> nn.Sequential:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(Stash(), *blocks, Pop(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    stash, pop = pair()
+    return nn.Sequential(stash, *blocks, pop, nn.Linear(WIDTH, 3))
 
 
 def made(module: nn.Sequential, devices: list[str], **options: Any) -> GPipe:
@@ -97,10 +86,8 @@ def test_what_it_cannot_do_is_refused(devices: Devices) -> None:
     own = list(dict.fromkeys(devices(2)))
     model = made(layers(0.0), own, offload=True)
     assert model.schedule == "LayerMajor"
-    assert (
-        made(layers(), own, offload=True, schedule="GPipe" if len(own) == 1 else "Interleaved1F1B").schedule
-        != "LayerMajor"
-    )
+    schedule = "GPipe" if len(own) == 1 else "Interleaved1F1B"
+    assert made(layers(), own, offload=True, schedule=schedule).schedule == schedule
     x, y = torch.randn(4, WIDTH), torch.randint(3, (4,))
     with pytest.raises(RuntimeError, match=r"trains by step\(\).*torchgpipe.pipelined\(module, sample, offload=True\)"):
         model(x)
@@ -115,15 +102,8 @@ def test_what_it_cannot_do_is_refused(devices: Devices) -> None:
 
 
 def test_a_weight_that_leaves_its_partition_is_refused(devices: Devices) -> None:
-    class Returns(nn.Linear):
-        def forward(self, input: Tensor) -> Any:
-            return super().forward(input), self.weight.t()
-
-    class Takes(nn.Module):
-        def forward(self, pair: Any) -> Tensor:
-            return pair[0] @ pair[1]
-
-    module = nn.Sequential(Returns(WIDTH, WIDTH), Takes())
+    returns = Using(lambda linear, x: (linear(x), linear.weight.t()), WIDTH)
+    module = nn.Sequential(returns, Apply(lambda values: values[0] @ values[1]))
     model = GPipe(module, [1, 1], devices=devices(1), offload=True, loss_fn=functional.mse_loss)
-    with pytest.raises(RuntimeError, match=r"returns the weight 'weight' of a Returns, or a view of it.*weight.clone"):
+    with pytest.raises(RuntimeError, match=r"returns the weight 'weight' of a Linear, or a view of it.*weight.clone"):
         model.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))

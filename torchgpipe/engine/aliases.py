@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import storage_key, versions
+from torchgpipe.devices.torch_internals import memory_of, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
 from torchgpipe.engine.gradients import sum_of
@@ -266,7 +266,7 @@ class Aliases:
             RuntimeError: it is a weight of another partition, or a view of one, or it rests.
         """
         place = self._places.get(storage_key(tensor))
-        if place is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+        if place is None and tensor.numel() and not memory_of(tensor).nbytes():
             raise RuntimeError(
                 f"{user} in partition {j} uses a tensor of shape {tuple(tensor.shape)} of another micro-batch, which "
                 "waits in host memory for its turn; pass on a copy (x.clone()), or give offload='weights'"

@@ -177,7 +177,9 @@ class _MicroBatches:
             devices,
             modules,
             mechanisms,
-            lambda device, own: RandomStates(device, own, beside=False, between=True, silent=random_numbers.is_silent),
+            lambda device, own: RandomStates(
+                device, own, beside=False, between=True, generators=random_numbers.following(device)
+            ),
             ambient=self.ambient,
             ordered=False,
             in_program=True,

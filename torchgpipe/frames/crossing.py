@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import is_checkpointed, versions
+from torchgpipe.devices.torch_internals import is_checkpointed, memory_of, versions
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import copy_forward
 from torchgpipe.frames.cell import FrameCell
@@ -101,7 +101,7 @@ class Crossing:
                 f"the model changes a buffer of shape {tuple(tensor.shape)} in partition {self._frame.column}, but it "
                 "is on the device of another one; give a balance that keeps the buffer's module and its user together"
             )
-        address = tensor.untyped_storage().data_ptr()
+        address = memory_of(tensor).data_ptr()
         self._changed.setdefault(address, _Changed(tensor, known.alias, self._frame.column))
 
     def forget(self) -> None:
@@ -119,7 +119,7 @@ class Crossing:
             RuntimeError: another view of its memory was changed in place, which does not reach this view.
         """
         if self._changed:
-            changed = self._changed.get(tensor.untyped_storage().data_ptr())
+            changed = self._changed.get(memory_of(tensor).data_ptr())
             if changed is not None and self._is_stale(tensor, changed):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in partition "
@@ -161,7 +161,7 @@ class Crossing:
             return False
         if tensor.requires_grad and tensor.grad_fn is not None:
             return self._frame.home(tensor.grad_fn) < changed.column
-        return changed.alias.untyped_storage().data_ptr() != changed.tensor.untyped_storage().data_ptr()
+        return memory_of(changed.alias).data_ptr() != memory_of(changed.tensor).data_ptr()
 
     def _brought(self, tensor: Tensor) -> Tensor:
         frame = self._frame

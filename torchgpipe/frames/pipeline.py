@@ -157,7 +157,7 @@ class Pipeline:
         if not any([streams.moves(there, own) for there in given]):
             return door.call_module(args, kwargs)
         with streams.current(own).use():
-            output = door.call_module(*mapped((args, kwargs), self.to(own), objects=True))
+            output = door.call_exchanged(args, kwargs, self.to(own))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(given[0])) if given[0] in devices else output
 
@@ -180,7 +180,7 @@ class Pipeline:
                 OnDemand(aliases, columns.computing),
                 columns.computing[column].use(),
             ):
-                output = door.call_module(*mapped((args, kwargs), self.to(columns.devices[column]), objects=True))
+                output = door.call_exchanged(args, kwargs, self.to(columns.devices[column]))
             aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
         return output
 

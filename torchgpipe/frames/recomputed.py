@@ -107,6 +107,11 @@ class _Runs:
     def __call__(self) -> Any:
         if self._given is not None:
             return self._first_run()
+        if self._drawn is None:  # A tensor of the first run is wanted while that runs.
+            raise RuntimeError(
+                f"'{self._name}' differentiates in its forward, so it cannot run again at backward; leave it out of "
+                "checkpoint"
+            )
         # What the caller has set is set again, but tensors are saved where PyTorch's checkpoint wants them.
         return self._ambient.run(self._second_run, saved_tensors_hooks_in_use())
 

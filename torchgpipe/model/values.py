@@ -18,7 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Container", "container", "copied", "dotted", "each", "hidden", "is_cache", "mapped", "spread", "walk"]
+__all__ = [
+    "Container",
+    "Exchanged",
+    "container",
+    "copied",
+    "dotted",
+    "each",
+    "hidden",
+    "is_cache",
+    "mapped",
+    "spread",
+    "walk",
+]
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -110,6 +122,83 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
     objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
     items = [mapped(item, change, caches=caches, objects=objects) for item in opened.items]
     return value if all([a is b for a, b in zip(items, opened.items)]) else opened.rebuilt(items)
+
+
+class Exchanged:
+    """A value with other tensors, for a call that may change the containers that it gets.
+
+    A container in which a tensor is another one is a copy, and what the call adds to a copy, as to a list of states,
+    would be lost.
+
+    Args:
+        value: a value
+        change: maps tensors
+
+    Attributes:
+        value: the value with ``change(tensor)`` in the place of every tensor
+    """
+
+    def __init__(self, value: Any, change: Callable[[Tensor], Any]) -> None:
+        self.value = mapped(value, change, objects=True)
+        self._copies = list(_copies(value, self.value))
+
+    def hand_over(self) -> None:
+        """Do to the containers of the given value what was done to their copies."""
+        for one in self._copies:
+            one.hand_over()
+
+
+class _Copy(NamedTuple):
+    """A list, a mapping or an object, and its copy with other items.
+
+    Attributes:
+        original: the container
+        copy: its copy
+        given: what the copy held when it was made, by index, key or name
+        meant: by the ids of these, what they stand for
+    """
+
+    original: Any
+    copy: Any
+    given: dict[Any, Any]
+    meant: dict[int, Any]
+
+    def hand_over(self) -> None:
+        """Do to the original what was done to the copy."""
+        now = _entries(self.copy)
+        if len(now) == len(self.given) and all([now[key] is self.given.get(key, self) for key in now]):
+            return
+        if isinstance(self.original, list):
+            self.original[:] = [self.meant.get(id(item), item) for item in self.copy]
+            return
+        is_mapping = isinstance(self.original, Mapping)
+        remove: Any = type(self.original).__delitem__ if is_mapping else object.__delattr__
+        put: Any = type(self.original).__setitem__ if is_mapping else object.__setattr__
+        for key in self.given.keys() - now.keys():
+            remove(self.original, key)
+        for key, item in now.items():
+            if item is not self.given.get(key, self):
+                put(self.original, key, self.meant.get(id(item), item))
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """Return the items of a container by index, key or name."""
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    opened = container(value, objects=True)
+    assert opened is not None
+    return dict(enumerate(opened.items)) if isinstance(value, (tuple, list)) else dict(zip(opened.names, opened.items))
+
+
+def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
+    """Yield the containers in a value that `mapped` has copied and that can change, each with its copy."""
+    if value is exchanged or isinstance(value, Tensor):
+        return
+    before, after = _entries(value), _entries(exchanged)
+    if not isinstance(value, tuple):
+        yield _Copy(value, exchanged, after, {id(after[key]): before[key] for key in after})
+    for key in after:
+        yield from _copies(before[key], after[key])
 
 
 def copied(value: Any, *, objects: bool = True) -> Any:

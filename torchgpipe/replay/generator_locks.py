@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.devices.generators import Generator, go_on_from, state_of
 
-__all__ = ["are_those_of_the_process", "borrowed", "cpu_lock", "own_locks", "sharing"]
+__all__ = ["are_those_of_the_process", "borrowed", "cpu_lock", "current_locks", "own_locks", "sharing", "using"]
 
 
 class _Locks(dict[torch.device, Any]):
@@ -36,6 +36,11 @@ _nothing = nullcontext()
 def cpu_lock() -> Any:
     """Return the lock that is held while the state of the CPU's generator is looked at or changed."""
     return _locks.get()[torch.default_generator.device]
+
+
+def current_locks() -> _Locks:
+    """Return the locks in use here, for `using` in a thread that does not know of them."""
+    return _locks.get()
 
 
 def are_those_of_the_process() -> bool:
@@ -65,9 +70,9 @@ def borrowed(starts: Mapping[Generator, Tensor | int]) -> Iterator[list[Tensor]]
     """
     with sharing(starts):
         before = [state_of(generator) for generator in starts]
-        for generator, start in starts.items():
-            go_on_from(generator, start)
         try:
+            for generator, start in starts.items():
+                go_on_from(generator, start)
             yield [state_of(generator) for generator in starts]
         finally:
             for generator, state in zip(starts, before):
@@ -75,10 +80,15 @@ def borrowed(starts: Mapping[Generator, Tensor | int]) -> Iterator[list[Tensor]]
 
 
 @contextmanager
-def own_locks() -> Iterator[None]:
-    """Use other locks for generators in a ``with`` block, in a thread for which a worker holds those of the process."""
-    token = _locks.set(_Locks())
+def using(locks: _Locks) -> Iterator[None]:
+    """Use these locks for generators in a ``with`` block."""
+    token = _locks.set(locks)
     try:
         yield
     finally:
         _locks.reset(token)
+
+
+def own_locks() -> AbstractContextManager[None]:
+    """Use other locks for generators in a ``with`` block, in a thread for which a worker holds those of the process."""
+    return using(_Locks())

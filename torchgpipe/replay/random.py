@@ -60,7 +60,8 @@ class RandomStates:
         modules: all modules on the device, which may have generators
         beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether other cells may draw from the generators between two cells
-        silent: whether nothing draws from the generators of devices, so that only those of layers have to be noted
+        generators: those of the device that the cells may draw from, beside those of layers; None for all. What
+            another thread draws from the others is not noted, and so not replayed
     """
 
     def __init__(
@@ -70,10 +71,9 @@ class RandomStates:
         *,
         beside: bool,
         between: bool,
-        silent: bool = False,
+        generators: Sequence[Generator] | None = None,
     ) -> None:
-        self._silent = silent
-        self._device = device
+        self._of_the_device = tuple(generators_of(device) if generators is None else generators)
         self._modules = modules
         self._beside = beside
         self._between = between
@@ -83,7 +83,7 @@ class RandomStates:
     @cached_property
     def _generators(self) -> tuple[Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return (() if self._silent else generators_of(self._device)) + generators_in(self._modules)
+        return self._of_the_device + generators_in(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""

@@ -65,31 +65,26 @@ class RandomNumbers:
         #: The states of the caller's generator before and after the seeds were drawn from it.
         self._seeded: tuple[Tensor, Tensor] | None = None
         with _unnoticed() as before:
-            if not self.is_silent:
+            if any(self._swaps):  # The model is not known to draw nothing.
                 self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
                 self._seeded = before, state_of(torch.default_generator)
             self._watch = _Watch([one for one in generators if not self._swaps[_is_of_a_device(one)]])
             self.callers_generator = CallersGenerator()
 
     @property
-    def is_silent(self) -> bool:
-        """Whether the model is known to draw nothing."""
-        return not any(self._swaps)
-
-    @property
     def drawn(self) -> Draws:
         """What has been drawn from so far, as far as generators have followed micro-batches."""
         return Draws(*self._drawn)
 
-    def _following(self, device: torch.device) -> list[Generator]:
+    def following(self, device: torch.device) -> list[Generator]:
         """Return the generators of a device that follow the micro-batches."""
-        if self.is_silent:
+        if not any(self._swaps):
             return []
         return [generator for generator in generators_of(device) if self._swaps[_is_of_a_device(generator)]]
 
     def of(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let the generators follow micro-batch ``i`` in a ``with`` block."""
-        generators = self._following(device)
+        generators = self.following(device)
         return self._followed(i, generators) if generators else _nothing
 
     @contextmanager
@@ -106,7 +101,7 @@ class RandomNumbers:
 
     def backward(self, device: torch.device) -> AbstractContextManager[None]:
         """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
-        generators = self._following(device)
+        generators = self.following(device)
         return self._watched(generators) if generators else _nothing
 
     @contextmanager
@@ -159,7 +154,14 @@ def _is_of_a_device(generator: Generator) -> bool:
 
 def modes_of(model: nn.Module) -> tuple[Any, ...]:
     """Return what tells a model that draws from one that does not: its modules, their modes, and their dropout."""
-    return tuple([(type(child), child.training, vars(child).get("p")) for child in model.modules()])
+    return tuple([(type(child), child.training, _dropout(vars(child).get("p"))) for child in model.modules()])
+
+
+def _dropout(p: Any) -> float | None:
+    """Return 0 or 1 where dropout draws nothing, and 0.5 for all between, or each step of a ramp would be a model."""
+    if not isinstance(p, int | float):  # Not a module's dropout, and perhaps nothing that can be looked up.
+        return None
+    return p if p in (0, 1) else 0.5
 
 
 class _Watch:
@@ -170,20 +172,25 @@ class _Watch:
     """
 
     def __init__(self, generators: Iterable[Generator]) -> None:
-        self._states = {generator: state_of(generator) for generator in generators}
+        self._states = {generator: _state_at_rest(generator) for generator in generators}
         if are_those_of_the_process():
             _watches.add(self)
 
     def drawn_from(self) -> list[str]:
         """Return the devices whose generators were drawn from."""
-        with cpu_lock():
-            return [str(one.device) for one, state in self._states.items() if not torch.equal(state_of(one), state)]
+        return [str(one.device) for one, state in self._states.items() if not torch.equal(_state_at_rest(one), state)]
 
     def follow(self, before: Tensor) -> None:
         """Take the present state of the CPU's generator for the one to be, if that was ``before``."""
         generator = torch.default_generator
         if generator in self._states and torch.equal(self._states[generator], before):
             self._states[generator] = state_of(generator)
+
+
+def _state_at_rest(generator: Generator) -> Tensor:
+    """Return the state of a generator, where no cell has borrowed it."""
+    with sharing([generator]):
+        return state_of(generator)
 
 
 #: The watches of this process, but for those inside of a block that holds the generator of the CPU.
