@@ -67,7 +67,7 @@ def ones(rows: int = 4, columns: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("mode", CHECKPOINTED)
 def test_recomputation_draws_the_same(pipe: Pipe, mode: str) -> None:
-    """Other ways to draw are recipes of `test_transparency`."""
+    """Other ways to draw are rows of `recipes.py`."""
     model, layer = drawing(pipe, torch.rand_like, mode, chunks=3)
     model(ones(6)).sum().backward()
     recomputed = {"always": 3, "except_last": 2}[mode]

@@ -24,7 +24,7 @@ def make_input(*shape: int) -> Tensor:
 
 
 def test_all_layers_that_keep_running_statistics_are_known() -> None:
-    """That they count every micro-batch once, recipes of `test_transparency` show."""
+    """That they count every micro-batch once, rows of `recipes.py` show."""
     batch_norms = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
     instance_norms = [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
     assert all(issubclass(kind, Norm) for kind in [*batch_norms, *instance_norms])
