@@ -308,6 +308,17 @@ def test_memories_have_numbers(device: str) -> None:
     assert internals.storage_key(one) == internals.storage_key(one[1:].detach()) != internals.storage_key(other)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_the_memory_of_sparse_tensors_and_within_transforms() -> None:
+    """The memory behind a tensor is known. Without that, a model that uses sparse ones or transforms is not watched."""
+    x = torch.eye(2)
+    for sparse in (x.to_sparse().coalesce(), x.to_sparse_csr()):
+        assert internals.memory_of(sparse).data_ptr() == sparse.values().data_ptr()
+    seen: list[int] = []
+    torch.func.vmap(lambda row: seen.append(internals.memory_of(row).data_ptr()) or row)(x)
+    assert [*seen, internals.memory_of(x).data_ptr()] == [x.data_ptr()] * 2
+
+
 def test_operations_are_seen_below_autograd() -> None:
     """An operation tells what it writes to. Without that, a weight in host memory loses what a forward changes."""
     seen: list[list[Any]] = []
