@@ -105,7 +105,5 @@ def test_a_weight_that_leaves_its_partition_is_refused(devices: Devices) -> None
     returns = Using(lambda linear, x: (linear(x), linear.weight.t()), WIDTH)
     module = nn.Sequential(returns, Apply(lambda values: values[0] @ values[1]))
     model = GPipe(module, [1, 1], devices=devices(1), offload=True, loss_fn=functional.mse_loss)
-    with pytest.raises(
-        RuntimeError, match=r"returns the weight 'weight' of a Linear, or a view of it.*weight.clone"
-    ):
+    with pytest.raises(RuntimeError, match=r"returns the weight 'weight' of a Linear, or a view of it.*weight.clone"):
         model.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
