@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.layers import Apply, Using
+from tests.plain import tensors
 from torchgpipe import is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
@@ -34,8 +35,10 @@ class Double(nn.Module):
 
     inplace = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
+    def forward(self, x: Any) -> Any:
+        for tensor in tensors(x):
+            tensor.mul_(2)
+        return x
 
 
 class Counter(nn.Module):
@@ -173,6 +176,7 @@ RECIPES = [
     Recipe(
         "nested in place", "vector", "vector", lambda: nn.Sequential(nn.Sequential(Double(), nn.Tanh())), "in place"
     ),
+    Recipe("pair in place", "pair", "pair", Double, "exact in place"),
     Recipe("elu in place", "vector", "vector", lambda: nn.ELU(inplace=True), "in place"),
     Recipe("leaky relu in place", "image", "image", lambda: nn.LeakyReLU(0.5, inplace=True), "exact in place"),
     # Layers that return their input, a view of it, or a flipped copy.
