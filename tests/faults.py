@@ -6,6 +6,9 @@ A micro-batch is one row whose first number is the index of the micro-batch, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,6 +18,9 @@ from torchgpipe import is_checkpointing, is_recomputing
 __all__ = ["Cell", "Fault", "Layer", "Plan", "build", "note", "rows"]
 
 Cell = tuple[int, int]
+
+#: What is raised, or called.
+What: TypeAlias = BaseException | type[BaseException] | Callable[[], object]
 
 
 class Fault(Exception):
@@ -30,7 +36,7 @@ class Plan:
     """The cells that fail and their phases, and what is noted of those that run.
 
     Attributes:
-        faults: by cell and phase, what is raised
+        faults: by cell and phase, what is raised or called
         runs: what has run, in order
         checkpoints: the cells that have run as checkpoints, in order
         alive_before: by recomputed cell, which other recomputed results were in memory
@@ -38,20 +44,24 @@ class Plan:
     """
 
     def __init__(self) -> None:
-        self.faults: dict[tuple[Cell, str], BaseException | type[BaseException]] = {}
+        self.faults: dict[tuple[Cell, str], What] = {}
         self.runs: list[tuple[Cell, str]] = []
         self.checkpoints: list[Cell] = []
         self.alive_before: dict[Cell, set[Cell]] = {}
         self.storages: dict[tuple[Cell, str], StorageWeakRef] = {}
 
-    def add(self, cell: Cell, phase: str, error: BaseException | type[BaseException] = Fault) -> None:
+    def add(self, cell: Cell, phase: str, error: What = Fault) -> None:
         self.faults[cell, phase] = error
 
     def enter(self, cell: Cell, phase: str) -> None:
         self.runs.append((cell, phase))
         error = self.faults.get((cell, phase))
+        if isinstance(error, type):
+            raise error(cell, phase)
+        if isinstance(error, BaseException):
+            raise error
         if error is not None:
-            raise error(cell, phase) if isinstance(error, type) else error
+            error()
 
     def of(self, phase: str) -> list[Cell]:
         """Return the cells that have run in a phase, in order."""
