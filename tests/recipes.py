@@ -191,6 +191,7 @@ RECIPES = [
     Recipe("no_grad inside", "vector", "vector", lambda: Using(torch.no_grad()(lambda f, x: f(x))), "exact"),
     Recipe("parameter only", "vector", "vector", lambda: Using(lambda f, x: f.bias.expand(len(x), 4)), "exact"),
     Recipe("unused parameter", "vector", "vector", lambda: Using(lambda f, x: x * 0.5), "exact"),
+    Recipe("sometimes", "vector", "vector", lambda: Using(lambda f, x: f(x) if (x > 0).all() else x * 2), "exact"),
     # Layers that count.
     Recipe("counter", "vector", "vector", Counter, "exact"),
     # Layers of integers.
