@@ -273,7 +273,8 @@ class Case:
             actions = in_order(self.placing.make(len(parts)))
             order = [(a.i, a.j) for a in actions if a.kind == "F"]
             outputs = list(parts)
-            # Skips cannot cross between micro-batches that run by turns; only a program of one's own needs them to.
+            # A plain model keeps skips until they are popped, so micro-batches run as a whole; but norms see the order
+            # in which a program of one's own takes them.
             for i, j in sorted(order) if self.placing.schedule else order:
                 with each():
                     outputs[i] = partitions[j](outputs[i])
