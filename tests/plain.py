@@ -8,7 +8,7 @@ same shapes, and gradients are summed in the same order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -192,12 +192,8 @@ def _merge(outputs: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _merge([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_merge(items) for items in _columns(outputs))
+        return type(first)(_merge(items) for items in zip(*outputs, strict=True))
     return first
-
-
-def _columns(outputs: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    return zip(*outputs, strict=True)
 
 
 def _assert_equal(actual: Any, expected: Any, what: str) -> None:

@@ -128,6 +128,7 @@ class Case:
         training: whether the model trains
         used: whether the loss uses each tensor of the output, by default all
         rows: those of the output that the loss of a call uses
+        noisy: whether the loss draws a random number
         hooks: the numbers of parameters with hooks
         present: the numbers of parameters that have gradients before the first mini-batch
         weighted: whether micro-batches have weights of their own
@@ -147,6 +148,7 @@ class Case:
     training: bool
     used: list[bool]
     rows: slice
+    noisy: bool
     hooks: set[int]
     present: set[int]
     weighted: bool
@@ -172,7 +174,8 @@ class Case:
 
     def loss(self, output: Any) -> Tensor:
         loss = loss_of(output, self.used)
-        return torch.zeros((), dtype=torch.float64) if loss is None else loss
+        loss = torch.zeros((), dtype=torch.float64) if loss is None else loss
+        return loss * torch.rand(()) if self.noisy else loss
 
     def weight(self, target: Tensor) -> float:
         return 1.0 + float(target[0]) % 3
@@ -270,7 +273,8 @@ class Case:
             actions = in_order(self.placing.make(len(parts)))
             order = [(a.i, a.j) for a in actions if a.kind == "F"]
             outputs = list(parts)
-            # Skips cannot cross between micro-batches that run by turns; only a program of one's own needs them to.
+            # A plain model keeps skips until they are popped, so micro-batches run as a whole; but norms see the order
+            # in which a program of one's own takes them.
             for i, j in sorted(order) if self.placing.schedule else order:
                 with each():
                     outputs[i] = partitions[j](outputs[i])
@@ -333,7 +337,7 @@ def cases(
         layers: ``any`` of the recipes, or ``skips`` between nodes
         late: whether it runs on the accelerator of the tests
         exact: whether no arithmetic rounds, so that sums do not depend on their order; layers then share weights
-        random: whether layers draw random numbers
+        random: whether layers and the loss draw random numbers
         dtype: of parameters and inputs
     """
     torch.manual_seed(draw(st.integers(0, 99)))
@@ -378,6 +382,7 @@ def cases(
         training=late or draw(st.sampled_from([True, True, True, False])),
         used=draw(st.lists(st.sampled_from([True, True, False]), max_size=2)),
         rows=draw(st.sampled_from([slice(None), slice(None), slice(1), slice(1, None)])),
+        noisy=random and draw(st.booleans()),
         hooks=draw(numbers),
         present=draw(numbers) if exact or steps else set(),
         weighted=steps and not exact and draw(st.booleans()),

@@ -16,6 +16,7 @@ skips around a linear map.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.layers import Apply, Using
-from torchgpipe import is_recomputing
+from tests.plain import tensors
+from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 __all__ = ["KINDS", "RECIPES", "USES", "Double", "First", "Recipe", "Skip", "node"]
@@ -34,8 +36,10 @@ class Double(nn.Module):
 
     inplace = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
+    def forward(self, x: Any) -> Any:
+        for tensor in tensors(x):
+            tensor.mul_(2)
+        return x
 
 
 class Counter(nn.Module):
@@ -122,6 +126,12 @@ def backward_hooked() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), hooked)
 
 
+def pipeline(mode: str, device: str) -> nn.Module:
+    """Return a layer that is itself a pipeline."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    return GPipe(layers, [1, 2], devices=["cpu:0", device], chunks=2, checkpoint=mode)
+
+
 def _random_mask(x: Tensor) -> dict[str, Tensor | None]:
     return {"x": x, "mask": torch.rand(x.shape) > 0.5, "no": None}
 
@@ -173,6 +183,7 @@ RECIPES = [
     Recipe(
         "nested in place", "vector", "vector", lambda: nn.Sequential(nn.Sequential(Double(), nn.Tanh())), "in place"
     ),
+    Recipe("pair in place", "pair", "pair", Double, "exact in place"),
     Recipe("elu in place", "vector", "vector", lambda: nn.ELU(inplace=True), "in place"),
     Recipe("leaky relu in place", "image", "image", lambda: nn.LeakyReLU(0.5, inplace=True), "exact in place"),
     # Layers that return their input, a view of it, or a flipped copy.
@@ -187,6 +198,14 @@ RECIPES = [
     Recipe("no_grad inside", "vector", "vector", lambda: Using(torch.no_grad()(lambda f, x: f(x))), "exact"),
     Recipe("parameter only", "vector", "vector", lambda: Using(lambda f, x: f.bias.expand(len(x), 4)), "exact"),
     Recipe("unused parameter", "vector", "vector", lambda: Using(lambda f, x: x * 0.5), "exact"),
+    Recipe("sometimes", "vector", "vector", lambda: Using(lambda f, x: f(x) if (x > 0).all() else x * 2), "exact"),
+    *[
+        Recipe(
+            f"pipeline, {mode}, {device}", "vector", "vector", partial(pipeline, mode, device), "exact sums not late"
+        )
+        for mode in ("always", "except_last", "never")
+        for device in ("cpu:0", "cpu:1")
+    ],
     # Layers that count.
     Recipe("counter", "vector", "vector", Counter, "exact"),
     # Layers of integers.

@@ -99,27 +99,6 @@ def test_a_hook_of_the_input(model: GPipe, layers: nn.Sequential) -> None:
     assert equal(gradients(model), gradients(lambda x: plain(layers, x)))
 
 
-def test_full_backward_hooks_of_layers(model: GPipe, layers: nn.Sequential) -> None:
-    """The hooks are called for every micro-batch, with the gradients of the plain model."""
-
-    def gradients(run: Callable[[Tensor], Tensor]) -> dict[str, list[Any]]:
-        calls: dict[str, list[Any]] = {name: [] for name, _ in layers.named_children()}
-
-        def hook(layer: nn.Module, before: Any, after: Any) -> None:
-            name = next(name for name, child in layers.named_children() if child is layer)
-            calls[name].append([grad.tolist() for grad in (*before, *after)])
-
-        handles = [layer.register_full_backward_hook(hook) for layer in layers]
-        run(batch()).square().sum().backward()
-        for handle in handles:
-            handle.remove()
-        return calls
-
-    actual, expected = gradients(model), gradients(lambda x: plain(layers, x))
-    for name, calls in expected.items():
-        assert sorted(actual[name]) == sorted(calls)
-
-
 # ------------------------------------------------------------------------------------- some gradients of many
 
 

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 import torchgpipe.engine.forward_pass
 from tests.conftest import VARIANTS, Pipe
-from tests.faults import Cell, Fault, Layer, Plan, build, note, rows
-from tests.layers import Apply
+from tests.faults import Cell, Fault, Plan, build, note, rows
 from tests.plain import plain_outcome
 from tests.random_pipelines import MODES, Placing, in_order, placings
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
@@ -285,7 +284,7 @@ def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, plan: Plan, slow: int) -> None:
     """Cells of one clock fail at the same time, on devices that need not take turns.
 
     Both have started before one of them fails; the other fails after the first has finished.
@@ -294,18 +293,16 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
     both_started = threading.Barrier(2, timeout=30)
     fast_is_through = threading.Event()
 
-    def fails(j: int, input: Tensor) -> Tensor:
-        cell = int(input[0, 0].item()), j
-        if sum(cell) == 1:
-            both_started.wait()
-            if j == slow:
-                assert fast_is_through.wait(timeout=30)
-            fast_is_through.set()
-            raise Fault(cell, "forward")
-        return input
+    def fails(cell: Cell) -> None:
+        both_started.wait()
+        if cell[1] == slow:
+            assert fast_is_through.wait(timeout=30)
+        fast_is_through.set()
+        raise Fault(cell, "forward")
 
-    layers = nn.Sequential(*[Apply(partial(fails, j)) for j in range(2)])
-    model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    model = GPipe(build(plan, 2), [2, 2], devices=["cpu:0", "cpu:1"], chunks=2)
+    for cell in ((0, 1), (1, 0)):
+        plan.add(cell, "forward", partial(fails, cell))
     for _ in range(2):
         fast_is_through.clear()
         with pytest.raises(Fault) as caught:
@@ -367,7 +364,7 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
         # After an error, the autograd engine's queue keeps its ready tasks until the next backward.
         torch.ones((), requires_grad=True).backward()
         assert plan.storages
-        assert plan.alive == 0
+        assert not plan.alive("forward") and not plan.alive("recomputation")
     finally:
         gc.enable()
 
@@ -378,38 +375,26 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
 @pytest.mark.on_late
 @every_phase
 @pytest.mark.parametrize("steps", [True, False], ids=["step", "backward"])
-def test_control_c(pipe: Pipe, phase: str, steps: bool) -> None:
+def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
     """A signal arrives while a layer computes: the main thread waits for this layer, or runs it."""
-    waiting: list[None] = []
 
-    def press(_: Any = None) -> None:
-        if waiting:
-            waiting.pop()
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def interrupted(input: Tensor) -> Tensor:
-        output = input * 1
-        if phase == "backward":
-            if output.requires_grad:
-                output.register_hook(press)
-        elif is_recomputing() == (phase == "recomputation"):
-            press()
-        return output
+    def press() -> None:
+        plan.faults.clear()
+        os.kill(os.getpid(), signal.SIGINT)
 
     def run() -> None:
         if steps:
             model.step(rows(2))
         else:
-            model(rows(2)).sum().backward()
+            step(model, 2)
 
-    plan = Plan()
-    layers = nn.Sequential(Layer(plan, 0), Apply(interrupted), Layer(plan, 1))
-    model = pipe(layers, [1, 1, 1], chunks=2, checkpoint="always", schedule="GPipe", loss_fn=lambda y, _: y.sum())
+    options = {"chunks": 2, "checkpoint": "always", "schedule": "GPipe", "loss_fn": lambda y, _: y.sum()}
+    model = pipe(build(plan, 3), [2, 2, 2], **options)
     run()
     grads = grads_of(model)
     values = copies(grads)
+    plan.add((0, 1), phase, press)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    waiting.append(None)
     try:
         with pytest.raises(KeyboardInterrupt):
             run()

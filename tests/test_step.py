@@ -384,19 +384,6 @@ def test_a_layer_under_autocast_holds_nobody_up() -> None:
 # ------------------------------------------------------------------------------------------------ random numbers
 
 
-def test_a_loss_that_draws(devices: Devices) -> None:
-    """The numbers of the loss function depend on the step and the micro-batch only, as those of layers do."""
-
-    def run(names: list[str], schedule: str) -> Tensor:
-        noisy = lambda output, target: F.mse_loss(output, target + torch.rand_like(target))  # noqa: E731
-        model = stepping(mlp(), names, balance=[4] if len(names) == 1 else [1] * 4, loss_fn=noisy, schedule=schedule)
-        x, y = data()
-        torch.manual_seed(3)
-        return model.step(x, y)
-
-    assert run(devices(4), "GPipe") == run(["cpu"], "1F1B")
-
-
 @pytest.mark.on_late
 def test_each_layer_and_micro_batch_draws_other_numbers(devices: Devices) -> None:
     drawn: list[Tensor] = []

@@ -114,22 +114,6 @@ def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
             differentiate()
 
 
-@pytest.mark.parametrize("inner", ["always", "except_last", "never"])
-def test_a_pipeline_in_a_layer_with_hooks(pipe: Pipe, checkpoint: str, inner: str) -> None:
-    """The phonies of an inner pipeline were once taken for tensors that the layer has captured."""
-    within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-    layer = GPipe(within, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=inner)
-    module, model = model_of(pipe, checkpoint, layer)
-    x = batch()
-    expected = torch.autograd.grad(model(x).square().sum(), [x, *module.parameters()])
-    heard: list[Tensor] = []
-    hooks = [parameter.register_hook(heard.append) for parameter in module.parameters()]
-    model(x).square().sum().backward()
-    assert len(heard) == len(hooks)
-    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
-    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkpoint: str, kind: str) -> None:
     """The hook was once called for each micro-batch."""

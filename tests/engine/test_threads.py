@@ -258,36 +258,7 @@ def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -
     assert norm.running_mean.abs().sum() > 0
 
 
-# ------------------------------------------------------------------------------------------ inside each other
-
-
-def nested(
-    outer_devices: list[str], inner_devices: list[str], outer: str, inner: str, *, norm: bool = False
-) -> tuple[nn.Sequential, GPipe]:
-    """Return plain layers, and a pipeline around the same layers whose second layer is itself a pipeline."""
-    torch.manual_seed(0)
-    first = nn.BatchNorm1d(4) if norm else nn.Tanh()
-    block = nn.Sequential(first, nn.Linear(4, 4), nn.Tanh()).double()
-    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
-    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=inner)
-    around = nn.Sequential(layers[0], inside, layers[2])
-    return layers, GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=outer)
-
-
-def assert_same_but_for_sums(actual: Outcome, expected: Outcome) -> None:
-    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
-    # which order to sum the gradients of the outer micro-batches.
-    torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
-    assert_same(replace(actual, param_grads=expected.param_grads), expected)
-
-
-@pytest.mark.parametrize("inner", MODES)
-@pytest.mark.parametrize("outer", MODES)
-def test_a_pipeline_in_a_pipeline(devices: Devices, outer: str, inner: str) -> None:
-    """With checkpointing, a recomputation of the outer pipeline contains first runs of the inner one."""
-    layers, model = nested(devices(2), devices(2), outer, inner)
-    x = batch()
-    assert_same_but_for_sums(outcome(layers, x, run=model), plain_outcome(layers, x, chunks=3))
+# ------------------------------------------------- inside each other; `test_transparency` draws pipelines as layers
 
 
 @pytest.mark.parametrize("inner_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
@@ -296,9 +267,17 @@ def test_batch_norm_in_a_pipeline_in_a_pipeline(
     checkpoint: str, outer_devices: list[str], inner_devices: list[str]
 ) -> None:
     """The norm belongs to a partition of both pipelines. It is counted once, and no thread waits for itself."""
-    layers, model = nested(outer_devices, inner_devices, checkpoint, checkpoint, norm=True)
+    block = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
     plain, x = copy.deepcopy(layers), batch()
-    assert_same_but_for_sums(outcome(layers, x, run=model), plain_outcome(plain, x, chunks=3))
+    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=checkpoint)
+    around = nn.Sequential(layers[0], inside, layers[2])
+    model = GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=checkpoint)
+    actual, expected = outcome(layers, x, run=model), plain_outcome(plain, x, chunks=3)
+    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
+    # which order to sum the gradients of the outer micro-batches.
+    torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
+    assert_same(replace(actual, param_grads=expected.param_grads), expected)
 
 
 def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
