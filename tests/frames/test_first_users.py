@@ -136,3 +136,52 @@ def test_a_setting_that_would_have_no_effect_is_an_error() -> None:
 def test_offload_has_several_partitions_for_each_device() -> None:
     """One for each device would leave nothing in host memory."""
     assert len(pipelined(Tower(), offload=True).layout.partitions) == 7
+
+
+@pytest.mark.parametrize("setting", ["loss_fn", "weight"])
+def test_a_function_that_is_none_is_an_error(setting: str) -> None:
+    """It was one in the first step only, without a name."""
+    for make in (
+        pipelined,
+        lambda model, **given: torchgpipe.GPipe(nn.Sequential(model), [1], devices=["cpu"], **given),
+    ):
+        with pytest.raises(TypeError, match=f"{setting} must be a function, .*, but got 'mse'"):
+            make(Tower(), **{setting: "mse"})
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_of_layers_whose_loss_needs_no_grad_is_an_error(frozen: bool) -> None:
+    """It trained nothing without a word, where `loss.backward()` raises."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(not frozen)
+    loss_fn = lambda output, target: (output if frozen else output.detach()).mean()  # noqa: E731
+    model = torchgpipe.GPipe(layers, [1, 1], devices=DEVICES, chunks=2, loss_fn=loss_fn)
+    with pytest.raises(RuntimeError, match="the loss does not require grad, so there is nothing to train"):
+        model.step(torch.randn(4, 8))
+
+
+class Neighbours(nn.Module):
+    """Has a table for all rows, and takes its rows by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor | None = None, y: Tensor | None = None, *, table: Tensor) -> Any:
+        z: Any = y if x is None else x
+        for block in self.blocks:
+            z = block(z) + table.sum(0)
+        return z
+
+
+def test_rows_are_those_of_what_is_split() -> None:
+    """They were those of the table, so that every micro-batch got all rows of the other."""
+    model, table, y = Neighbours().double(), torch.randn(5, 8, dtype=torch.float64), torch.randn(6, 8).double()
+    expected = model(table=table, y=y)
+    pipelined(model, {"x": y[:3], "table": table})
+    torch.testing.assert_close(model(table=table, y=y), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sample_without_rows_is_refused() -> None:
+    """Every micro-batch got all rows of later mini-batches."""
+    with pytest.raises(ValueError, match=r"the sample has no rows in \['x'\]"):
+        pipelined(Tower(), torch.randn(0, 8))
