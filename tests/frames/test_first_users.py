@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -79,6 +80,19 @@ def test_a_number_that_counts_rows_is_refused() -> None:
     """Each micro-batch counted its own rows, and all agreed."""
     with pytest.raises(ValueError, match="the output 'rows' is int, which depends on the rows"):
         pipelined(Counting())
+
+
+@pytest.mark.parametrize("kind", [Tensor.numpy, lambda y: deque([y])])
+def test_an_output_that_does_not_compare_is_refused_by_name(kind: Any) -> None:
+    """The error was that of its comparison, without a name."""
+
+    class Other(Tower):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"y": y, "other": kind(y.detach())}
+
+    with pytest.raises(ValueError, match="the output 'other' is .*, which differs between micro-batches"):
+        pipelined(Other())
 
 
 class Speaker(nn.Module):
