@@ -91,7 +91,7 @@ def test_an_output_that_does_not_compare_is_refused_by_name(kind: Any) -> None:
             y = super().forward(x)
             return {"y": y, "other": kind(y.detach())}
 
-    with pytest.raises(ValueError, match="the output 'other' is .*, which differs between micro-batches"):
+    with pytest.raises(ValueError, match=r"the output 'other' is .*, which differs between micro-batches"):
         pipelined(Other())
 
 
