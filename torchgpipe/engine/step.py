@@ -32,7 +32,6 @@ from torchgpipe.engine.recomputation import Recomputation
 from torchgpipe.engine.record import Kind, Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.resting import Rested, awake
-from torchgpipe.model.loss import NO_GRAD
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
@@ -242,8 +241,6 @@ class _MicroBatches:
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
             if is_last:
-                if self._backward and exits[0] is None:
-                    raise RuntimeError(NO_GRAD)
                 for end in exits:
                     if end is not None:
                         end.add(torch.ones(1, device=call.device))

@@ -34,7 +34,6 @@ from torchgpipe.frames.outputs import join
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
-from torchgpipe.model.loss import NO_GRAD
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
@@ -126,7 +125,10 @@ class Pipeline:
             value, weight = loss.of(i, output)
             if backward:
                 if not value.requires_grad:
-                    raise RuntimeError(NO_GRAD)
+                    raise RuntimeError(
+                        "the loss does not require grad, so there is nothing to train; does the output depend on a "
+                        "parameter that requires grad?"
+                    )
                 export(value).add(torch.full_like(value, weight))
 
         actions = program_of(settings.schedule, len(parts), places_of(settings.devices))

@@ -11,7 +11,6 @@ from torch import Tensor
 from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
 
 __all__ = [
-    "NO_GRAD",
     "NO_TARGET",
     "LossFunction",
     "Losses",
@@ -30,10 +29,6 @@ LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
 
 NO_TARGET = "no target was given: step(..., target=y)"
-NO_GRAD = (
-    "the loss does not require grad, so there is nothing to train; does the output depend on a parameter that requires "
-    "grad?"
-)
 
 
 def called_with_target(function: Callable[..., Any], *arguments: Any) -> Any:
