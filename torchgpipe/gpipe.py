@@ -34,6 +34,7 @@ from torchgpipe.model.settings import (
     fixed,
     verify_checkpoint_or_layers,
     verify_chunks,
+    verify_functions,
 )
 from torchgpipe.model.verify import (
     verify_balance,
@@ -167,6 +168,7 @@ class GPipe(nn.Module):
         self._mechanisms = Mechanisms()
         self._lock = StepLock()
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
+        verify_functions(loss_fn=loss_fn, weight=weight)
         self._loss = loss_fn, weight
         self.schedule = given_or_usual(schedule, offload=bool(offload))
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))

@@ -34,7 +34,7 @@ from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
-from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
+from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks, verify_functions
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
@@ -120,6 +120,7 @@ class DistributedGPipe(nn.Module):
         self.stages = processes.stages
         self.training = module.training
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
+        verify_functions(loss_fn=loss_fn, weight=weight)
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
         self._partitions: list[Partition] = []

@@ -129,8 +129,8 @@ class Door:
 
     def call_exchanged(self, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Call the module with ``change(tensor)`` in the place of every tensor among its arguments."""
-        exchanged = Exchanged((args, kwargs), change)
-        output = self.call_module(*exchanged.value)
+        exchanged = Exchanged(args, kwargs, change)
+        output = self.call_module(exchanged.args, exchanged.kwargs)
         exchanged.hand_over()
         return output
 

@@ -68,7 +68,7 @@ class Splitter:
         readings: how many ways there are to read the sample; if there are several, only runs can tell; see `read`
 
     Raises:
-        ValueError: ``no_chunk`` names no argument of the sample, or a tensor is nested.
+        ValueError: ``no_chunk`` names no argument of the sample, a tensor is nested, or there are no rows.
     """
 
     def __init__(self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str]) -> None:
@@ -96,6 +96,11 @@ class Splitter:
         if not alone:
             self._readings = [(path, len(value), True) for path, value in lists[:1]]
             self._readings += [(*one, False) for one in inside[:1]]
+        empty = [path for path, value in parts if isinstance(value, Tensor) and value.shape[:1] == (0,)]
+        if empty and not self._readings:
+            raise ValueError(
+                f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
+            )
         self.readings = len(self._readings)
         self._parts = parts
         self.read(0)
@@ -122,7 +127,9 @@ class Splitter:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
         parts = [part for name, value in self._chunked(arguments) for part in _parts(value, name)]
         known = [_length(value) for path, value in parts if self._split.get(path)]
-        return max(known) if known else next((_length(value) for _, value in parts if _length(value)), 0)
+        # What the sample does not have may have the rows, and what is passed whole has not.
+        others = [_length(value) for path, value in parts if path not in self._split and _length(value)]
+        return max(known) if known else next(iter(others), 0)
 
     def split(self, arguments: Arguments, sizes: list[int]) -> list[Arguments]:
         """Return the arguments of each micro-batch.

@@ -133,8 +133,8 @@ class Traveller:
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
-                exchanged = Exchanged((args, kwargs), bring)
-                args, kwargs = exchanged.value
+                exchanged = Exchanged(args, kwargs, bring)
+                args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _bring_layers(value, door.layers, bring)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -125,25 +125,27 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
 
 
 class Exchanged:
-    """A value with other tensors, for a call that may change the containers that it gets.
+    """The arguments of a call with other tensors, where the call may change the containers that it gets.
 
     A container in which a tensor is another one is a copy, and what the call adds to a copy, as to a list of states,
     would be lost.
 
     Args:
-        value: a value
+        args: arguments
+        kwargs: arguments with names
         change: maps tensors
 
     Attributes:
-        value: the value with ``change(tensor)`` in the place of every tensor
+        args: the arguments with ``change(tensor)`` in the place of every tensor
+        kwargs: the same of those with names
     """
 
-    def __init__(self, value: Any, change: Callable[[Tensor], Any]) -> None:
-        self.value = mapped(value, change, objects=True)
-        self._copies = list(_copies(value, self.value))
+    def __init__(self, args: Any, kwargs: Any, change: Callable[[Tensor], Any]) -> None:
+        self.args, self.kwargs = mapped(args, change, objects=True), mapped(kwargs, change, objects=True)
+        self._copies = [*_copies(args, self.args), *_copies(tuple(kwargs.values()), tuple(self.kwargs.values()))]
 
     def hand_over(self) -> None:
-        """Do to the containers of the given value what was done to their copies."""
+        """Do to the containers of the given arguments what was done to their copies."""
         for one in self._copies:
             one.hand_over()
 
@@ -187,18 +189,21 @@ def _entries(value: Any) -> dict[Any, Any]:
         return {key: value[key] for key in value}
     opened = container(value, objects=True)
     assert opened is not None
-    return dict(enumerate(opened.items)) if isinstance(value, (tuple, list)) else dict(zip(opened.names, opened.items))
+    return dict(enumerate(opened.items)) if isinstance(value, list) else dict(zip(opened.names, opened.items))
 
 
 def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
     """Yield the containers in a value that `mapped` has copied and that can change, each with its copy."""
-    if value is exchanged or isinstance(value, Tensor):
-        return
-    before, after = _entries(value), _entries(exchanged)
-    if not isinstance(value, tuple):
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, tuple):
+        pairs = zip(value, exchanged)
+    else:
+        before, after = _entries(value), _entries(exchanged)
         yield _Copy(value, exchanged, after, {id(after[key]): before[key] for key in after})
-    for key in after:
-        yield from _copies(before[key], after[key])
+        pairs = [(before[key], after[key]) for key in after]
+    for a, b in pairs:
+        if a is not b and not isinstance(a, Tensor):
+            yield from _copies(a, b)
 
 
 def copied(value: Any, *, objects: bool = True) -> Any:
