@@ -184,9 +184,7 @@ MUTATIONS = [
         "ctx.checkpoint.recomputation.second_run",
         "engine/checkpoint engine/overlap",
     ),
-    Mutation(
-        "a gradient on its way is not added to by the next", "Executor._backward", "unshare", "bugs frames/hard_cases"
-    ),
+    Mutation("a gradient on its way is not added to by the next", "Executor._backward", "unshare", "bugs"),
     Mutation(
         "a backward is differentiated in its worker's thread",
         "Executor._backward",

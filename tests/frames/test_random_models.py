@@ -82,6 +82,7 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
         "chunks": CHUNKS,
         "balance": data.draw(st.sampled_from(["parameters", "size"])),
         "schedule": data.draw(st.sampled_from(["GPipe", "1F1B", "ZeroBubble"])),
+        "checkpoint": data.draw(st.booleans()),
         "loss_fn": lambda output, _: output["loss"],
         "reduce": "sum" if any([name == "sum" for name, _ in program.moves]) and data.draw(st.booleans()) else None,
     }
@@ -153,7 +154,7 @@ def plain_run(plain: Program, arguments: dict[str, Any], reduce: str | None) -> 
 def run(model: Any, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
     """Do the same with the pipelined model."""
     x = arguments["x"].clone().requires_grad_()
-    output = model(**{**arguments, "x": x})
+    output = model(**{**arguments, "x": x * 1})  # which has a graph of its own
     output["loss"].backward()
     result = {"out " + name: tensor for name, tensor in joined([output]).items()}
     result |= {"loss": output["loss"].detach(), "input": _taken(x), **taken(model)}

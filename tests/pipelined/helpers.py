@@ -137,6 +137,27 @@ def assert_close(actual: Any, expected: Any, tolerance: float = CLOSE) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
+def assert_trains_alike(ours: Any, plain: Any, *, name: str | None = None, steps: int = 3, seed: int = 0) -> None:
+    """Train both with AdamW, and assert equal losses and gradients, and none for what is frozen."""
+    name = name or ours.config.model_type
+    models = (ours, plain)
+    optimizers = [torch.optim.AdamW((p for p in one.parameters() if p.requires_grad), lr=1e-2) for one in models]
+    for step in range(steps):
+        losses = []
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            losses.append(model(**batch(name, seed=seed + step)).loss)
+            losses[-1].backward()
+        assert_close(*losses)
+        assert_close(gradients(ours), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+    trained = [key for key, parameter in ours.named_parameters() if parameter.requires_grad]
+    assert any(gradients(ours)[key] is not None for key in trained)
+    for key, gradient in gradients(ours).items():
+        assert gradient is None or key in trained, key
+
+
 @contextmanager
 def losses_in_float64() -> Iterator[None]:
     """Let ``.float()`` of a tensor leave float64 alone.

@@ -1,6 +1,6 @@
 """Training loops in the manner of the scripts of timm, torchvision and diffusers, with their own helpers.
 
-A batch norm sees a micro-batch; these models have none, but for one test, which compares micro-batch by micro-batch.
+A batch norm sees a micro-batch; these models have none. Averages are copies: they evaluate as pipelines of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.pipelined.helpers import CHUNKS, TWO, assert_close, counted_calls, gradients
+from tests.pipelined.helpers import CHUNKS, TWO, assert_close, counted_calls
 
 torchvision = pytest.importorskip("torchvision")
 timm = pytest.importorskip("timm")
@@ -64,13 +64,6 @@ def vision_transformer_of_torchvision() -> Any:
     sizes = {"image_size": 16, "patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
     model = torchvision.models.VisionTransformer(num_classes=CLASSES, **sizes)
     nn.init.normal_(model.heads.head.weight)  # else it is zero, and nothing below has a gradient
-    return model
-
-
-@seeded
-def residual_network_of_torchvision() -> Any:
-    model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])
-    model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, CLASSES)  # nearly all of it
     return model
 
 
@@ -126,6 +119,7 @@ def train_like_timm(model: Any) -> dict[str, Any]:
 
 
 def test_a_script_of_timm() -> None:
+    """The optimizer of a script may be older than the pipeline, and its average a copy of it."""
     ours, plain = in_pipeline(vision_transformer_of_timm()), vision_transformer_of_timm()
     assert_close(train_like_timm(ours), train_like_timm(plain))
     # Methods that are not `forward` run the plain model.
@@ -180,25 +174,6 @@ def test_a_script_of_torchvision(precision: str) -> None:
         assert_close(train(model), train(plain))
 
 
-def test_batch_norms_see_micro_batches() -> None:
-    """The reference is the plain model on one micro-batch after the other; statistics are counted once for each."""
-    ours, plain = in_pipeline(residual_network_of_torchvision()), residual_network_of_torchvision()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (ours, plain)]
-    for step in range(3):
-        input, target = images(6, seed=step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.cross_entropy(ours(input), target).backward()
-        F.cross_entropy(torch.cat([plain(part) for part in input.chunk(CHUNKS)]), target).backward()
-        assert_close(gradients(ours), gradients(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_close(ours.state_dict(), plain.state_dict())
-    input = images(5)[0]
-    with torch.no_grad():
-        assert_close(ours.eval()(input), plain.eval()(input))
-
-
 # ------------------------------------------------------------------------------------------- in the manner of diffusers
 
 
@@ -244,30 +219,3 @@ def test_a_script_of_diffusers(tmp_path: Any) -> None:
     assert type(loaded) is diffusers.UNet2DModel
     assert loaded.config["_class_name"] == "UNet2DModel"
     assert_close(loaded.state_dict(), model.state_dict(), 0.0)
-
-
-# ---------------------------------------------------------------------------------------------- averages and optimizers
-
-
-def test_an_average_by_deepcopy_and_an_optimizer_from_before() -> None:
-    """A copy is a pipeline of its own: it evaluates, and the model trains on without it. Parameters stay the same."""
-    models = [vision_transformer_of_timm() for _ in range(2)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
-    model, plain = in_pipeline(models[0]), models[1]
-    average, first = copy.deepcopy(model), copy.deepcopy(plain.state_dict())
-    for step in range(2):
-        input, target = images(seed=step)
-        for one, optimizer in zip(models, optimizers):
-            optimizer.zero_grad()
-            F.cross_entropy(one(input), target).backward()
-            optimizer.step()
-    assert_close(average.state_dict(), first, 0.0)
-    assert_close(model.state_dict(), plain.state_dict())
-    with torch.no_grad():
-        for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
-            kept.lerp_(parameter, 0.5)
-        plain.load_state_dict({name: (first[name] + value) / 2 for name, value in plain.state_dict().items()})
-        input = images(6)[0]
-        with counted_calls(average.blocks[0]) as calls:
-            assert_close(average(input), plain(input))
-    assert calls == [3, 3]
