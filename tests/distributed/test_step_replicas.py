@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import torchgpipe
 from tests.distributed.launch import launch
-from tests.distributed.models import cross_entropy, everything, tokens, weigh
-from tests.distributed.test_replicas import mean_over_all
+from tests.distributed.models import EVERYTHING, assert_step, everything
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.replicas import Replicas
@@ -28,36 +27,23 @@ pytestmark = pytest.mark.slow
 def of_all(places: list[str]) -> None:
     """Everything at once: tied skips, batch norms, targets without weight, mini-batches of different sizes."""
     rank = dist.get_rank()
-    plain: Any = everything()
+    plain = everything()
     mine = copy.deepcopy(plain)
     if rank == 1:  # All begin with the parameters of the first.
         for parameter in mine.parameters():
             torch.nn.init.constant_(parameter, 3.0)
-    model = GPipe(
-        mine,
-        [3, 9],
-        devices=places,
-        chunks=4,
-        loss_fn=cross_entropy,
-        weight=weigh,
-        deferred_batch_norm=True,
-        replicas=dist.group.WORLD,
-    )
+    options = {**EVERYTHING.options, "deferred_batch_norm": True, "replicas": dist.group.WORLD}
+    model = GPipe(mine, [3, 9], devices=places, **options)
     plain = DeferredBatchNorm.convert_deferred_batch_norm(plain)
     heard: list[Tensor] = []
     next(model.parameters()).register_hook(lambda grad: heard.append(grad.clone()))
-    for step, sizes in enumerate([(8, 8), (8, 5), (3, 9)]):
-        parts = [tokens(size + k) for k, size in enumerate(sizes)]
-        before = [None if p.grad is None else p.grad.clone() for p in plain.parameters()]
-        expected = mean_over_all(plain, parts, cross_entropy, weigh)
-        loss = model.step(*parts[rank])
-        torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-        for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-12, msg=name)
-        whole = next(plain.parameters()).grad - (0 if before[0] is None else before[0])  # type: ignore[operator]
-        torch.testing.assert_close(heard[step], whole, rtol=1e-9, atol=1e-12)
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(buffer, dict(plain.named_buffers())[name], rtol=1e-12, atol=1e-12)
+    whole = next(plain.parameters())
+    before = torch.zeros(())
+    for sizes in [(8, 8), (8, 5), (3, 9)]:
+        assert_step(EVERYTHING, model, plain, sizes, rank)
+        assert whole.grad is not None
+        torch.testing.assert_close(heard[-1], whole.grad - before, rtol=1e-9, atol=1e-12)
+        before = whole.grad.clone()
     assert len(heard) == 3
 
 

@@ -2,8 +2,8 @@
 
     fit(model, folder, name="llama", save=None, resume=None, **options)
 
-trains for some steps, most of them with four rows. It leaves a checkpoint of the first half under ``save``, or begins with
-the one under ``resume``. The options are settings of the trainer. What is logged is a list of numbers for each name.
+trains for some steps, most of them with four rows. It leaves a checkpoint of the first half under ``save``, or begins
+at the one under ``resume``. The options are settings of the trainer. What is logged is a list of numbers for each name.
 """
 
 from __future__ import annotations

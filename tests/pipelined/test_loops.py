@@ -1,4 +1,4 @@
-"""Training loops in the manner of the scripts of timm, torchvision and diffusers, with their own helpers.
+"""Training loops in the manner of the scripts of timm and diffusers, with their own helpers.
 
 A batch norm sees a micro-batch; these models have none. Averages are copies: they evaluate as pipelines of their own.
 """
@@ -15,12 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.pipelined.helpers import CHUNKS, TWO, assert_close, counted_calls
 
-torchvision = pytest.importorskip("torchvision")
 timm = pytest.importorskip("timm")
 diffusers = pytest.importorskip("diffusers")
 for _module in ("timm.data", "timm.loss", "timm.optim", "timm.scheduler", "timm.utils"):
@@ -57,14 +54,6 @@ def seeded(make: Callable[..., Any]) -> Callable[[], Any]:
 def vision_transformer_of_timm() -> Any:
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": CLASSES}
     return timm.models.VisionTransformer(**sizes)
-
-
-@seeded
-def vision_transformer_of_torchvision() -> Any:
-    sizes = {"image_size": 16, "patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
-    model = torchvision.models.VisionTransformer(num_classes=CLASSES, **sizes)
-    nn.init.normal_(model.heads.head.weight)  # else it is zero, and nothing below has a gradient
-    return model
 
 
 @seeded
@@ -126,52 +115,6 @@ def test_a_script_of_timm() -> None:
     features = ours.forward_features(images()[0])
     assert_close(features, plain.forward_features(images()[0]))
     assert_close(ours.forward_head(features), plain(images()[0]))
-
-
-# ----------------------------------------------------------------------------------------- in the manner of torchvision
-
-
-@pytest.mark.parametrize("precision", ["float64", "bfloat16, scaled"])
-def test_a_script_of_torchvision(precision: str) -> None:
-    """Smoothed labels, decay for weights but not for norms, a warm-up, clipping, and averaged weights.
-
-    With a single micro-batch nothing rounds differently, so mixed precision is compared to the last bit.
-    """
-    is_mixed = precision != "float64"
-
-    def train(model: Any) -> dict[str, Any]:
-        norms = [p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()]
-        others = [p for p in model.parameters() if not any(p is norm for norm in norms)]
-        groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": 1e-3}]
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-        warmup = LinearLR(optimizer, start_factor=0.1, total_iters=2)
-        schedule = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 3)], milestones=[2])
-        loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
-        scaler = torch.amp.GradScaler("cpu", enabled=is_mixed)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        losses = []
-        for step in range(4):
-            input, target = images(seed=step)
-            input = input.float() if is_mixed else input
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-                loss = loss_fn(model(input), target)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            schedule.step()
-            average.update_parameters(model)
-            losses.append(loss.detach())
-        return {"losses": torch.stack(losses), "weights": model.state_dict(), "averages": average.state_dict()}
-
-    model = in_pipeline(vision_transformer_of_torchvision(), chunks=1 if is_mixed else CHUNKS)
-    plain = vision_transformer_of_torchvision()
-    if is_mixed:
-        assert_close(train(model.float()), train(plain.float()), 0.0)
-    else:
-        assert_close(train(model), train(plain))
 
 
 # ------------------------------------------------------------------------------------------- in the manner of diffusers

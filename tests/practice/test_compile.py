@@ -75,6 +75,10 @@ def compile_layers(model: GPipe, **options: Any) -> Any:
     return model
 
 
+def compile_before(layers: nn.Sequential, **options: Any) -> nn.Sequential:
+    return nn.Sequential(*[torch.compile(layer, **options) for layer in layers])
+
+
 def compile_partitions(model: GPipe, **options: Any) -> Any:
     model.compile(**options)
     return model
@@ -89,31 +93,31 @@ def compile_around(model: GPipe, **options: Any) -> Any:
     [
         ("workers", compile_layers, {}),
         ("inline", compile_partitions, {}),
-        ("workers", compile_partitions, {}),
         ("workers", compile_partitions, {"backend": "aot_eager", "fullgraph": True}),  # graphs of autograd, too
         ("inline", compile_around, {}),
+        ("workers", compile_before, {}),
     ],
     indirect=["variant"],
 )
 def test_numbers_are_those_of_the_plain_model(
     pipe: Pipe, compile: Callable[..., Callable[..., Any]], options: dict[str, Any]
 ) -> None:
+    options = {"backend": "eager", **options}
     module = blocks(3)
-    model = pipe(copy.deepcopy(module), [2, 1], chunks=2)  # one is checkpointed, and one is not
-    run = compile(model, **{"backend": "eager", **options})
+    layers = copy.deepcopy(module)
+    if compile is compile_before:
+        layers = compile_before(layers, **options)
+    model = pipe(layers, [2, 1], chunks=2)  # one is checkpointed, and one is not
+    run = model if compile is compile_before else compile(model, **options)
     for batch in [4, 3]:
         x = data(batch).requires_grad_()
-        assert_same(outcome(model, x, run=run), plain_outcome(module, x, chunks=2))
-
-
-@workers
-def test_layers_compiled_before_they_are_wrapped(pipe: Pipe) -> None:
-    module, x = blocks(3), data(4)
-    compiled = nn.Sequential(*[torch.compile(copy.deepcopy(layer), backend="eager") for layer in module])
-    actual = outcome(pipe(compiled, [2, 1], chunks=2), x)
-    # torch.compile() puts a module around the layer, and so a part into the names.
-    actual.param_grads = {name.replace("._orig_mod", ""): grad for name, grad in actual.param_grads.items()}
-    assert_same(actual, plain_outcome(module, x, chunks=2))
+        actual = outcome(model, x, run=run)
+        # torch.compile() puts a module around the layer, and so a part into the names.
+        actual.param_grads = {name.replace("._orig_mod", ""): grad for name, grad in actual.param_grads.items()}
+        assert_same(actual, plain_outcome(module, x, chunks=2))
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert torch.equal(run(x), run_plain(module, x, chunks=2))
 
 
 @workers
@@ -144,16 +148,6 @@ def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> No
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match=r"return uncompiled\(self\.forward"):
         torch.compile(loss, backend="eager", fullgraph=True)(x)
-
-
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_evaluation(pipe: Pipe, off: Callable[[], Any]) -> None:
-    module = blocks(3).eval()
-    model = pipe(copy.deepcopy(module), [2, 1], chunks=2)
-    model.compile(backend="eager")
-    x = data(4)
-    with off():
-        assert torch.equal(model(x), run_plain(module, x, chunks=2))
 
 
 # What layers may do in a pipeline, they may do compiled
