@@ -196,7 +196,7 @@ def test_nothing_that_is_loaded_runs_code(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         checkpoints.load()
     (tmp_path / "run" / "step-00000001" / "rank-00000.pt").write_bytes(pickle.dumps(Bomb(trace)))
-    with pytest.raises(RuntimeError, match=r"rank-00000\.pt cannot be read"):
+    with pytest.raises(RuntimeError, match=r"rank-00000\.pt cannot be read: [\s\S]*; load\(step=\.\.\.\)"):
         checkpoints.load()
     assert not trace.exists()
 
@@ -250,20 +250,6 @@ def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002.part"}
     assert launch(2, load_what_is_there, str(tmp_path)) == ["first", "first"]
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
-
-
-def test_what_cannot_be_written_or_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
-    checkpoints.save(1)
-    with monkeypatch.context() as context:
-        context.setattr(os, "fsync", run_out_of_space)
-        with pytest.raises(RuntimeError, match=r"could not save the checkpoint of step 2 in [\s\S]*no space left"):
-            checkpoints.save(2)
-    assert checkpoints.steps() == [1]
-
-    (tmp_path / "step-00000001" / "rank-00000.pt").write_bytes(b"")
-    with pytest.raises(RuntimeError, match=r"rank-00000\.pt cannot be read: [\s\S]*; load\(step=\.\.\.\)"):
-        checkpoints.load()
 
 
 def save_without_space(folder: str) -> str:

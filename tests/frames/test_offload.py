@@ -28,6 +28,7 @@ from tests import late
 from tests.conftest import Devices
 from tests.frames.models import Chain, chain
 from tests.layers import Apply, Using
+from tests.skip.layers import pair as skip_layers
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.engine.host_memory import HostMemory
@@ -36,7 +37,6 @@ from torchgpipe.engine.resting import Rested
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
-from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.timeline.span import TRANSFERS
 
 pytestmark = pytest.mark.on_late
@@ -101,19 +101,6 @@ class Model(nn.Module):
         return logits + functional.linear(x, self.embed.weight) if self.glued else logits
 
 
-@skippable(stash=["x"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("x", x)
-        return x
-
-
-@skippable(pop=["x"])
-class Pop(nn.Module):
-    def forward(self, input: Tensor) -> Any:
-        return input + (yield pop("x"))
-
-
 BALANCE = [2, 1, 1, 1, 1, 2]
 
 
@@ -127,7 +114,8 @@ def pair(model: Model, devices: list[str], front: str = "pipelined", **options: 
     given: dict[str, Any] = {"chunks": 4, "schedule": "LayerMajor", "checkpoint": False}
     given |= {"loss_fn": functional.cross_entropy, **options}
     if front == "GPipe":
-        layers = nn.Sequential(model.embed, Stash(), *model.blocks, Pop(), model.head)
+        stash, pop = skip_layers()
+        layers = nn.Sequential(model.embed, stash, *model.blocks, pop, model.head)
         places = [devices[j % len(devices)] for j in range(PARTITIONS)]
         resident = GPipe(copy.deepcopy(layers), BALANCE, devices=places, **given)
         return resident, GPipe(layers, BALANCE, devices=devices, offload=True, slots=slots, **given)
@@ -296,35 +284,27 @@ def test_the_number_of_micro_batches_takes_no_memory_but_that_of_the_input(kind:
     assert peak(16, "weights") >= peak(8, "weights") + 8 * 3 * boundary
 
 
+def peeks(self: Any, x: Tensor) -> Any:
+    """Use what another micro-batch has left."""
+    x = self.layers[0](x)
+    if self.first is not None:
+        x = x + self.first.detach()
+    elif self.looks:
+        self.first = x
+    return self.layers[1](x)
+
+
 @pytest.mark.late
 def test_what_rests_is_not_used_by_another_micro_batch() -> None:
-    class Peeking(Model):
-        first: Any = None
-        looks = False
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            if self.first is not None:
-                x = x + self.first.detach()
-            elif self.looks:
-                self.first = x
-            return self.head(self.blocks[0](x))
-
-    model: Any = torchgpipe.pipelined(
-        Peeking(), data(2)[0], chunks=8, balance=[1, 2], devices=["late:0"] * 2, offload=True, verify=False
+    model = chain(peeks, nn.Linear(4, 4), nn.Linear(4, 4))
+    model.first, model.looks = None, False
+    devices = ["late:0"] * 2
+    torchgpipe.pipelined(
+        model, torch.randn(2, 4), chunks=8, balance=[1, 1], devices=devices, offload=True, verify=False
     )
     model.looks = True
-    with pytest.raises(RuntimeError, match=r"of shape \(2, 6\) .* waits in host memory.*offload='weights'"):
-        model(data(16)[0])
-
-
-class Shift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.by
+    with pytest.raises(RuntimeError, match=r"of shape \(2, 4\) .* waits in host memory.*offload='weights'"):
+        model(torch.randn(16, 4))
 
 
 class Passing(nn.Module):
@@ -332,7 +312,8 @@ class Passing(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.first, self.last, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Shift()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shift = Using(lambda linear, x: x + linear.bias, WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.way = way
 

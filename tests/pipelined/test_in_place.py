@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.pipelined.helpers import (
     CHUNKS,
@@ -22,7 +22,6 @@ from tests.pipelined.helpers import (
     assert_trains_alike,
     batch,
     counted_calls,
-    gradients,
     in_pipeline,
     llama,
     sample,
@@ -182,94 +181,10 @@ def test_weights_are_loaded_from_one_file_after_the_other(tmp_path: Path) -> Non
 # -------------------------------------------------------------------------------------------------------------- changes
 
 
-CASTS: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
-    "cpu": (lambda model: model.cpu(), torch.float64),
-    "to where it is": (lambda model: model.to("cpu"), torch.float64),
-    "to bfloat16": (lambda model: model.to(torch.bfloat16), torch.bfloat16),
-    "half": (lambda model: model.half(), torch.float16),
-    "double": (lambda model: model.float().double(), torch.float64),
-}
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_casts(cast: str, model: Any) -> None:
-    """Trainers move and cast, whatever a model says. Nothing rounds differently within a micro-batch."""
-    change, dtype = CASTS[cast]
-    plain, before, arguments = llama(), dict(model.named_parameters()), batch("llama")
-    for one in (model, plain):
-        assert change(one) is one
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    assert all(parameter.dtype == dtype for parameter in model.parameters())
-    parts = zip(*(value.chunk(CHUNKS) for value in arguments.values()))
-    with torch.no_grad():
-        expected = [plain(**dict(zip(arguments, part))).logits for part in parts]
-        assert_close(model(**arguments).logits, torch.cat(expected), 0.0)
-
-
-class Doubled(nn.Module):
-    """A layer around another."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.layer(x)
-
-
-def replace_modules(model: Any) -> None:
-    """Replace a layer within a block, the head, a whole block of the spine, and a parameter."""
-    model.model.layers[1].mlp.up_proj = Doubled(model.model.layers[1].mlp.up_proj)
-    model.lm_head = Doubled(model.lm_head)
-    model.model.layers[2] = copy.deepcopy(model.model.layers[2])
-    layer = model.model.layers[3].mlp.down_proj
-    layer.weight = nn.Parameter(layer.weight.detach() * 2)
-
-
-def grow_the_vocabulary(model: Any) -> None:
-    """Make a new embedding and a new head."""
-    torch.manual_seed(4)
-    model.resize_token_embeddings(40, mean_resizing=False)
-
-
-@pytest.mark.parametrize("change", [replace_modules, grow_the_vocabulary])
-def test_what_is_replaced_afterwards(change: Callable[[Any], None], model: Any) -> None:
+def test_the_vocabulary_grows_afterwards(model: Any) -> None:
+    """There are a new embedding and a new head."""
     plain = llama()
     for one in (model, plain):
-        change(one)
+        torch.manual_seed(4)
+        one.resize_token_embeddings(40, mean_resizing=False)
     assert_runs_as_plain(model, plain)
-
-
-# ---------------------------------------------------------------------------------------------------------------- steps
-
-
-@pytest.mark.parametrize("length", [4, 12])
-def test_sequences_of_other_lengths_than_the_sample(length: int) -> None:
-    """Rows are padded, so they have different numbers of labels; nobody gave the mask with the sample."""
-    arguments = {name: value for name, value in sample("llama").items() if name != "attention_mask"}
-    model, plain = pipelined(llama(), arguments, chunks=CHUNKS, devices=TWO), llama()
-    loss = model.step(**batch("llama", length=length))
-    expected = plain(**batch("llama", length=length)).loss
-    expected.backward()
-    assert_close(loss, expected.detach())
-    assert_close(gradients(model), gradients(plain))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_gradient_checkpointing(when: str) -> None:
-    """The model's own switch, which has two names, holds in training mode: layers run once more at backward."""
-    model, plain = llama(), llama()
-    switch = "activation_checkpointing_enable"
-    switch = switch if hasattr(model, switch) else "gradient_checkpointing_enable"
-    if when == "before":
-        getattr(model, switch)()
-    in_pipeline(model)
-    if when == "after":
-        getattr(model, switch)()
-    with counted_calls(model.model.layers[1].mlp) as calls:
-        model.train().step(**batch("llama"))
-        plain(**batch("llama")).loss.backward()
-        assert_close(gradients(model), gradients(plain))
-        with torch.no_grad():
-            model.eval().step(**batch("llama"))
-    assert calls == [2] * (2 * CHUNKS + CHUNKS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,35 +193,6 @@ def test_a_plan_with_adapters_is_for_the_model_without_them() -> None:
     plan = torchgpipe.plan(empty, arguments, batch=4, memory=[2**20, 2**20])
     model = pipelined(llama(), arguments, balance=plan.balance, chunks=CHUNKS, devices=TWO)
     assert_trains_alike(adapted(model, lora()), adapted(llama(), lora()))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_loop_is_resumed_with_other_partitions(n: int, tmp_path: Path) -> None:
-    """From the adapters, the state of the optimizer and that of the random numbers, which dropout draws."""
-
-    class Loop:
-        def __init__(self, model: Any, partitions: int) -> None:
-            self.model = in_pipeline(model, devices=[f"cpu:{j}" for j in range(partitions)])
-            self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-        def train(self, steps: range) -> None:
-            for step in steps:
-                self.optimizer.zero_grad()
-                self.model.step(**batch("llama", seed=step))
-                self.optimizer.step()
-
-    whole = Loop(adapted(llama(), lora(lora_dropout=0.3)), 2)
-    whole.train(range(2))
-    whole.model.save_pretrained(tmp_path)
-    state = copy.deepcopy(whole.optimizer.state_dict())
-    random = torch.get_rng_state()
-    whole.train(range(2, 4))
-
-    resumed = Loop(peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True).double().train(), n)
-    resumed.optimizer.load_state_dict(state)
-    torch.set_rng_state(random)
-    resumed.train(range(2, 4))
-    assert_close(resumed.model.state_dict(), whole.model.state_dict())
 
 
 # --------------------------------------------------------------------------------------------- prompts that are trained

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
 import os
@@ -90,18 +89,6 @@ def test_training_goes_on_under_another_balance(pipe: Pipe, before: list[int] | 
     state, expected_state = second.model.state_dict(), whole.model.state_dict()
     assert list(state) == list(expected_state)
     assert all(map(torch.equal, state.values(), expected_state.values()))
-
-
-def test_a_state_on_other_devices_comes_to_those_of_the_pipeline(pipe: Pipe) -> None:
-    """The state is saved on one CPU and loaded to several, as with `map_location` and another number of devices."""
-    first = Training(pipe, [6])
-    first.train(slice(1))
-    second = Training(pipe, [2, 2, 2])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for parameter in second.model.parameters():
-        kept = second.optimizer.state[parameter]
-        assert kept["exp_avg"].device == parameter.device
-        assert kept["exp_avg"].data_ptr() != first.optimizer.state_dict()["state"][0]["exp_avg"].data_ptr()
 
 
 def test_safetensors_write_the_memory_of_tied_weights_once(pipe: Pipe, tmp_path: Path) -> None:
