@@ -219,7 +219,7 @@ MUTATIONS = [
         "exclusive",
         "replay/statistics norms/deferred_batch_norm",
     ),
-    Mutation("layers with seeds draw one after the other", "borrowed", "sharing", "step late/seeds"),
+    Mutation("cells that draw from one generator run one after the other", "borrowed", "sharing", "late/seeds"),
     # Threads
     Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/ends"),
     Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/ends"),

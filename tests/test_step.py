@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
 from tests.layers import Apply
-from torchgpipe import GPipe, NoChunk, is_recomputing
-from torchgpipe.replay import seeds
+from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
 from torchgpipe.schedule import Action, program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -417,14 +416,16 @@ def test_a_layer_under_autocast_holds_nobody_up() -> None:
 
     def meet(j: int, x: Tensor) -> Tensor:
         launched[j].append(None)
-        if len(launched[j]) == 2 - j:  # The first layer is one micro-batch ahead.
+        # In the second step, as it is known by then that nothing draws. The first layer is one micro-batch ahead.
+        if len(launched[j]) == 4 + 2 - j:
             meeting.wait()
         return x * 2
 
     model = stepping(nn.Sequential(*[Apply(partial(meet, j)) for j in range(2)]), FOUR[:2], checkpoint="never")
     x, y = data()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.step(x.requires_grad_(), y)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.step(x.requires_grad_(), y)
 
 
 # ------------------------------------------------------------------------------------------------ random numbers
@@ -458,25 +459,43 @@ def test_each_layer_and_micro_batch_draws_other_numbers(devices: Devices) -> Non
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == len(drawn) == 32
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["the CPU's", "that of its device"])
-def test_a_layer_that_begins_to_draw_is_noticed(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers were not seeded, so a recomputation may have drawn others; the next step finds it.
-
-    Only the CPU's generator was looked at. 'cpu:1' stands for an accelerator, which has a generator of its own.
-    """
-    its, cpu = torch.Generator(), torch.default_generator
-    monkeypatch.setattr(seeds, "generators_of", lambda device: [cpu, its] if device.index else [cpu])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_layer_that_begins_to_draw_is_noticed(checkpoint: str) -> None:
+    """Its numbers had no seed, so a recomputation may have drawn others. Without one, it has seeds from then on."""
     draws: list[None] = []
-    noise = Apply(lambda x: x * torch.rand(x.shape, generator=its if own else None) if draws else x * 1)
-    model = stepping(mlp().append(noise), FOUR[:2], balance=[2, 3], checkpoint="always")
+    noise = Apply(lambda x: x * torch.rand(x.shape) if draws else x * 1)
+    model = stepping(mlp().append(noise), FOUR[:2], balance=[2, 3], checkpoint=checkpoint)
     x, y = data()
     model.step(x, y)
     model.zero_grad()
     draws.append(None)
-    with pytest.raises(RuntimeError, match=r"from the generator of cpu during this step.*drew none when it first ran"):
+    refused = pytest.raises(RuntimeError, match=r"from the generator of cpu in this mini-batch.*drew none before")
+    with refused if checkpoint == "always" else nullcontext():
         model.step(x, y)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.step(x, y)
+    assert all(parameter.grad is None for parameter in model.parameters()) == (checkpoint == "always")
+    results = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        results.append(model.step(x, y))
+    assert results[0] == results[1]
+
+
+def test_what_hooks_draw_at_backward_stays_drawn(devices: Devices) -> None:
+    """The generator was put back behind the seed of the step, so the noise of the next step was that of this one."""
+    noise = []
+
+    def hooked(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: noise.append(torch.rand(4)))
+        return x * 1
+
+    layers = mlp(dropout=0.3)
+    layers[2] = Apply(hooked)
+    model = stepping(layers, devices(4), checkpoint="never")
+    x, y = data()
+    for _ in range(3):
+        model.step(x, y)
+    numbers = torch.cat(noise).tolist()
+    assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -500,6 +519,24 @@ def test_a_step_in_another_thread_draws_no_numbers_of_this_one(drawn: bool) -> N
     meets.append(None)
     with pytest.raises(RuntimeError, match="from the generator of cpu") if drawn else nullcontext():
         model.step(x, y)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_pipelined_layer_draws_the_same_on_any_devices(checkpoint: str) -> None:
+    """Its workers waited for the generator that the recomputation around them held."""
+
+    def run(names: list[str]) -> Tensor:
+        inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6)).double()
+        pipelined(inner, x[:2], chunks=1, devices=["cpu:4", "cpu:5"], balance="parameters")
+        model = stepping(mlp().append(inner), names, balance=[2, 3], checkpoint=checkpoint, schedule="GPipe")
+        torch.manual_seed(2)
+        return torch.stack([model.step(x, y) for _ in range(2)])
+
+    x, y = data()
+    torch.manual_seed(0)
+    expected = run(["cpu"] * 2)
+    torch.manual_seed(0)
+    assert torch.equal(run(FOUR[:2]), expected)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

@@ -47,6 +47,7 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name
 from torchgpipe.schedule.programs import USUAL, given_or_usual
 from torchgpipe.skip.verify import verify_skippables
@@ -335,6 +336,7 @@ class GPipe(nn.Module):
             replicas=self._replicas,
             schedule=schedule,
             lock=self._lock,
+            random_numbers=RandomNumbers(self, devices),
             host_memory=self._host_memory,
             watches=kind is not None and kind not in self._watched,
         )
@@ -350,9 +352,9 @@ class GPipe(nn.Module):
             optimizer.step()
             optimizer.zero_grad()
 
-        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Random
-        numbers of a layer depend on the step, the micro-batch and the layer only, so dropout is the same for any
-        balance, schedule, checkpoint mode and number of devices. A micro-batch whose backward through a partition comes
+        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Each
+        micro-batch has a seed in each step, so dropout is the same for any balance, schedule, checkpoint mode and
+        number of devices. A micro-batch whose backward through a partition comes
         next on its device is not recomputed there.
 
         Args:

@@ -24,7 +24,7 @@ from torchgpipe.devices.torch_internals import next_sequence_number, sequence_nu
 from torchgpipe.engine.record import End
 from torchgpipe.frames.threads import Threads
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.seeds import own_locks
+from torchgpipe.replay.generator_locks import own_locks
 
 __all__ = ["Cancelled", "Frame"]
 

@@ -36,11 +36,11 @@ from torchgpipe.frames.door import Owner
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
 
@@ -336,7 +336,7 @@ class MiniBatch:
             else nullcontext()
         )
         try:
-            with self.random_numbers.backward(), visitor:
+            with self.random_numbers.backward(self._columns.devices[j]), visitor:
                 yield
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
 from torchgpipe.engine.aliases import Aliases, Slot, weights_of
-from torchgpipe.engine.execute import with_gradients
+from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.label import labelled
@@ -31,13 +31,12 @@ from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.outputs import join
-from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
-from torchgpipe.replay.seeds import Draws
+from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
@@ -71,8 +70,6 @@ class Pipeline:
         self._has_hooks = False
         #: What mini-batches there were whose graphs were looked at; see `Cell.verify_complete`.
         self._verified: set[Any] = set()
-        #: For the training modes of all modules, what the model draws from.
-        self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
         #: What mini-batches there were whose operations on weights were looked at; see `Watch`.
         self._watched: set[Any] = set()
@@ -102,7 +99,7 @@ class Pipeline:
             mini_batch = self._mini_batch(module, plain, parts, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(arguments))
-        self._end(module, mini_batch, rows)
+        self._end(mini_batch, rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
         return join(outputs, sizes, settings.kinds[module.training], scalars)
 
@@ -140,7 +137,7 @@ class Pipeline:
                 )
                 mini_batch.run()
                 result = loss.result()
-                self._end(module, mini_batch, rows)
+                self._end(mini_batch, rows)
                 return result, mini_batch.take_input_gradients()
 
         with self._lock:
@@ -286,10 +283,10 @@ class Pipeline:
         columns = Columns(settings.devices, self.streams, labelled(step))
         bring = self.to(settings.devices[0])
         inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
-        random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
+        random_numbers = random_numbers or RandomNumbers(module, settings.devices)
         watched = None
         if self.host_memory is not None:
-            kind = backward, self._structure, _modes(module), len(parts[0].args), tuple(parts[0].kwargs)
+            kind = backward, self._structure, modes_of(module), len(parts[0].args), tuple(parts[0].kwargs)
             watched = None if kind in self._watched else lambda: self._watched.add(kind)
         return MiniBatch(
             plain,
@@ -313,7 +310,7 @@ class Pipeline:
     def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
         """Return what notes that the graphs of such a mini-batch are verified; None if they were before."""
         given = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = self._structure, _modes(module), len(part.args), given
+        key = self._structure, modes_of(module), len(part.args), given
         return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -325,20 +322,9 @@ class Pipeline:
 
         return bring
 
-    def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
-        random_numbers = mini_batch.random_numbers
-        modes = _modes(module)
-        unseen = random_numbers.drawn_unseen()
-        if unseen:
-            self._draws[modes] = Draws(True, True)
-            raise RuntimeError(
-                f"random numbers were drawn from the generator of {' and '.join(unseen)} in this mini-batch, though "
-                "the model drew none before, so micro-batches have drawn in no certain order, and a recomputation may "
-                "draw others; run it again: from now on, micro-batches have seeds"
-            )
-        draws = random_numbers.end()
-        if rows:  # Without rows, layers that draw have drawn nothing.
-            self._draws[modes] = draws
+    def _end(self, mini_batch: MiniBatch, rows: int) -> None:
+        # Modules of the model's own may recompute, too.
+        mini_batch.random_numbers.end(counts=rows > 0, recomputes=True)
         if not self.settings.layout.crossed:
             self.settings.layout.crossed = mini_batch.crossed
 
@@ -449,8 +435,3 @@ class Pipeline:
         return self._mini_batch(
             module, plain, parts, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
         )
-
-
-def _modes(module: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a model that draws from one that does not: the modes of all modules, and their dropout."""
-    return tuple([(child.training, vars(child).get("p")) for child in module.modules()])

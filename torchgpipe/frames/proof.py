@@ -33,14 +33,13 @@ from torchgpipe.frames.inputs import Arguments, chunk_sizes
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_in
-from torchgpipe.replay.seeds import Draws
+from torchgpipe.replay.random_numbers import Draws, RandomNumbers
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["Proof", "sample_of"]
@@ -152,10 +151,10 @@ class Proof:
         return training, run
 
     def _apart(self, *, backward: bool) -> _Run:
-        random_numbers = RandomNumbers(None)
         outputs: list[Any] = []
         loss = self._loss()
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
+            random_numbers = RandomNumbers(None)
             buffers = Buffers(self._module)
             for i, part in enumerate(self._parts):
                 with random_numbers.of(i, self._settings.devices[0]):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchgpipe.devices.generators import go_on_from, state_of
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass
-from torchgpipe.replay.seeds import cpu_lock
+from torchgpipe.replay.generator_locks import cpu_lock
 
 __all__ = ["CallersGenerator"]
 

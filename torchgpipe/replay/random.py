@@ -60,7 +60,7 @@ class RandomStates:
         modules: all modules on the device, which may have generators
         beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether other cells may draw from the generators between two cells
-        seeded: whether layers have seeds of their own, so that only generators of layers have to be noted
+        silent: whether nothing draws from the generators of devices, so that only those of layers have to be noted
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class RandomStates:
         *,
         beside: bool,
         between: bool,
-        seeded: bool = False,
+        silent: bool = False,
     ) -> None:
-        self._seeded = seeded
+        self._silent = silent
         self._device = device
         self._modules = modules
         self._beside = beside
@@ -83,7 +83,7 @@ class RandomStates:
     @cached_property
     def _generators(self) -> tuple[Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return (() if self._seeded else generators_of(self._device)) + generators_in(self._modules)
+        return (() if self._silent else generators_of(self._device)) + generators_in(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""
