@@ -128,7 +128,8 @@ def in_parts(plain: Program, reduce: str | None, x: Tensor, mask: Tensor, extra:
     rows = [len(part) for part in x.chunk(CHUNKS)]
     outputs, start = [], 0
     for count in rows:
-        part = rows_of({"x": x, "mask": mask, "extra": extra}, slice(start, start := start + count))
+        part = rows_of({"x": x, "mask": mask, "extra": extra}, slice(start, start + count))
+        start += count
         if not torch.is_grad_enabled():  # It is a leaf, as what a caller passes is.
             part["x"] = part["x"].detach().requires_grad_()
         outputs.append(plain(**part))

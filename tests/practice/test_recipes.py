@@ -30,7 +30,6 @@ from torchgpipe import GPipe
 STEPS = 6
 
 Optimizer: TypeAlias = torch.optim.Optimizer
-Backward: TypeAlias = Callable[[Tensor, Tensor, "Recipe", Any], Tensor]
 
 adam = partial(AdamW, lr=0.01)
 momentum = partial(SGD, momentum=0.9, lr=0.01)
@@ -60,19 +59,8 @@ class Recipe:
         return nullcontext() if self.dtype is None else torch.autocast("cpu", self.dtype)
 
 
-def by_call(run: Callable[[Tensor], Tensor]) -> Backward:
-    def backward(x: Tensor, y: Tensor, recipe: Recipe, scaler: Any) -> Tensor:
-        with recipe.autocast():
-            output = run(x)
-            loss = F.cross_entropy(output if output.dtype == torch.float64 else output.float(), y) / recipe.accumulate
-        scaler.scale(loss).backward()
-        return loss
-
-    return backward
-
-
-def train(layers: nn.Sequential, recipe: Recipe, backward: Backward) -> dict[str, Any]:
-    """Run a training loop as users write it, and return the events of each step, and the parameters at the end."""
+def train(layers: nn.Sequential, recipe: Recipe, run: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Train layers that ``run`` runs, as users write it, and return the events of each step, and the parameters."""
     named = [*layers.named_parameters()]
     decayed = {"params": [parameter for name, parameter in named if name.endswith("weight")], "weight_decay": 0.1}
     optimizer = recipe.optimizer([decayed, {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.02}])
@@ -82,7 +70,12 @@ def train(layers: nn.Sequential, recipe: Recipe, backward: Backward) -> dict[str
     for step in batches(STEPS, recipe.accumulate):
         optimizer.zero_grad()
         for x, y in step:
-            losses.append(backward(x, y, recipe, scaler).item())
+            with recipe.autocast():
+                output = run(x)
+                output = output if output.dtype == torch.float64 else output.float()
+                loss = F.cross_entropy(output, y) / recipe.accumulate
+            scaler.scale(loss).backward()
+            losses.append(loss.item())
         scaler.unscale_(optimizer)
         norm = recipe.clip(layers.parameters())
         scaler.step(optimizer)
@@ -122,8 +115,8 @@ RECIPES: dict[str, Recipe] = {
 def test_a_recipe_trains_like_the_plain_model(pipe: Pipe, name: str) -> None:
     plain = make_layers()
     layers = copy.deepcopy(plain)
-    expected = train(plain, RECIPES[name], by_call(partial(run_plain, plain, chunks=CHUNKS)))
-    assert_same(train(layers, RECIPES[name], by_call(pipe(layers, BALANCE, chunks=CHUNKS))), expected)
+    expected = train(plain, RECIPES[name], partial(run_plain, plain, chunks=CHUNKS))
+    assert_same(train(layers, RECIPES[name], pipe(layers, BALANCE, chunks=CHUNKS)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped
@@ -140,12 +133,12 @@ def test_mixed_precision_and_accumulation(
     layers = copy.deepcopy(plain)
     # A checkpointed micro-batch casts its own weights; the others share those in autocast's cache.
     apart = nullcontext if checkpoint == "never" else recipe.autocast
-    run = by_call(partial(run_plain, plain, chunks=CHUNKS, each=apart))
+    run = partial(run_plain, plain, chunks=CHUNKS, each=apart)
     if checkpoint == "never":
         expected = train(plain, recipe, run)
     else:
         expected = train(plain, Recipe(adam, recipe.schedule, clip, None, scale, accumulate), run)
-    actual = train(layers, recipe, by_call(pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)))
+    actual = train(layers, recipe, pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint))
     # The gradients of checkpointed micro-batches are added to ``.grad`` one by one, in another order of summation.
     assert_same(actual, expected, 0.0 if checkpoint == "never" or accumulate == 1 else 1e-5)
     overflowed = not all(norm < float("inf") for norm in actual["norms"])
@@ -183,11 +176,8 @@ def test_a_step_right_after_backward_waits_for_every_device(checkpoint: str, kin
     model = GPipe(layers, BALANCE, devices=["late:0", "late:1", "late:2"], chunks=CHUNKS, checkpoint=checkpoint)
     recipe = Recipe(partial(kind, foreach=False))
 
-    def run(x: Tensor) -> Tensor:
-        return model(x.double()).cpu()
-
-    expected = train(plain, recipe, by_call(lambda x: run_plain(plain, x.double(), chunks=CHUNKS)))
-    actual = train(layers, recipe, by_call(run))
+    expected = train(plain, recipe, lambda x: run_plain(plain, x.double(), chunks=CHUNKS))
+    actual = train(layers, recipe, lambda x: model(x.double()).cpu())
     assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-12)
     for mine, its in zip(layers.parameters(), plain.parameters()):
         torch.testing.assert_close(mine.cpu(), its)
