@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 X = torch.randn(6, 4, dtype=torch.float64)
 
@@ -36,16 +39,17 @@ def mean(output: Tensor) -> Tensor:
     return output.pow(2).mean()
 
 
-def trained(model: Any, run: str, x: Tensor = X, seed: int | None = 3) -> dict[str, Any]:
+def trained(model: Any, run: str, x: Tensor = X, within: Context = nullcontext) -> dict[str, Any]:
     """Train once, and return everything that this leaves."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    loss = model.step(x) if run == "step" else mean(model(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with within():
+        loss = model.step(x) if run == "step" else mean(model(x))
     drawn = torch.rand(3) if run == "backward" else None  # as a loop draws that loads a batch here
     if run == "backward":
         loss.backward()
+    optimizer.step()
     left = {f"gradient of {name}": grad for name, grad in gradients(model).items()}
-    left |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    left |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return {**left, "loss": loss.detach(), "drawn": drawn, "drawn next": torch.rand(3)}
 
 
@@ -56,31 +60,31 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (value is None and other is None) or torch.equal(value, other), name
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
-@pytest.mark.parametrize("devices", [["cpu"], TWO, ["cpu:0", "cpu:1", "cpu:2"]])
-def test_recomputation_changes_nothing(schedule: Any, devices: list[str]) -> None:
-    """Batch norms counted twice, spectral norms improved twice, and generators were left where others had them."""
+def assert_recomputes_the_same(
+    make: Callable[[], nn.Module], *modes: Any, x: Tensor = X, within: Context = nullcontext, **options: Any
+) -> None:
+    """Assert that a model leaves the same with and without recomputation, and so do generators of its layers."""
     results = []
-    options: dict[str, Any] = {"devices": devices, "schedule": schedule, "loss_fn": lambda y, _: mean(y)}
-    for mode in ("never", "always", ["layers.1", "layers.2", "layers.4"]):
-        model: Any = pipelined(Chain(*layers()).double(), X[:2], chunks=3, checkpoint=mode, **options)
-        results.append([trained(model, run) for run in ("step", "backward", "step")])
+    options = {"devices": TWO, "loss_fn": lambda y, _: mean(y), **options}
+    for mode in ("never", "always", *modes):
+        torch.manual_seed(0)
+        model: Any = make().to(x.dtype)
+        pipelined(model, x[:2], chunks=3, checkpoint=mode, **options)
+        torch.manual_seed(3)
+        results.append([trained(model, run, x, within) for run in ("step", "backward", "step")])
+        generators = [layer.generator.get_state() for layer in model.layers if hasattr(layer, "generator")]
+        results[-1].append(dict(enumerate(generators)))
     for other in results[1:]:
         for one, expected in zip(other, results[0]):
             assert_equal(one, expected)
 
 
-def assert_recomputes_the_same(make: Callable[[], nn.Module], run: str = "backward", **options: Any) -> None:
-    """Assert that a model leaves the same with and without recomputation, and so does its own generator."""
-    results = []
-    for mode in ("never", "always"):
-        torch.manual_seed(0)
-        model: Any = make().double()
-        options = {"devices": TWO, **options}
-        result = trained(pipelined(model, X[:2], chunks=3, checkpoint=mode, **options), run)
-        generators = [layer.generator.get_state() for layer in model.layers if hasattr(layer, "generator")]
-        results.append({**result, **dict(enumerate(generators))})
-    assert_equal(results[1], results[0])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+@pytest.mark.parametrize("devices", [["cpu"], TWO, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_recomputation_changes_nothing(schedule: Any, devices: list[str]) -> None:
+    """Batch norms counted twice, spectral norms improved twice, and generators were left where others had them."""
+    some = ["layers.1", "layers.2", "layers.4"]
+    assert_recomputes_the_same(lambda: Chain(*layers()), some, devices=devices, schedule=schedule)
 
 
 def two(first: nn.Module, **options: Any) -> Any:
@@ -139,11 +143,9 @@ class Containers(Chain):
         return state["x"] + sum(state["past"])
 
 
-@pytest.mark.parametrize("run", ["backward", "step"])
-def test_containers_are_those_of_the_first_run(run: str) -> None:
+def test_containers_are_those_of_the_first_run() -> None:
     """A list or a cache that a module adds to had the additions of the first run already."""
-    options = {"balance": {"layers.2": 1}, "loss_fn": lambda y, _: mean(y)}
-    assert_recomputes_the_same(lambda: Containers(*[Container() for _ in range(4)]), run, **options)
+    assert_recomputes_the_same(lambda: Containers(*[Container() for _ in range(4)]), balance={"layers.2": 1})
 
 
 def test_a_graph_that_is_kept_is_recomputed_again() -> None:
@@ -223,33 +225,19 @@ def test_a_module_that_changes_its_input_is_refused() -> None:
 
 
 def test_weights_that_autocast_casts_are_those_of_the_first_run() -> None:
-    results = []
-    for mode in (False, True):
-        torch.manual_seed(0)
-        model: Any = pipelined(Chain(), X[:2].float(), chunks=3, devices=TWO, checkpoint=mode)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(X.float()).float().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        results.append(dict(model.named_parameters()))
-    assert_equal(results[1], results[0])
+    assert_recomputes_the_same(Chain, x=X.float(), within=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 def test_cached_weights_are_right_or_refused() -> None:
     """Threads share the cache, and one that clears it makes another compute a weight in one run only."""
-    results = []
-    for mode in (False, True):
-        torch.manual_seed(0)
-        model: Any = Chain(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)).double()
-        pipelined(model, X[:2], chunks=3, devices=["cpu"], checkpoint=mode)
-        with parametrize.cached():
-            results.append(trained(model, "backward"))
-    assert_equal(results[1], results[0])
+
+    def make() -> nn.Module:
+        return Chain(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+    assert_recomputes_the_same(make, devices=["cpu"], within=parametrize.cached)
+    model: Any = pipelined(make().double(), X[:2], chunks=3, devices=TWO, checkpoint=True, verify=False)
     with parametrize.cached(), pytest.raises(RuntimeError, match=r"leave out cached\(\) or checkpoint"):
-        two(parametrizations.weight_norm(nn.Linear(4, 4)), verify=False)(X)
+        model(X)
 
 
 # ------------------------------------------------------------------------------------- checkpoints of the model's own
@@ -280,7 +268,7 @@ def test_two_checkpoints_of_the_models_own_at_once(dropout: float, reentrant: bo
         pipelined(model, X[:2], chunks=6, devices=devices, loss_fn=lambda y, _: mean(y))
         torch.manual_seed(3)
         x = X.clone().requires_grad_()  # for reentrant checkpoints
-        results.append([trained(model, run, x, seed=None) for _ in range(6)])
+        results.append([trained(model, run, x) for _ in range(6)])
     for one, expected in zip(results[1], results[0]):
         assert_equal(one, expected)
 

@@ -179,7 +179,7 @@ def test_a_model_that_is_dispatched_already_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- two processes
 
 
-def fit_in_two_processes() -> None:
+def fit_in_two_processes() -> bool:
     """Each process has a part of the rows, and the losses are averaged over the tokens.
 
     What DistributedDataParallel itself does around a pipelined model is in `tests/practice/test_ddp.py`.
@@ -200,8 +200,9 @@ def fit_in_two_processes() -> None:
         gpt2 = MODELS["gpt2"]
         assert_fitted_alike(with_transformers, Path(folder), in_pipeline(gpt2()), gpt2(), **options)
         assert_fitted_alike(with_lightning, Path(folder), in_pipeline(llama()), llama(), **gloo)
+    return True
 
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
 def test_two_processes() -> None:
-    launch(WORLD, fit_in_two_processes, timeout=60, limit=200, imports=["tests.pipelined.clients"])
+    assert launch(WORLD, fit_in_two_processes, timeout=60, limit=200) == [True] * WORLD
