@@ -24,15 +24,32 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from tests.accelerator import DEVICE, KIND, needs_accelerator
 from tests.conftest import Devices, Pipe
 from tests.plain import run_plain
-from tests.practice.training import BALANCE, CHUNKS, batches, make_layers
 from torchgpipe import GPipe
 
 STEPS = 6
+CHUNKS = 3
+BALANCE = [2, 1, 3]
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 
 adam = partial(AdamW, lr=0.01)
 momentum = partial(SGD, momentum=0.9, lr=0.01)
+
+
+def make_layers() -> nn.Sequential:
+    """Return layers from (batch, 4) to scores of 3 classes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def batches(steps: int, accumulate: int = 1) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return mini-batches for each step, the last one smaller."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = [9] * (accumulate - 1) + [7]
+    return [
+        [(torch.randn(size, 4, generator=draw), torch.randint(3, (size,), generator=draw)) for size in sizes]
+        for _ in range(steps)
+    ]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import torchgpipe
 from tests.conftest import Pipe
 from tests.plain import run_plain
-from tests.practice.training import batches
+from tests.practice.test_recipes import batches
 
 CHUNKS = 2
 EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
