@@ -30,7 +30,6 @@ class Chain(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers or [nn.Linear(4, 4) for _ in range(4)])
-        self.register_buffer("count", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Any:
         first = x

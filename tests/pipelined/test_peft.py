@@ -89,22 +89,13 @@ def test_lora(variant: str, order: str) -> None:
 
 
 @orders
-def test_an_adapter_for_each_row(order: str) -> None:
-    """`adapter_names` is a list with a name for each row, for inference: split like a tensor, or refused by name."""
-    models = both(order, lora())
-    for model in models:
-        torch.manual_seed(2)
-        model.add_adapter("other", lora())
-        model.double().eval()
-    arguments = batch("llama") | {"adapter_names": ["default", "other", "__base__", "default"]}
-    with torch.no_grad():
-        expected = models[1](**arguments).logits
-        try:
-            logits = models[0](**arguments).logits
-        except (TypeError, ValueError) as error:
-            assert "adapter_names" in str(error)
-        else:
-            assert_close(logits, expected)
+def test_an_adapter_for_each_row_is_refused_by_name(order: str) -> None:
+    """`adapter_names` is a list with a name for each row, for inference."""
+    ours, _ = both(order, lora())
+    ours.add_adapter("other", lora())
+    ours.double().eval()
+    with torch.no_grad(), pytest.raises(ValueError, match="adapter_names"):
+        ours(**batch("llama"), adapter_names=["default", "other", "__base__", "default"])
 
 
 @orders
@@ -215,17 +206,13 @@ def test_tuned_prompts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_before_a_pipeline(kind: str) -> None:
-    """Prompts get their gradients through `inputs_embeds`, an input of the pipeline; prefixes through the cache that
-    it is given, or they are refused by name."""
+    """Prompts get their gradients through `inputs_embeds`, an input of the pipeline; prefixes through its cache."""
     base, config, arguments = llama(), PROMPTS[kind](), sample("llama")
     if "prefix" not in kind:
         del arguments["input_ids"]
         arguments["inputs_embeds"] = torch.zeros(2, 7, base.config.hidden_size, dtype=torch.float64)
     pipelined(base, arguments, chunks=CHUNKS, devices=TWO)
-    try:
-        assert_trains_alike(adapted(base, config), adapted(llama(), config))
-    except (TypeError, ValueError, RuntimeError) as error:
-        assert "prefix" in kind and "past_key_values" in str(error)
+    assert_trains_alike(adapted(base, config), adapted(llama(), config))
 
 
 @orders
