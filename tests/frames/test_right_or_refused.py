@@ -72,6 +72,12 @@ def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor:
     return x * run.model.parts[0].kept  # type: ignore[operator]
 
 
+@move("renew a parameter")
+def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor:
+    run.model.square.data = run.model.square.data * 0.9
+    return x @ run.model.square
+
+
 @move("coupled loss")
 def _(run: Run, x: Tensor, y: Tensor, k: int) -> None:
     run.loss = lambda: run.x.logsumexp(0).mean()  # type: ignore[method-assign]
@@ -113,6 +119,7 @@ REFUSED: dict[str, tuple[Moves, Moves, str]] = {
     "generator": ([("draw", 0)], [("draw", 0)], r"partitions 0 and 1 draw from one torch\.Generator .* each module"),
     "gradient": ([], [("differentiate", 1)], "the model computes gradients in its forward, behind a boundary"),
     "parameter": ([("change a parameter", 0)], [], r"changes the parameter 'loose\.0' .* after optimizer.step"),
+    "renewed parameter": ([("renew a parameter", 0)], [], "changes the parameter 'square' .* after optimizer.step"),
     "backward": ([("backward", 0)], [], "was differentiated by itself"),
     "detach_": ([], [("detach_", 1)], "calls 'detach_' in partition 1"),
     "unsqueeze_": ([], [("unsqueeze_", 1)], "calls 'unsqueeze_' in partition 1"),
