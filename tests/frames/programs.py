@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["DOUBTFUL", "MOVES", "Program", "programs"]
+__all__ = ["DOUBTFUL", "MOVES", "Program", "Run", "move", "programs"]
 
 WIDTH = 4
 
