@@ -107,7 +107,7 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
         assert doubtful or str(error).startswith(HARMLESS), error
         return
     event("right")
-    slack = 1e-10 if dtype == torch.float64 else 0.02
+    slack = 1e-10 if dtype == torch.float64 else 0.05  # bfloat16, in which a product rounds differently by strides
     for result, wanted in zip(results, expected, strict=True):
         for name, tensor in wanted.items():
             # A copy on another device has other strides, with which products may round differently.
