@@ -318,7 +318,11 @@ class Pipeline:
 
         def bring(tensor: Tensor) -> Tensor:
             there = self.streams.device_of(tensor)
-            return tensor.to(device) if there is not None and self.streams.moves(there, device) else tensor
+            if there is None or not self.streams.moves(there, device):
+                return tensor
+            copy = tensor.to(device)
+            # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
+            return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
 
         return bring
 

@@ -102,7 +102,9 @@ class Proof:
     ) -> None:
         self._pipeline, self._module, self._plain = pipeline, module, plain
         settings = self._settings = pipeline.settings
-        arguments = Arguments(*mapped(tuple(arguments), Tensor.detach, caches=True))
+        with torch.inference_mode(False):  # Copies, which the model may change, and backward may save.
+            arguments = Arguments(*mapped(tuple(arguments), _kept, caches=True))
+            target = mapped(target, _kept)
         self._arguments, self._sizes = arguments, sizes
         self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
         self._named = [settings.splitter.names(part) for part in self._parts]
