@@ -245,6 +245,23 @@ def test_padding_counts_in_a_step_of_layers_too() -> None:
 # ------------------------------------------------------------------------------- containers, and tensors of other kinds
 
 
+@pytest.mark.on_late
+def test_an_input_that_a_model_differentiates_under_no_grad(devices: Devices) -> None:
+    """A copy on another device did not say that it requires grad, nor could it be differentiated."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = Chain.forward(self, x)
+        if not x.requires_grad:
+            return y
+        with torch.enable_grad():
+            return y + torch.autograd.grad((x.sin() * x).sum(), x)[0]
+
+    model, plain = make(chain(forward), devices(1) * 2)
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", ["coo", "csr", "vmap"])

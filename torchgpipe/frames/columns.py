@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 import torch
+from torch import Tensor
 
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.record import Listener
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "copier"]
 
 
 class Columns:
@@ -48,7 +51,33 @@ class Columns:
         """Return the last column on ``device`` in front of column ``before``, or None."""
         return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
 
+    def copier(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that copies a tensor from the device of any column to ``device``."""
+        return copier(self.streams, device, self.devices)
+
     @property
     def copies(self) -> bool:
         """Whether tensors are copied from column to column."""
         return bool(self._routes)
+
+
+def copier(
+    streams: Streams, device: torch.device, sources: Container[torch.device] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a tensor to ``device``, unless it is in that memory.
+
+    Args:
+        streams: tells what must be copied
+        device: the device
+        sources: the devices from which tensors are copied; None for all
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        there = streams.device_of(tensor)
+        if there is None or (sources is not None and there not in sources) or not streams.moves(there, device):
+            return tensor
+        copy = tensor.to(device)
+        # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
+        return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
+
+    return copied

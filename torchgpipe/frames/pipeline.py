@@ -23,7 +23,7 @@ from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.columns import Columns, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
 from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import Arguments, chunk_sizes
@@ -315,16 +315,7 @@ class Pipeline:
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of the caller's to ``device``."""
-
-        def bring(tensor: Tensor) -> Tensor:
-            there = self.streams.device_of(tensor)
-            if there is None or not self.streams.moves(there, device):
-                return tensor
-            copy = tensor.to(device)
-            # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
-            return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
-
-        return bring
+        return copier(self.streams, device)
 
     def _end(self, mini_batch: MiniBatch, rows: int) -> None:
         # Modules of the model's own may recompute, too.

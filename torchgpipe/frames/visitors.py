@@ -309,7 +309,7 @@ class RecomputationVisitor:
                 f"partition {self._column}, on another device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
-        return door.call_exchanged(args, kwargs, _copier(self._columns, self._columns.devices[door.column]))
+        return door.call_exchanged(args, kwargs, self._columns.copier(self._columns.devices[door.column]))
 
 
 class InOnePiece(TorchFunctionMode):
@@ -324,7 +324,7 @@ class InOnePiece(TorchFunctionMode):
         super().__init__()
         self.owner = owner
         self._columns = columns
-        self._change = _copier(columns, columns.devices[0])
+        self._change = columns.copier(columns.devices[0])
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
@@ -332,7 +332,7 @@ class InOnePiece(TorchFunctionMode):
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
-        self._change = _copier(self._columns, self._columns.devices[door.column])
+        self._change = self._columns.copier(self._columns.devices[door.column])
         return door.call_exchanged(args, kwargs, self._change)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -343,16 +343,5 @@ class InOnePiece(TorchFunctionMode):
         changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
         streams = self._columns.streams
         places = [there for _, tensor in each(changed) if (there := streams.device_of(tensor)) in self._columns.devices]
-        change = _copier(self._columns, places[0]) if places and places[0] is not None else self._change
+        change = self._columns.copier(places[0]) if places and places[0] is not None else self._change
         return func(*mapped(args, change), **mapped(kwargs, change))
-
-
-def _copier(columns: Columns, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor from the device of any column to ``device``."""
-    streams, devices = columns.streams, columns.devices
-
-    def change(tensor: Tensor) -> Tensor:
-        there = streams.device_of(tensor)
-        return tensor.to(device) if there is not None and there in devices and streams.moves(there, device) else tensor
-
-    return change
