@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
+from torchgpipe.devices.generators import Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
 __all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators", "sharing_generator"]
@@ -219,7 +219,7 @@ def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
 @contextmanager
 def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the generators of the CPU, of devices and of modules back into their states after a ``with`` block."""
-    generators = [*_generators(devices), *generators_in(modules)]
+    generators = [*generators_of_all(devices), *generators_in(modules)]
     states = [state_of(generator) for generator in generators]
     try:
         yield
@@ -230,11 +230,7 @@ def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Mo
 
 def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
     """Return the states of the generators of the CPU and of devices, to compare."""
-    return _note(_generators(devices)).contents
-
-
-def _generators(devices: Iterable[torch.device]) -> list[Generator]:
-    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_of(device)]))
+    return _note(generators_of_all(devices)).contents
 
 
 def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
+from torchgpipe.devices.generators import Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.generator_locks import are_those_of_the_process, borrowed, cpu_lock, sharing
 
@@ -60,7 +60,6 @@ class RandomNumbers:
         self._drawn = [False, False]
         #: By micro-batch and kind of generator, the state that the micro-batch has left in its last cell.
         self._states: dict[int, dict[bool, Tensor]] = {}
-        generators = [generator for device in devices for generator in generators_of(device)]
         self._base = 0
         #: The states of the caller's generator before and after the seeds were drawn from it.
         self._seeded: tuple[Tensor, Tensor] | None = None
@@ -68,7 +67,8 @@ class RandomNumbers:
             if any(self._swaps):  # The model is not known to draw nothing.
                 self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
                 self._seeded = before, state_of(torch.default_generator)
-            self._watch = _Watch([one for one in generators if not self._swaps[_is_of_a_device(one)]])
+            others = [one for one in generators_of_all(devices) if not self._swaps[_is_of_a_device(one)]]
+            self._watch = _Watch(others)
             self.callers_generator = CallersGenerator()
 
     @property
