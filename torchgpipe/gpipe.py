@@ -167,8 +167,8 @@ class GPipe(nn.Module):
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._lock = StepLock()
-        # In a tuple, because a module such as nn.MSELoss() would become a layer.
         verify_functions(loss_fn=loss_fn, weight=weight)
+        # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self.schedule = given_or_usual(schedule, offload=bool(offload))
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
@@ -356,8 +356,8 @@ class GPipe(nn.Module):
 
         Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Each
         micro-batch has a seed in each step, so dropout is the same for any balance, schedule, checkpoint mode and
-        number of devices. A micro-batch whose backward through a partition comes
-        next on its device is not recomputed there.
+        number of devices. A micro-batch whose backward through a partition comes next on its device is not recomputed
+        there.
 
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of

@@ -119,8 +119,8 @@ class DistributedGPipe(nn.Module):
         self.device = default_device() if device is None else canonical_device(device)
         self.stages = processes.stages
         self.training = module.training
-        # In a tuple, because a module such as nn.MSELoss() would become a layer.
         verify_functions(loss_fn=loss_fn, weight=weight)
+        # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
         self._partitions: list[Partition] = []

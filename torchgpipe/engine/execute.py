@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
 
 __all__ = ["Executor", "Front", "ProgramCell"]
-
-T = TypeVar("T")
 
 
 class ProgramCell(Protocol):

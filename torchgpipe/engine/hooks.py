@@ -101,9 +101,10 @@ def refuse_none(parameter: Tensor, node: Any) -> None:
 
 
 def refuse_none_behind(node: Any, grads: Sequence[Tensor | None]) -> None:
-    """Do so for all parameters behind inputs of ``node`` that get no gradient, although the engine goes on to them.
+    """Let no hook of the parameters behind a tensor without a gradient run, see `refuse_none`.
 
-    Nodes of the pipeline lead to all outputs of a cell. In the plain model nothing leads to one that is not used.
+    Nodes of the pipeline lead to all outputs of a cell, so the engine goes on to one that is not used. In the plain
+    model nothing leads there.
 
     Args:
         node: a node of the pipeline, which is differentiated

@@ -22,8 +22,6 @@ from torchgpipe.replay.random import Drawn
 
 __all__ = ["Recomputation", "entered", "roots_of"]
 
-_nothing = nullcontext()
-
 
 class Recomputation:
     """A cell that runs twice.
@@ -104,7 +102,7 @@ class Recomputation:
         # The engine enters no device for a node whose outputs are on the host.
         before = call.state()
         # A program may hold generators for this backward, which the caller's settings do not know of.
-        locks = own_locks() if call.in_program else _nothing
+        locks = own_locks() if call.in_program else nullcontext()
         with call.stream.use(), locks, call.random.replay(self._drawn), second_run():
             outputs = cell.compute(leaves)
         call.verify_state(before)

@@ -104,11 +104,10 @@ class Proof:
         settings = self._settings = pipeline.settings
         with torch.inference_mode(False):  # Copies, which the model may change, and backward may save.
             arguments = Arguments(*mapped(tuple(arguments), _kept, caches=True))
-            target = mapped(target, _kept)
+            self._target = mapped(target, _kept) if with_loss else None
         self._arguments, self._sizes = arguments, sizes
         self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
         self._named = [settings.splitter.names(part) for part in self._parts]
-        self._target = target if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(settings.epsilon)
         self._draws = False
