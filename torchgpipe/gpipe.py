@@ -183,7 +183,10 @@ class GPipe(nn.Module):
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
         if offload:
-            sizes = [(one._label, self._devices[one._index], bytes_of(one.parameters())) for one in self._partitions]
+            sizes = [
+                (partition._label, self._devices[partition._index], bytes_of(partition.parameters()))
+                for partition in self._partitions
+            ]
             verify_fits(sizes, slots)
         place(self._partitions, self.devices, offload=bool(offload))
         for name, layer in module._modules.items():

@@ -277,10 +277,10 @@ def _devices(module: nn.Sequential) -> list[torch.device]:
     Raises:
         ValueError: a layer is on several devices, or on the meta device.
     """
-    own = [_own_devices(layer) for layer in module]
+    devices_of_each = [_own_devices(layer) for layer in module]
     misplaced = [
         f"layer '{name}' ({type(layer).__name__}) is on {', '.join(map(str, devices))}"
-        for (name, layer), devices in zip(module.named_children(), own)
+        for (name, layer), devices in zip(module.named_children(), devices_of_each)
         if len(devices) > 1 or any(device.type == "meta" for device in devices)
     ]
     if misplaced:
@@ -288,9 +288,9 @@ def _devices(module: nn.Sequential) -> list[torch.device]:
             "each layer should have all parameters on a single device, please use .to() to place the module on a "
             f"single device, or WithDevice(layer, device): {'; '.join(misplaced)}"
         )
-    current = next((devices[0] for devices in own if devices), torch.device("cpu"))
+    current = next((devices[0] for devices in devices_of_each if devices), torch.device("cpu"))
     result = []
-    for devices in own:
+    for devices in devices_of_each:
         current = devices[0] if devices else current
         result.append(current)
     return result

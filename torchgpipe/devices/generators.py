@@ -64,7 +64,8 @@ def generators_of(device: torch.device) -> tuple[Generator, ...]:
 
 def generators_of_all(devices: Iterable[torch.device]) -> list[Generator]:
     """Return the generators of the CPU and of devices, each once."""
-    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_of(device)]))
+    all_devices = (torch.device("cpu"), *devices)
+    return list(dict.fromkeys([generator for device in all_devices for generator in generators_of(device)]))
 
 
 @cache
@@ -76,8 +77,8 @@ def device_generator(device: torch.device) -> Generator:
     """
     if device.type == "cpu":
         return torch.default_generator
-    own = getattr(device_module(device), "default_generators", None)
-    return _DeviceGenerator(device) if not own else own[device.index]
+    default = getattr(device_module(device), "default_generators", None)
+    return _DeviceGenerator(device) if not default else default[device.index]
 
 
 class _DeviceGenerator:

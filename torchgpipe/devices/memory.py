@@ -66,9 +66,9 @@ def read_size(text: str) -> float:
     Raises:
         ValueError: the text is no size.
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt])(i?))?b?\s*", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt])(i?))?b?\s*", text, re.IGNORECASE)
+    if match is None:
         raise ValueError(f"a size is a number of bytes, or a text such as '14GiB' or '14 GB', but got {text!r}")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     power = 0 if prefix is None else 1 + "kmgt".index(prefix.lower())
     return float(number) * float((1024 if binary else 1000) ** power)

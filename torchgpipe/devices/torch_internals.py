@@ -344,11 +344,11 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
     The schema of the operation tells. Since 2.0. Without it, a weight that a forward changes in place would lose the
     change as soon as the weight leaves its device.
     """
-    given = {**kwargs, **{argument.name: value for argument, value in zip(func._schema.arguments, args)}}
+    arguments = {**kwargs, **{argument.name: value for argument, value in zip(func._schema.arguments, args)}}
     return [
-        given[argument.name]
+        arguments[argument.name]
         for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in arguments
     ]
 
 

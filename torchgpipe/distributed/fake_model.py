@@ -87,5 +87,5 @@ class FakeModel:
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     for layer in module.modules():
-        own = [*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values()]
-        yield from [tensor for tensor in own if isinstance(tensor, Tensor)]
+        values = [*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values()]
+        yield from [tensor for tensor in values if isinstance(tensor, Tensor)]

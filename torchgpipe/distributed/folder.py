@@ -35,12 +35,12 @@ class Folder:
 
     def valid(self) -> dict[int, Path]:
         """Return the paths of the valid checkpoints, in ascending order of their steps."""
-        found = {}
+        by_step = {}
         # In reverse order step-1 comes after step-1.old, and takes its place.
         for path in sorted(self.path.glob("step-*"), reverse=True):
             if match := re.fullmatch(r"step-(\d+)(\.old)?", path.name):
-                found[int(match[1])] = path
-        return dict(sorted(found.items()))
+                by_step[int(match[1])] = path
+        return dict(sorted(by_step.items()))
 
     def named(self, step: int) -> Path:
         """Return the path that the checkpoint of ``step`` has when it is valid."""

@@ -128,8 +128,8 @@ class Preparation:
         indices, n, m = self._processes.stages, len(boundaries) - 1, len(boundaries[0].forms)
         wired = [WiredPartition(j, part, self._device, boundaries) for j, part in zip(indices, self._partitions)]
         stages = [
-            WatchedPipelineStage(each, j, n, self._device, self._processes.pipeline_group)
-            for j, each in zip(indices, wired)
+            WatchedPipelineStage(part, j, n, self._device, self._processes.pipeline_group)
+            for j, part in zip(indices, wired)
         ]
         run: Any = stages if is_interleaved(schedule) else stages[0]
         ready = schedule(run, m, loss_fn=_passed_on if backward else None, scale_grads=False)

@@ -42,7 +42,7 @@ def verify_schedule(name: str, partitions: int, processes: int) -> Any:
     """
     several = partitions > processes
     ours = {**_SINGLE, **_SEVERAL, **(_SEVERAL if several else _SINGLE)}
-    schedule = {**_THEIRS, **{known.lower(): one for known, one in ours.items()}}.get(name.lower())
+    schedule = {**_THEIRS, **{known.lower(): name for known, name in ours.items()}}.get(name.lower())
     if schedule is None:
         raise ValueError(
             f"schedule must be one of {', '.join(dict.fromkeys(_NAMES.values()))}, or PyTorch's name of one of these, "

@@ -30,9 +30,9 @@ def restore_model(model: nn.Module, saved: dict[str, Any]) -> None:
     Raises:
         RuntimeError: ``saved`` lacks a tensor of the model, or has it in another shape.
     """
-    own = model.state_dict()
-    _verify_saved([f"model.{name}" for name in own if name not in saved])
-    model.load_state_dict({name: saved[name] for name in own})
+    state = model.state_dict()
+    _verify_saved([f"model.{name}" for name in state if name not in saved])
+    model.load_state_dict({name: saved[name] for name in state})
 
 
 def collect_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
         RuntimeError: ``saved`` lacks a parameter, or has different settings for the parameters of one group.
     """
     names = verify_optimizer(model, optimizer)
-    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    _verify_saved([f"optimizer.{name}" for name in own if name not in saved])
+    owned = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    _verify_saved([f"optimizer.{name}" for name in owned if name not in saved])
     groups, index = [], 0
     for group in optimizer.param_groups:
         settings = _settings(group)
@@ -67,7 +67,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
                     f"with {saved[name]['settings']}, others with {settings}; make the groups of the run that was saved"
                 )
         groups.append({**settings, "params": [*range(index, index := index + len(group["params"]))]})
-    state = {k: saved[name]["state"] for k, name in enumerate(own) if saved[name]["state"]}
+    state = {k: saved[name]["state"] for k, name in enumerate(owned) if saved[name]["state"]}
     optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": groups}))
 
 

@@ -48,8 +48,8 @@ def agenda_of(
         backward: whether backward runs
     """
     divided = [
-        [Action(kind, i, view) for kind, i, j in own for view in views[j][:: 1 if kind == "F" else -1]]
-        for own in program
+        [Action(kind, i, view) for kind, i, j in actions for view in views[j][:: 1 if kind == "F" else -1]]
+        for actions in program
     ]
     columns: list[list[int]] = []
     for view in range(len(joinable)):
@@ -57,33 +57,34 @@ def agenda_of(
             columns[-1].append(view)
         else:
             columns.append([view])
-    first, last = ({own[k]: j for j, own in enumerate(columns)} for k in (0, -1))
+    first, last = ({column[k]: j for j, column in enumerate(columns)} for k in (0, -1))
     joined = [
         [
             Action(kind, i, ends[view])
-            for kind, i, view in own
+            for kind, i, view in actions
             for ends in [first if kind == "F" else last]
             if view in ends and (backward or kind == "F")
         ]
-        for own in divided
+        for actions in divided
     ]
     starts = simulate(joined).starts
-    actions = [action for _, _, action in sorted([(t, d, a) for d, own in enumerate(starts) for a, t in own])]
+    clocked = [(start, device, action) for device, row in enumerate(starts) for action, start in row]
+    actions = [action for _, _, action in sorted(clocked)]
     numbers = {action: number for number, action in enumerate(actions)}
     splits = splits_of(joined)
     return Agenda(
         columns,
         actions,
-        [[numbers[one] for one in needs(action, splits, len(columns))] for action in actions],
+        [[numbers[needed] for needed in needs(action, splits, len(columns))] for action in actions],
         at_once(joined),
     )
 
 
 def _are_neighbours(program: list[list[Action]], a: int, b: int) -> bool:
     """Return whether view ``b`` runs directly after ``a``, and backward, in one piece, directly before it."""
-    own = next(own for own in program if any(action.j == a for action in own))
-    followers = {(one, other) for one, other in pairwise(own)}
-    forward = {i for kind, i, j in own if kind == "F" and j == a}
+    actions = next(actions for actions in program if any(action.j == a for action in actions))
+    followers = {(action, follower) for action, follower in pairwise(actions)}
+    forward = {i for kind, i, j in actions if kind == "F" and j == a}
     return all(
         (Action("F", i, a), Action("F", i, b)) in followers and (Action("B", i, b), Action("B", i, a)) in followers
         for i in forward

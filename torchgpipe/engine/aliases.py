@@ -175,8 +175,8 @@ class Aliases:
         """Return whether a tensor must be copied to be used on a device."""
         if self._streams is None or device is None:
             return False
-        there = self._streams.device_of(tensor)
-        return there is not None and self._streams.moves(there, device)
+        home = self._streams.device_of(tensor)
+        return home is not None and self._streams.moves(home, device)
 
     def at(self, tensor: Tensor, j: int) -> Tensor | None:
         """Return the alias in partition ``j`` of a parameter, given it or an alias of it; None for others."""
@@ -309,7 +309,7 @@ class Aliases:
 
     def _key_of(self, parameter: Tensor) -> int:
         """Return the key of the storage of any alias of a parameter."""
-        return next(storage_key(alias) for alias, one in self._parameters.items() if one is parameter)
+        return next(storage_key(alias) for alias, owner in self._parameters.items() if owner is parameter)
 
     # --------------------------------------------------------------------------------------------------------------
 
@@ -351,12 +351,12 @@ class Aliases:
             total, alias.grad = alias.grad, None
             return total
         total = None
-        own = None if self._streams is None else self._streams.device_of(parameter)
+        home = None if self._streams is None else self._streams.device_of(parameter)
         for _, alias in sorted(aliases.items()):  # Partitions are always added in this order.
             total = sum_of(total, self._came_down.pop(alias, None))
             grad, alias.grad = alias.grad, None
             if grad is not None:
-                total = sum_of(total, grad.to(own) if self._moves(grad, own) else grad)
+                total = sum_of(total, grad.to(home) if self._moves(grad, home) else grad)
         return total
 
 

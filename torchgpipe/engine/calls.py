@@ -94,10 +94,10 @@ def make_calls(
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
     skips = SkipLayout(modules)
     portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
-    there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
-    for device, own in zip(devices, modules):
-        there[device] += own
-    states = {device: random(device, own) for device, own in there.items()}
+    modules_on: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
+    for device, owned in zip(devices, modules):
+        modules_on[device] += owned
+    states = {device: random(device, owned) for device, owned in modules_on.items()}
     return [
         PartitionCall(
             partition,

@@ -85,9 +85,9 @@ class Route:
         """
         if not streams.moves(source.device, target.device):
             return None
-        here, there = partial(streams.side, source.device), partial(streams.side, target.device)
-        leaving, arriving = here(f"{load}leaving"), there(f"{load}arriving")
-        back = there(f"{load}gradient leaving"), here(f"{load}gradient arriving")
+        on_source, on_target = partial(streams.side, source.device), partial(streams.side, target.device)
+        leaving, arriving = on_source(f"{load}leaving"), on_target(f"{load}arriving")
+        back = on_target(f"{load}gradient leaving"), on_source(f"{load}gradient arriving")
         return Route(source, leaving, arriving, target, *back, ends, listener)
 
 

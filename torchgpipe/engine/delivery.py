@@ -74,7 +74,7 @@ class _Delivery:
         self._parameters = parameters
         self._before: list[Leaf] = [parameter.grad for parameter in parameters]
         #: The numbers of the parameters with hooks, or with a graph of their own.
-        self._heard = [k for k, one in enumerate(parameters) if _listens(one)]
+        self._heard = [k for k, parameter in enumerate(parameters) if _listens(parameter)]
         #: Gradients that hooks have seen added to in place, each with a copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
         for parameter, before in zip(parameters, self._before):

@@ -94,14 +94,14 @@ class HostMemory:
                 frozen[devices[j]] += weight.nbytes
         for device, bytes in frozen.items():
             use = memory_in_use(device)
-            slots = self.slots * max([trained[j] for j, own in enumerate(devices) if own == device])
+            slots = self.slots * max([trained[j] for j, place in enumerate(devices) if place == device])
             # A quarter is for activations and gradients.
             (self._keeping.add if use and 4 * (bytes + slots) <= 3 * use[2] else self._keeping.discard)(device)
 
     def forget_frozen(self) -> None:
         """Forget the frozen weights that stay: the model has changed one."""
-        for own in self._kept.values():
-            for kept in own.values():
+        for by_partition in self._kept.values():
+            for kept in by_partition.values():
                 kept.forget()
         self._kept.clear()
 
@@ -156,9 +156,9 @@ class HostMemory:
             return grad
         if grad.layout is not torch.strided:
             return grad.to("cpu")
-        there = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad, non_blocking=True)
+        down = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad, non_blocking=True)
         stream.record(grad)
-        return there
+        return down
 
     def came(self) -> None:
         """Count a partition whose weights have gone up."""
@@ -190,8 +190,8 @@ class Kept:
     def fits(self, parameter: Tensor, device: torch.device) -> bool:
         """Return whether a parameter has room here as it is."""
         values = self.values
-        own = device, parameter.shape, parameter.dtype, parameter.stride()
-        return (self.device, values.shape, values.dtype, values.stride()) == own
+        layout = device, parameter.shape, parameter.dtype, parameter.stride()
+        return (self.device, values.shape, values.dtype, values.stride()) == layout
 
     def forget(self) -> None:
         """Forget what the values are, so that they come again."""
@@ -311,9 +311,9 @@ def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> N
     by_device: dict[torch.device, list[tuple[int, str]]] = {}
     for name, device, size in sizes:
         by_device.setdefault(device, []).append((size, name))
-    for device, own in by_device.items():
+    for device, weights in by_device.items():
         use = memory_in_use(device)
-        largest = sorted(own, reverse=True)[:slots]
+        largest = sorted(weights, reverse=True)[:slots]
         if use is not None and sum([size for size, _ in largest]) > use[2]:
             size, name = largest[0]
             raise ValueError(

@@ -111,7 +111,7 @@ class PartitionCall:
             if not (isinstance(module, Norm) and name in STATISTICS)
         ]
         # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
-        owned = {parameter: None for _, _, own in layers for _, parameter in own if parameter is not None}
+        owned = {parameter: None for _, _, parameters in layers for _, parameter in parameters if parameter is not None}
         parameters = [parameter for parameter in owned if not is_lazy(parameter)]
         self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
@@ -187,7 +187,7 @@ class PartitionCall:
     def _attributes(self) -> list[tuple[nn.Module, str, Tensor]]:
         # Looked for when an output may be one of them, or a cell runs again.
         # What has a graph is set anew in each run, and would be kept alive here.
-        return [one for one in attributes(self._partition) if one[2].grad_fn is None]
+        return [attribute for attribute in attributes(self._partition) if attribute[2].grad_fn is None]
 
     def run_layers(self, batch: Batch) -> Batch:
         """Return the output of a cell, given its input.
@@ -198,16 +198,18 @@ class PartitionCall:
         output = self._run(batch)
         for leaf in output.leaves:
             if leaf is not None and may_be_state(leaf) and (self._buffers or self._attributes):
-                output.leaves = tuple([one if one is None else apart(self._partition, one) for one in output.leaves])
+                output.leaves = tuple(
+                    [leaf if leaf is None else apart(self._partition, leaf) for leaf in output.leaves]
+                )
                 break
         return output
 
     def state(self) -> list[tuple[Tensor | None, int]]:
         """Return what layers keep: buffers but for running statistics, and tensors among attributes, with versions."""
-        kept = [registered(module._buffers, name) for module, name in self._buffers]
-        kept += [tensor for _, _, tensor in self._attributes]
+        tensors = [registered(module._buffers, name) for module, name in self._buffers]
+        tensors += [tensor for _, _, tensor in self._attributes]
         # The tensors themselves are in the list: the id of one that is gone may belong to another one by now.
-        return list(zip(kept, versions(kept)))
+        return list(zip(tensors, versions(tensors)))
 
     def verify_state(self, before: list[tuple[Tensor | None, int]]) -> None:
         """Check after a second run that it has changed nothing that layers keep.
@@ -221,9 +223,9 @@ class PartitionCall:
         names = [*self._buffers, *[(module, name) for module, name, _ in self._attributes]]
         for (module, name), (old, old_version), (new, new_version) in zip(names, before, self.state()):
             if old is not new or old_version != new_version:
-                what = "buffer" if name in module._buffers else "tensor"
+                sort = "buffer" if name in module._buffers else "tensor"
                 raise RuntimeError(
-                    f"recomputation has changed the {what} '{name}' of a {type(module).__name__} once more, so it does "
+                    f"recomputation has changed the {sort} '{name}' of a {type(module).__name__} once more, so it does "
                     "not compute what the first run did; change it only if not is_recomputing(), or use "
                     "checkpoint='never'"
                 )

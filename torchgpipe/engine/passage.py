@@ -150,5 +150,5 @@ def _branch(batch: Batch) -> tuple[Batch, Lane]:
     if not graph:
         return batch, None
     *forked, lane = fork(*graph.values())
-    there = dict(zip(graph, forked))
-    return batch.replace(tuple([there.get(k, leaf) for k, leaf in enumerate(batch.leaves)])), lane
+    replaced = dict(zip(graph, forked))
+    return batch.replace(tuple([replaced.get(k, leaf) for k, leaf in enumerate(batch.leaves)])), lane

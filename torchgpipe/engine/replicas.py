@@ -79,8 +79,9 @@ class Replicas:
             yield
             # The hash of integers is the same in all processes.
             tensors = exchanged()
-            places = list(dict.fromkeys([one.device for one in tensors]))
-            layout = hash(tuple([(*one.shape, one.element_size(), places.index(one.device)) for one in tensors]))
+            places = list(dict.fromkeys([tensor.device for tensor in tensors]))
+            rows = [(*tensor.shape, tensor.element_size(), places.index(tensor.device)) for tensor in tensors]
+            layout = hash(tuple(rows))
         except Exception:
             self._largest([1, 0, 0], what)
             raise
@@ -144,9 +145,9 @@ def add_gradients(parameters: Sequence[Tensor], grads: list[Leaf], group: Any, d
         ValueError: a gradient is sparse, in any of the processes.
         RuntimeError: another process does not answer.
     """
-    there = [[grad is not None, grad is not None and grad.layout is not torch.strided] for grad in grads]
+    layouts = [[grad is not None, grad is not None and grad.layout is not torch.strided] for grad in grads]
     # Added up before anything is refused, so that all processes raise the error, and none waits for another.
-    used, sparse = _added(torch.tensor(there, dtype=torch.int32, device=device), group)
+    used, sparse = _added(torch.tensor(layouts, dtype=torch.int32, device=device), group)
     if any(sparse):
         raise ValueError("sparse gradients cannot be added up over replicas; make the layers without sparse=True")
     sums: list[Leaf] = [None] * len(parameters)

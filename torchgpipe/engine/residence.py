@@ -86,11 +86,11 @@ class Residence:
         by_device: dict[torch.device, list[Action]] = {}
         for action in actions:
             by_device.setdefault(streams[action.j].device, []).append(action)
-        program = [[Action(kind, i, partitions[j]) for kind, i, j in own] for own in by_device.values()]
+        program = [[Action(kind, i, partitions[j]) for kind, i, j in row] for row in by_device.values()]
         stays = residency(program, self._memory.slots)
         self._on = {
-            device: _OnDevice(own, weights, gradients)
-            for (device, own), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
+            device: _OnDevice(row, weights, gradients)
+            for (device, row), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
         }
         self._resting = aliases.resting
         if self._resting is not None:
@@ -99,34 +99,34 @@ class Residence:
     def before(self, action: Action) -> None:
         """Let the computation wait for the weights that an action needs."""
         computing = self._streams[action.j]
-        own = self._on[computing.device]
-        if own.position == 0:
-            self._upload(own, -1)
-            self._prefetch(own, 0)
-            self._prefetch(own, 1)
-        stay = own.first.get(own.position)
+        plan = self._on[computing.device]
+        if plan.position == 0:
+            self._upload(plan, -1)
+            self._prefetch(plan, 0)
+            self._prefetch(plan, 1)
+        stay = plan.first.get(plan.position)
         if stay is not None:
-            computing.wait(own.arrived.pop(stay.j))
+            computing.wait(plan.arrived.pop(stay.j))
 
     def after(self, action: Action) -> None:
         """Let go what is not needed any more, and let come what is needed next."""
-        own = self._on[self._streams[action.j].device]
-        k, own.position = own.position, own.position + 1
-        stay = own.down.get(k)
+        plan = self._on[self._streams[action.j].device]
+        k, plan.position = plan.position, plan.position + 1
+        stay = plan.down.get(k)
         if stay is not None:
             for j in self._columns[stay.j]:
                 bring_down(self._aliases, j, self._streams[j], self._heard("download", stay.j))
-        stay = own.last.get(k)
+        stay = plan.last.get(k)
         if stay is not None:
             self._leave(stay.j)
-        self._upload(own, k)
+        self._upload(plan, k)
         if self._resting is not None:
             self._resting.leave(self._streams[action.j])
-            self._prefetch(own, k + 2)
+            self._prefetch(plan, k + 2)
 
-    def _prefetch(self, own: _OnDevice, k: int) -> None:
-        if self._resting is not None and k < len(own.actions):
-            self._resting.prefetch(own.actions[k])
+    def _prefetch(self, plan: _OnDevice, k: int) -> None:
+        if self._resting is not None and k < len(plan.actions):
+            self._resting.prefetch(plan.actions[k])
 
     def watching(self, j: int) -> AbstractContextManager[object]:
         """Look at each operation in a ``with`` block, if this mini-batch is watched."""
@@ -155,13 +155,13 @@ class Residence:
             finally:
                 del errors
 
-    def _upload(self, own: _OnDevice, k: int) -> None:
+    def _upload(self, plan: _OnDevice, k: int) -> None:
         """Begin the uploads that have room after action ``k``."""
-        while own.waiting and own.waiting[0].after <= k:
-            partition = own.waiting.popleft().j
+        while plan.waiting and plan.waiting[0].after <= k:
+            partition = plan.waiting.popleft().j
             columns = self._columns[partition]
             device = self._streams[columns[0]].device
-            own.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
+            plan.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
 
     def _heard(self, kind: Kind, partition: int) -> Heard:
         return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
@@ -273,8 +273,8 @@ class OnDemand(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = [self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)]
-        columns = {column for column in found if column is not None}
+        used = [self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)]
+        columns = {column for column in used if column is not None}
         if columns:
             with self._lock:
                 for j in sorted(columns):
@@ -297,8 +297,8 @@ class OnDemand(DispatchMode):
             self._there.append(j)
             return
         device = self._streams[j].device
-        own = [k for k in self._there if self._streams[k].device == device]
-        for k in [k for k in own if k not in needed][: max(0, len(own) + 1 - self._memory.slots)]:
+        present = [k for k in self._there if self._streams[k].device == device]
+        for k in [k for k in present if k not in needed][: max(0, len(present) + 1 - self._memory.slots)]:
             self._end(k)
             self._there.remove(k)
         # In the thread and on the stream of the operation.

@@ -132,11 +132,11 @@ class Rested:
             assert self.tensor is not None
             return self.tensor.detach().requires_grad_(self._requires_grad)
         self.come()
-        there, arrived = self._there, self._arrived
-        assert there is not None
+        uploaded, arrived = self._there, self._arrived
+        assert uploaded is not None
         self.forget()
         self._memory.streams.current(self._device).wait(arrived)
-        return there.requires_grad_(self._requires_grad)
+        return uploaded.requires_grad_(self._requires_grad)
 
     @property
     def _is_here(self) -> bool:
@@ -203,20 +203,20 @@ class Resting:
             known: where it has rested before, which saves a second download
             empties: whether to take its memory, though somebody holds it, who calls `Rested.restore`
         """
-        there = self._streams[until.j].device
+        device = self._streams[until.j].device
         wait = self._numbers.get(_half(until), 1 << 30) - self._numbers[_half(now)]
         if wait < 4 * self._devices:
             return tensor
         if known is None:
             if tensor.device != self._streams[now.j].device or not self._may_rest(tensor):
                 return tensor
-            key, own = _half(until), self._on[tensor.device]
-            for half, one in own.leaving:
-                if half == key and one.tensor is tensor:  # A cell keeps one tensor for several modules.
-                    return one
+            key, on_its_way = _half(until), self._on[tensor.device]
+            for half, rested in on_its_way.leaving:
+                if half == key and rested.tensor is tensor:  # A cell keeps one tensor for several modules.
+                    return rested
             heard = partial(self._heard, until)
-            known = Rested(tensor, self._memory, there, heard, came=self._devices > 1, empties=empties)
-            own.leaving.append((key, known))
+            known = Rested(tensor, self._memory, device, heard, came=self._devices > 1, empties=empties)
+            on_its_way.leaving.append((key, known))
         self._needed.setdefault(_half(until), []).append(weakref.ref(known))
         return known
 
@@ -246,8 +246,8 @@ class Resting:
 
     def leave(self, computing: Stream) -> None:
         """Give up, after an action, the memory of what has gone down meanwhile."""
-        own = self._on[computing.device]
-        left, own.left, own.leaving = own.left, own.leaving, []
+        on_its_way = self._on[computing.device]
+        left, on_its_way.left, on_its_way.leaving = on_its_way.left, on_its_way.leaving, []
         for _, rested in left:
             rested.leave(computing)
 

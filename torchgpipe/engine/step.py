@@ -102,13 +102,16 @@ def run_step(
             facts = facts_of(schedule, partitions, checkpointed, backward=backward)
             agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
             columns = agenda.columns
-            joined = [Joined([partitions[k] for k in own]) if len(own) > 1 else partitions[own[0]] for own in columns]
-            devices, checkpointed = [devices[own[0]] for own in columns], [checkpointed[own[0]] for own in columns]
+            joined = [
+                Joined([partitions[k] for k in views]) if len(views) > 1 else partitions[views[0]] for views in columns
+            ]
+            devices = [devices[views[0]] for views in columns]
+            checkpointed = [checkpointed[views[0]] for views in columns]
             modules = [list(partition.modules()) for partition in joined]
             slots = [
                 (module, name, j)
-                for j, own in enumerate(modules if backward or host_memory is not None else [])
-                for module in own
+                for j, in_view in enumerate(modules if backward or host_memory is not None else [])
+                for module in in_view
                 for name, _ in module._parameters.items()
             ]
             streams = None if host_memory is None else mechanisms.streams
@@ -177,8 +180,8 @@ class _MicroBatches:
             devices,
             modules,
             mechanisms,
-            lambda device, own: RandomStates(
-                device, own, beside=False, between=True, generators=random_numbers.following(device)
+            lambda device, owned: RandomStates(
+                device, owned, beside=False, between=True, generators=random_numbers.following(device)
             ),
             ambient=self.ambient,
             ordered=False,
@@ -225,12 +228,12 @@ class _MicroBatches:
         call, is_last = self._calls[j], j == self._n - 1
         cell = _LastCell(call, i, self._m, self._finish) if is_last else Cell(call, i, self._m)
         try:
-            batch, given, sources = self._values.pop((i, j))
-            leaves = _brought(call.arriving, i, given)
+            batch, values, sources = self._values.pop((i, j))
+            leaves = _brought(call.arriving, i, values)
             for portal in call.receiving:
                 skip, source = self._skips.pop((i, portal.key))
                 leaves += _brought(portal.route, i, [skip])
-                given.append(skip)
+                values.append(skip)
                 sources.append(source)
             cell.begin(batch)
             with self._random_numbers.of(i, call.device):
@@ -239,10 +242,10 @@ class _MicroBatches:
                         outputs = cell.compute(leaves)
                     exits: Sequence[Arrival | None] = [None] * len(outputs)
                 else:
-                    own = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
-                    keep = partial(self._let_rest, given, leaves, Action("F", i, j), Action("B", i, j))
-                    outputs = own.run(leaves, keep)
-                    self._cells[i, j], exits = own, own.exits
+                    step_cell = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
+                    keep = partial(self._let_rest, values, leaves, Action("F", i, j), Action("B", i, j))
+                    outputs = step_cell.run(leaves, keep)
+                    self._cells[i, j], exits = step_cell, step_cell.exits
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
             if is_last:
@@ -266,21 +269,21 @@ class _MicroBatches:
             raise
 
     def _let_rest(
-        self, given: Sequence[Leaf | Rested], leaves: Sequence[Leaf], now: Action, until: Action
+        self, values: Sequence[Leaf | Rested], leaves: Sequence[Leaf], now: Action, until: Action
     ) -> list[Leaf | Rested]:
         """Return leaves, or where they rest until an action; those that have been in host memory are there."""
         resting = self._aliases.resting
         if resting is None:
             return [*leaves]
         return [
-            None if leaf is None else resting.rest(leaf, now, until, value if isinstance(value, Rested) else None)
-            for value, leaf in zip(given, leaves)
+            None if leaf is None else resting.rest(leaf, now, until, before if isinstance(before, Rested) else None)
+            for before, leaf in zip(values, leaves)
         ]
 
     def cell(self, i: int, j: int, *, last: bool) -> _StepCell:
-        own = self._cells.pop((i, j)) if last else self._cells[i, j]
-        self._recomputed |= own.recomputes
-        return own
+        cell = self._cells.pop((i, j)) if last else self._cells[i, j]
+        self._recomputed |= cell.recomputes
+        return cell
 
     def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
         # A cell adds the notes itself: one phase is a recomputation.
@@ -294,7 +297,7 @@ def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Le
     """Return values of micro-batch ``i`` where they are needed, whether they rest, or come by a route."""
     plain = _at_hand(values)
     moved = iter(plain if route is None else copy_forward(route, i, plain))
-    return tuple([value.get() if isinstance(value, Rested) else there for value, there in zip(values, moved)])
+    return tuple([value.get() if isinstance(value, Rested) else leaf for value, leaf in zip(values, moved)])
 
 
 def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:

@@ -178,8 +178,8 @@ class _Crew:
             except BaseException as error:
                 self._fail(number, error)
                 return
-            for other in self._waiting[number]:
-                other.inbox.put(number)
+            for waiting in self._waiting[number]:
+                waiting.inbox.put(number)
 
     def _fail(self, number: int, error: BaseException) -> None:
         with self._errors_lock:

@@ -163,10 +163,10 @@ def _size_of(tensor: Tensor | None) -> _Size:
         return _Size(0.0, math.nan)
     largest, squares = 0.0, 0.0
     for block in map(_wide, _blocks(_dense(tensor))):
-        own, norm = (float(torch.linalg.vector_norm(block, p)) for p in (math.inf, 2))
-        if not math.isfinite(own):
-            own = float(torch.where(torch.isfinite(block), block, 0.0).abs().max())
-        largest, squares = max(largest, own), squares + norm * norm
+        size, norm = (float(torch.linalg.vector_norm(block, p)) for p in (math.inf, 2))
+        if not math.isfinite(size):
+            size = float(torch.where(torch.isfinite(block), block, 0.0).abs().max())
+        largest, squares = max(largest, size), squares + norm * norm
     return _Size(largest, math.sqrt(squares))
 
 

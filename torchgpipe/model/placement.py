@@ -59,10 +59,10 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
     shared = []
     for j, (partition, place) in enumerate(zip(partitions, places)):
         for name, parameter in partition.named_parameters():
-            here = f"'{name}' (partition {j} on {place})"
-            first, its_place = owners.setdefault(parameter, (here, place))
-            if its_place != place:
-                shared.append(f"{first} is also {here}")
+            owner = f"'{name}' (partition {j} on {place})"
+            first_owner, first_place = owners.setdefault(parameter, (owner, place))
+            if first_place != place:
+                shared.append(f"{first_owner} is also {owner}")
     if shared:
         raise ValueError(
             f"module with duplicate parameters in distinct children is not supported: {'; '.join(shared)}; a "
@@ -78,13 +78,14 @@ def _verify_pipelines(partitions: Sequence[Partition], devices: Sequence[torch.d
     """
     for partition, device in zip(partitions, devices):
         for name, module in partition.named_modules():
-            own: Sequence[torch.device] = getattr(module, "_pipeline_devices", ())
-            if not all([same_memory(other, device) for other in own]):
-                there = ", ".join(map(str, dict.fromkeys(own)))
+            inner: Sequence[torch.device] = getattr(module, "_pipeline_devices", ())
+            if not all([same_memory(known, device) for known in inner]):
+                inner_devices = ", ".join(map(str, dict.fromkeys(inner)))
                 raise ValueError(
-                    f"'{name}' ({type(module).__name__}) is a pipeline on {there} in partition {partition._index} on "
-                    f"{device}; a pipeline inside of another has to be on the device of its partition, or all of them "
-                    "on the CPU: unwrap it (unwrap() or unpipelined()), and give its layers to the outer pipeline"
+                    f"'{name}' ({type(module).__name__}) is a pipeline on {inner_devices} in partition "
+                    f"{partition._index} on {device}; a pipeline inside of another has to be on the device of its "
+                    "partition, or all of them on the CPU: unwrap it (unwrap() or unpipelined()), and give its layers "
+                    "to the outer pipeline"
                 )
 
 
@@ -98,8 +99,8 @@ def _verify_meta(partitions: Sequence[Partition]) -> dict[nn.Module, Callable[[]
     result = {}
     for partition in partitions:
         for name, module in partition.named_modules():
-            own = [*module._parameters.values(), *module._buffers.values()]
-            on_meta = [tensor for tensor in own if tensor is not None and tensor.is_meta]
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            on_meta = [tensor for tensor in tensors if tensor is not None and tensor.is_meta]
             if not on_meta:
                 continue
             initialise = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))

@@ -115,9 +115,11 @@ class SequentialProof:
         with self._noting(parameters) as noted, self._around(self._chunks, self._model):
             for i, batch in enumerate(self._batches(self._chunks)):
                 output = self._layers(batch)
-                seeds = [None if one is None else cotangent(f"{k} {i}", one) for k, one in enumerate(output.leaves)]
+                seeds = [None if leaf is None else cotangent(f"{k} {i}", leaf) for k, leaf in enumerate(output.leaves)]
                 _differentiate(output.leaves, seeds)
-                outputs.append(output.replace(tuple([one if one is None else one.detach() for one in output.leaves])))
+                outputs.append(
+                    output.replace(tuple([leaf if leaf is None else leaf.detach() for leaf in output.leaves]))
+                )
                 self._cotangents.append(seeds)
         return noted(self._gather(outputs))
 
@@ -141,7 +143,7 @@ class SequentialProof:
         tracker = SkipTracker()
         with tracker:
             for partition, device in zip(self._partitions(), self._devices):
-                batch = batch.replace(tuple([one if one is None else bring(one, device) for one in batch.leaves]))
+                batch = batch.replace(tuple([leaf if leaf is None else bring(leaf, device) for leaf in batch.leaves]))
                 for key, skip in tracker.skips.items():
                     tracker.skips[key] = skip if skip is None else bring(skip, device)
                 batch = type(batch).of(batch.pass_to(partition), "the output of a layer")
@@ -171,7 +173,7 @@ class SequentialProof:
         with untouched(self._model):
             before, states = Buffers(self._model), generator_states(self._devices)
             yield lambda outputs: _Outcome(
-                _named(outputs), buffers, {name: _take(one) for name, one in parameters.items()}
+                _named(outputs), buffers, {name: _take(parameter) for name, parameter in parameters.items()}
             )
             buffers.update(before.changed())
             self._draws = generator_states(self._devices) != states
@@ -189,8 +191,8 @@ def _compare(comparison: Comparison, what: str, plain: _Outcome, ours: _Outcome)
         for name in dict.fromkeys([*expected, *actual]):
             row = f"{kind} {name}{what}"
             fault = f"{row} is not that of the layers, run one by one"
-            own = floor if kind == "gradient of" else 0.0
-            comparison.add(row, expected.get(name), actual.get(name), fault, tolerance=comparison.tight, floor=own)
+            least = floor if kind == "gradient of" else 0.0
+            comparison.add(row, expected.get(name), actual.get(name), fault, tolerance=comparison.tight, floor=least)
 
 
 def _compare_rows(comparison: Comparison, together: dict[str, Tensor], apart: dict[str, Tensor]) -> None:
@@ -209,11 +211,11 @@ def _named(value: Any) -> dict[str, Tensor]:
 
 
 def _differentiate(leaves: Sequence[Leaf], grads: Sequence[Leaf]) -> None:
-    pairs = [(one, grad) for one, grad in zip(leaves, grads) if one is not None and grad is not None]
-    wanted = [(one, grad) for one, grad in pairs if one.requires_grad]
+    pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads) if leaf is not None and grad is not None]
+    wanted = [(leaf, grad) for leaf, grad in pairs if leaf.requires_grad]
     if wanted:
         with Ambient().without_autocast():
-            torch.autograd.backward([one for one, _ in wanted], [grad for _, grad in wanted])
+            torch.autograd.backward([leaf for leaf, _ in wanted], [grad for _, grad in wanted])
 
 
 def _take(parameter: Tensor) -> Tensor | None:
@@ -224,7 +226,8 @@ def _take(parameter: Tensor) -> Tensor | None:
 def _epsilon(model: nn.Module, outcome: _Outcome) -> float:
     tensors = [*model.parameters(), *outcome.outputs.values()]
     return max(
-        [torch.finfo(one.dtype).eps for one in tensors if one.is_floating_point() or one.is_complex()], default=0.0
+        [torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()],
+        default=0.0,
     )
 
 
@@ -234,11 +237,15 @@ def _stand_ins(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     Provide these by name.
     """
-    owned = [(layer, name, one) for layer in model.modules() for name, one in layer._parameters.items()]
-    before = [(layer, name, one) for layer, name, one in owned if one is not None and not is_lazy(one)]
-    made = {one: nn.Parameter(one.detach(), requires_grad=one.requires_grad) for _, _, one in before}
-    for one, stand_in in made.items():
-        vars(stand_in).update(vars(one))
+    owned = [(layer, name, parameter) for layer in model.modules() for name, parameter in layer._parameters.items()]
+    before = [
+        (layer, name, parameter) for layer, name, parameter in owned if parameter is not None and not is_lazy(parameter)
+    ]
+    made = {
+        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad) for _, _, parameter in before
+    }
+    for parameter, stand_in in made.items():
+        vars(stand_in).update(vars(parameter))
     try:
         for layer, name, parameter in before:
             setattr(layer, name, made[parameter])

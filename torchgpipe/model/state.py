@@ -30,5 +30,5 @@ def apart(module: nn.Module, tensor: Tensor) -> Tensor:
     if not may_be_state(tensor):
         return tensor
     memory = storage_key(tensor)
-    kept = [*module.buffers(), *[one for _, _, one in attributes(module)]]
-    return tensor.clone() if any([storage_key(one) == memory for one in kept]) else tensor
+    owned = [*module.buffers(), *[tensor for _, _, tensor in attributes(module)]]
+    return tensor.clone() if any([storage_key(tensor) == memory for tensor in owned]) else tensor

@@ -36,18 +36,20 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
     """
     buffers = Buffers(module)
     # Each once, as layers may share them.
-    values = {one: one.detach().clone() for _, _, one in attributes(module) if not isinstance(one, nn.Parameter)}
+    values = {
+        tensor: tensor.detach().clone() for _, _, tensor in attributes(module) if not isinstance(tensor, nn.Parameter)
+    }
     # A leaf that is no parameter has no alias, so the gradients of a run arrive at the leaf.
-    grads = {one: one.grad for one in values if one.is_leaf and one.requires_grad}
+    grads = {tensor: tensor.grad for tensor in values if tensor.is_leaf and tensor.requires_grad}
     # Lazy layers come into being in their first run.
     restore = [
         _restoring(child)
         for child in module.modules()
-        if not any([one is not None and is_lazy(one) for one in child._parameters.values()])
+        if not any([parameter is not None and is_lazy(parameter) for parameter in child._parameters.values()])
     ]
-    own = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
+    owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
     of_python, of_numpy = python_random_states()
-    with restored_generators({*own, *devices}, list(module.modules())):
+    with restored_generators({*owned, *devices}, list(module.modules())):
         try:
             for leaf in grads:
                 leaf.grad = None
@@ -83,26 +85,26 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [
-            (name, child, own, buffer, None if buffer is None else buffer.detach().clone())
-            for name, child in module.named_modules()
-            for own, buffer in child._buffers.items()
+            (module_name, child, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module_name, child in module.named_modules()
+            for name, buffer in child._buffers.items()
             if buffer is None or not buffer.is_meta
         ]
 
     def changed(self) -> dict[str, Tensor]:
         """Return the buffers that have changed since, by name, with copies of their present values."""
         result = {}
-        for prefix, child, own, _, value in self._before:
-            now = child._buffers.get(own)
+        for module_name, child, name, _, value in self._before:
+            now = child._buffers.get(name)
             # By values: a batch norm changes its statistics without a new version.
             if now is not None and (value is None or difference_of(value, now)[0] != 0):
-                result[f"{prefix}.{own}" if prefix else own] = now.detach().clone()
+                result[f"{module_name}.{name}" if module_name else name] = now.detach().clone()
         return result
 
     def restore(self) -> None:
         """Put all buffers and their values back."""
-        for _, child, own, buffer, value in self._before:
-            child._buffers[own] = buffer
+        for _, child, name, buffer, value in self._before:
+            child._buffers[name] = buffer
             if buffer is not None and value is not None:
                 _put_back(buffer, value)
 
@@ -150,16 +152,16 @@ def _restoring(child: nn.Module) -> Callable[[], None]:
     items = [pair for value in before.values() for pair in _items(value, 3)]
     # A library that installs hooks in the first run notes that in an attribute, so both are put back.
     hooks = [(vars(child)[name], dict(vars(child)[name])) for name in _HOOKS if vars(child).get(name) is not None]
-    cells = [cell for _, own in hooks for hook in own.values() for cell in getattr(hook, "__closure__", None) or ()]
+    cells = [cell for _, by_id in hooks for hook in by_id.values() for cell in getattr(hook, "__closure__", None) or ()]
     counted = [(cell, cell.cell_contents) for cell in cells]
-    noted = [getattr(hook, "__self__", None) for _, own in hooks for hook in own.values()]
+    noted = [getattr(hook, "__self__", None) for _, by_id in hooks for hook in by_id.values()]
     items += [pair for value in (*noted, *[value for _, value in counted]) for pair in _items(value, 3)]
 
     def put_back() -> None:
-        own = vars(child)
-        for name in [name for name in own if _is_state(name) and name not in before]:
-            del own[name]
-        own.update(before)
+        state = vars(child)
+        for name in [name for name in state if _is_state(name) and name not in before]:
+            del state[name]
+        state.update(before)
         for value, copied in items:
             _refill(value, copied)
         for cell, content in counted:

@@ -146,8 +146,8 @@ class Exchanged:
 
     def hand_over(self) -> None:
         """Do to the containers of the given arguments what was done to their copies."""
-        for one in self._copies:
-            one.hand_over()
+        for copied in self._copies:
+            copied.hand_over()
 
 
 class _Copy(NamedTuple):

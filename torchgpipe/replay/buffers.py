@@ -34,10 +34,14 @@ class BufferStates:
         self.modules = [module for module in modules if module._buffers]
         #: For each module, its buffers by name: what a second run begins with.
         self._before = [dict(module._buffers) for module in self.modules]
-        self._versions = [versions(own.values()) for own in self._before]
+        self._versions = [versions(values.values()) for values in self._before]
         self._copies = [
-            {name: _copied(one) for name, one in own.items() if not (isinstance(module, Norm) and name in STATISTICS)}
-            for module, own in zip(self.modules, self._before)
+            {
+                name: _copied(value)
+                for name, value in values.items()
+                if not (isinstance(module, Norm) and name in STATISTICS)
+            }
+            for module, values in zip(self.modules, self._before)
         ]
 
     def end(self) -> None:
@@ -54,11 +58,11 @@ class BufferStates:
         now = [dict(module._buffers) for module in self.modules]
         try:
             for module, before in zip(self.modules, self._before):
-                _assign(module, {name: _copied(one) for name, one in before.items()})
+                _assign(module, {name: _copied(value) for name, value in before.items()})
             yield
         finally:
-            for module, own in zip(self.modules, now):
-                _assign(module, own)
+            for module, values in zip(self.modules, now):
+                _assign(module, values)
 
 
 def _copied(buffer: Tensor | None) -> Tensor | None:

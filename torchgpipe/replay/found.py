@@ -25,10 +25,10 @@ class Found:
 
     def changed(self) -> str | None:
         """Return what is another one now, or None."""
-        for module, training, own in self.layers:
+        for module, training, parameters in self.layers:
             if module.training != training:
                 return f"it was in {'training' if training else 'evaluation'} mode"
-            for name, parameter in own:
+            for name, parameter in parameters:
                 if registered(module._parameters, name) is not parameter:
                     return f"'{name}' of a {type(module).__name__} was another parameter"
         return None
@@ -38,5 +38,5 @@ def registered(tensors: Any, name: str) -> Tensor | None:
     """Return a parameter or buffer by name, or None. The dicts of TorchScript modules have no ``get``."""
     if name not in tensors:
         return None
-    found: Tensor | None = tensors[name]
-    return found
+    tensor: Tensor | None = tensors[name]
+    return tensor

@@ -162,16 +162,16 @@ def _count_replay(draws: Iterable[_Draw]) -> Counter[torch.device]:
 
 @contextmanager
 def _replay(drawn: Drawn) -> Iterator[None]:
-    own = [draw for draw in drawn if not draw.foreign]
+    own_draws = [draw for draw in drawn if not draw.foreign]
     foreign = [draw.generator for draw in drawn if draw.foreign]
-    replays = _count_replay(own)
+    replays = _count_replay(own_draws)
     watched = _note(foreign)
-    current = [state_of(draw.generator) for draw in own]
-    for draw in own:
+    current = [state_of(draw.generator) for draw in own_draws]
+    for draw in own_draws:
         go_on_from(draw.generator, draw.before)
     try:
         yield
-        for draw in own:
+        for draw in own_draws:
             device = draw.generator.device
             _verify(draw, disturbed=_replays[device] != replays[device])
         now = _note(foreign)
@@ -181,9 +181,9 @@ def _replay(drawn: Drawn) -> Iterator[None]:
                 go_on_from(generator, state)
             raise _unsafe()
     finally:
-        for draw, state in zip(own, current):
+        for draw, state in zip(own_draws, current):
             go_on_from(draw.generator, state)
-        _count_replay(own)
+        _count_replay(own_draws)
 
 
 def _verify(draw: _Draw, disturbed: bool) -> None:
@@ -238,5 +238,5 @@ def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
     values = [value for module in modules for value in vars(module).values()]
     # Look at types first: a deep model has tens of thousands of attributes, and hardly a generator among them.
     kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Generator)}
-    found = [value for value in values if type(value) in kinds] if kinds else []
-    return tuple(dict.fromkeys(found))
+    generators = [value for value in values if type(value) in kinds] if kinds else []
+    return tuple(dict.fromkeys(generators))

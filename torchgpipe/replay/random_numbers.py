@@ -67,7 +67,9 @@ class RandomNumbers:
             if any(self._swaps):  # The model is not known to draw nothing.
                 self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
                 self._seeded = before, state_of(torch.default_generator)
-            others = [one for one in generators_of_all(devices) if not self._swaps[_is_of_a_device(one)]]
+            others = [
+                generator for generator in generators_of_all(devices) if not self._swaps[_is_of_a_device(generator)]
+            ]
             self._watch = _Watch(others)
             self.callers_generator = CallersGenerator()
 
@@ -92,7 +94,7 @@ class RandomNumbers:
         states = self._states.setdefault(i, {})
         seed = _seed(self._base, i)
         # What the generator of an accelerator has come to on one device goes on on the next.
-        with borrowed({one: states.get(_is_of_a_device(one), seed) for one in generators}) as begun:
+        with borrowed({generator: states.get(_is_of_a_device(generator), seed) for generator in generators}) as begun:
             try:
                 yield
             finally:
@@ -178,7 +180,11 @@ class _Watch:
 
     def drawn_from(self) -> list[str]:
         """Return the devices whose generators were drawn from."""
-        return [str(one.device) for one, state in self._states.items() if not torch.equal(_state_at_rest(one), state)]
+        return [
+            str(generator.device)
+            for generator, state in self._states.items()
+            if not torch.equal(_state_at_rest(generator), state)
+        ]
 
     def follow(self, before: Tensor) -> None:
         """Take the present state of the CPU's generator for the one to be, if that was ``before``."""

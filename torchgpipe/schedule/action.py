@@ -71,7 +71,12 @@ def splits_of(program: Program) -> dict[tuple[int, int], bool]:
 
 def at_once(program: Program) -> set[tuple[int, int]]:
     """Return the cells whose backward follows their forward on their device: a step does not recompute them."""
-    return {(i, j) for own in program for (kind, i, j), after in pairwise(own) if kind == "F" and after[1:] == (i, j)}
+    return {
+        (i, j)
+        for actions in program
+        for (kind, i, j), after in pairwise(actions)
+        if kind == "F" and after[1:] == (i, j)
+    }
 
 
 def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action, bool]]]]:
@@ -87,22 +92,22 @@ def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action,
         ValueError: the devices wait for each other. The message has the next action of each.
     """
     actions = [[Action._make(action) for action in device] for device in program]
-    place = {action.j: device for device, own in enumerate(actions) for action in own}
+    place = {action.j: device for device, row in enumerate(actions) for action in row}
     n, splits = len(place), splits_of(actions)
     done: set[Action] = set()
     ran = [0] * len(actions)
-    while any(count < len(own) for count, own in zip(ran, actions)):
+    while any(count < len(row) for count, row in zip(ran, actions)):
         before = len(done)
-        for device, own in enumerate(actions):
-            for action in own[ran[device] :]:
+        for device, row in enumerate(actions):
+            for action in row[ran[device] :]:
                 needed = list(needs(action, splits, n))
                 if not done.issuperset(needed):
                     break
-                yield action, device, [(one, place[one.j] != device) for one in needed]
+                yield action, device, [(earlier, place[earlier.j] != device) for earlier in needed]
                 done.add(action)
                 ran[device] += 1
         if len(done) == before:
-            stuck = [str(own[count]) for count, own in zip(ran, actions) if count < len(own)]
+            stuck = [str(row[count]) for count, row in zip(ran, actions) if count < len(row)]
             raise ValueError(f"the devices would wait for each other, at {', '.join(stuck)}")
 
 

@@ -29,7 +29,7 @@ def draw_text(simulation: Simulation, columns: int = 100) -> str:
     """
     margin = len(f"device {len(simulation.starts) - 1} ")
     shortest = min([end - start for _, start, end in _boxes(simulation)], default=1.0)
-    width = max(len(_name(action)) for own in simulation.starts for action, _ in own) + 1
+    width = max(len(_name(action)) for row in simulation.starts for action, _ in row) + 1
     scale = min(width / shortest, (columns - margin) / simulation.seconds)
     lines = []
     for device in range(len(simulation.starts)):

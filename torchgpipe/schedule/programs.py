@@ -119,15 +119,15 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Prog
     if isinstance(schedule, str):
         return program(schedule, m or 1, places)
     # A program of a user may have plain tuples, lists or iterators in place of actions and lists.
-    given = schedule(m or 1, list(places)) if callable(schedule) else schedule
+    rows = schedule(m or 1, list(places)) if callable(schedule) else schedule
     try:
-        actions = tuple(tuple(map(Action._make, own)) for own in given)
+        actions = tuple(tuple(map(Action._make, row)) for row in rows)
     except TypeError as error:
         raise TypeError(
             "a program is a list of actions (kind, i, j) for each device, as schedule.program('1F1B', 4, [0, 1]) "
-            f"returns, but got {given!r:.200} ({error})"
+            f"returns, but got {rows!r:.200} ({error})"
         ) from error
-    count = 1 + max([action.i for own in actions for action in own], default=-1)
+    count = 1 + max([action.i for row in actions for action in row], default=-1)
     if m is not None and count != m:
         raise ValueError(
             f"the program is for {count} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, "
@@ -159,7 +159,7 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
         ValueError: there is no such schedule, or its partitions have to be placed in another way.
     """
     verify_name(name)
-    return [list(own) for own in _program(name, m, tuple(places))]
+    return [list(row) for row in _program(name, m, tuple(places))]
 
 
 @lru_cache(maxsize=32)  # Every step asks for its program.
@@ -171,7 +171,7 @@ def _program(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, 
     blocks = _blocks(places)
     devices = [places[block[0]] for block in blocks]
     actions = _MAKERS[name](m, devices)
-    return tuple(tuple(Action(kind, i, j) for kind, i, k in own for j in _within(kind, blocks[k])) for own in actions)
+    return tuple(tuple(Action(kind, i, j) for kind, i, k in row for j in _within(kind, blocks[k])) for row in actions)
 
 
 def _blocks(places: Sequence[int]) -> list[list[int]]:

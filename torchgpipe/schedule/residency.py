@@ -61,11 +61,11 @@ class Residency(NamedTuple):
 
     def bytes_up(self, weights: Sequence[int]) -> int:
         """Return the bytes that go to the devices, given the bytes of the weights of each partition."""
-        return sum([weights[stay.j] for own in self.weights for stay in own])
+        return sum([weights[stay.j] for row in self.weights for stay in row])
 
     def bytes_down(self, gradients: Sequence[int]) -> int:
         """Return the bytes that come back, given the bytes of the gradients of each partition."""
-        return sum([gradients[stay.j] for own in self.gradients for stay in own])
+        return sum([gradients[stay.j] for row in self.gradients for stay in row])
 
 
 def residency(program: Program, slots: int) -> Residency:
@@ -80,12 +80,12 @@ def residency(program: Program, slots: int) -> Residency:
     """
     if slots < 1:
         raise ValueError(f"slots must be 1 or more, but got {slots}: an action needs the weights of its partition")
-    return _residency(tuple([tuple(map(Action._make, own)) for own in program]), slots)
+    return _residency(tuple([tuple(map(Action._make, row)) for row in program]), slots)
 
 
 @lru_cache(maxsize=32)  # Every step asks for that of its program.
 def _residency(program: tuple[tuple[Action, ...], ...], slots: int) -> Residency:
-    return Residency([_weights(own, slots) for own in program], [_gradients(own) for own in program])
+    return Residency([_weights(row, slots) for row in program], [_gradients(row) for row in program])
 
 
 class Streamed(NamedTuple):
@@ -111,22 +111,22 @@ def streamed(program: Program, slots: int, cost: Callable[[Action], float], uplo
         cost: the seconds of an action
         upload: the seconds in which the weights of a partition come
     """
-    stays = [{stay.first: stay for stay in own} for own in residency(program, slots).weights]
+    stays = [{stay.first: stay for stay in row} for row in residency(program, slots).weights]
     ends: dict[Action, float] = {}
     #: For each device, the ends of its actions; where an upload has room from the beginning, it starts at 0.
-    own: list[list[float]] = [[] for _ in program]
+    ended: list[list[float]] = [[] for _ in program]
     arrived, uploading, waited = [0.0] * len(program), 0.0, 0.0
     for action, device, needed in in_order(program):
-        start = max([0.0, *own[device][-1:], *[ends[one] for one, _ in needed]])
-        stay = stays[device].get(len(own[device]))
+        start = max([0.0, *ended[device][-1:], *[ends[earlier] for earlier, _ in needed]])
+        stay = stays[device].get(len(ended[device]))
         if stay is not None:
-            room = own[device][stay.after] if stay.after >= 0 else 0.0
+            room = ended[device][stay.after] if stay.after >= 0 else 0.0
             arrived[device] = max(arrived[device], room) + upload(stay.j)
             uploading += upload(stay.j)
             waited += max(0.0, arrived[device] - start)
             start = max(start, arrived[device])
         ends[action] = start + cost(action)
-        own[device].append(ends[action])
+        ended[device].append(ends[action])
     return Streamed(max(ends.values(), default=0.0), uploading, waited)
 
 

@@ -70,14 +70,14 @@ def simulate(
     starts: list[list[tuple[Action, float]]] = [[] for _ in program]
     for action, device, needed in in_order(program):
         start = clocks[device]
-        for one, is_foreign in needed:
-            start = max(start, ends[one] + (passage(max(one.j, action.j)) if is_foreign else 0.0))
+        for earlier, is_foreign in needed:
+            start = max(start, ends[earlier] + (passage(max(earlier.j, action.j)) if is_foreign else 0.0))
         starts[device].append((action, start))
         ends[action] = clocks[device] = start + cost(action)
-    busy = [sum([cost(action) for action, _ in own]) for own in starts]
+    busy = [sum([cost(action) for action, _ in row]) for row in starts]
     seconds = max(ends.values(), default=0.0)
-    idle = sum(seconds - own for own in busy)
-    peaks = [_peak(own, memory, waiting) for own in program]
+    idle = sum(seconds - time for time in busy)
+    peaks = [_peak(row, memory, waiting) for row in program]
     return Simulation(starts, seconds, busy, idle / (seconds * len(busy)) if seconds else 0.0, peaks, cost)
 
 

@@ -72,7 +72,7 @@ class _Arrangement:
         for j, device in enumerate(devices):
             following[device].update([Action(kind, 0, j) for kind in _KINDS])
         while any(following):
-            chosen = [min(self._candidates(k, own), default=None) for k, own in enumerate(following)]
+            chosen = [min(self._candidates(k, actions), default=None) for k, actions in enumerate(following)]
             for k, choice in enumerate(chosen):
                 if choice is not None:
                     action = choice[-1]

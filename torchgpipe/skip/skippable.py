@@ -113,18 +113,18 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     stashable, poppable = _several(stash, "stash"), _several(pop, "pop")
 
     def decorate(cls: type[M]) -> type[M]:
-        own: Any = cls
-        own.stashable_names = stashable
-        own.poppable_names = poppable
-        own.forward = drive(own.forward)
+        patched: Any = cls
+        patched.stashable_names = stashable
+        patched.poppable_names = poppable
+        patched.forward = drive(patched.forward)
         # Not `issubclass(cls, Skippable)`: a class may derive from it for its types only, and lacks all of this.
         if not getattr(cls, "_drives_forward", False):
-            own._drives_forward = True
-            own.isolate = Skippable.isolate
-            own.skip_key = Skippable.skip_key
-            own.__repr__ = _marked(own.__repr__)
-            own._load_from_state_dict = _taking_wrapped_keys(own._load_from_state_dict)
-            own.__init_subclass__ = _driving_subclasses(cls)
+            patched._drives_forward = True
+            patched.isolate = Skippable.isolate
+            patched.skip_key = Skippable.skip_key
+            patched.__repr__ = _marked(patched.__repr__)
+            patched._load_from_state_dict = _taking_wrapped_keys(patched._load_from_state_dict)
+            patched.__init_subclass__ = _driving_subclasses(cls)
             Skippable.register(cls)
         return cls
 
@@ -139,10 +139,10 @@ def _several(names: Iterable[str], argument: str) -> frozenset[str]:
 
 def _driving_subclasses(cls: Any) -> Any:
     """Return an ``__init_subclass__`` that drives the ``forward`` of each subclass, too."""
-    own = cls.__dict__.get("__init_subclass__")
+    before = cls.__dict__.get("__init_subclass__")
 
     def __init_subclass__(subclass: Any, /, **options: Any) -> None:
-        (super(cls, subclass).__init_subclass__ if own is None else own.__get__(None, subclass))(**options)
+        (super(cls, subclass).__init_subclass__ if before is None else before.__get__(None, subclass))(**options)
         if "forward" in subclass.__dict__:
             subclass.forward = drive(subclass.forward)
 

@@ -78,15 +78,15 @@ def predict(
     if recorded is not None and recorded not in programs.values():
         programs = {None: recorded, **programs}
     predictions = []
-    for schedule, one in programs.items():
+    for schedule, ran in programs.items():
         simulation = simulate(
-            one,
+            ran,
             lambda action: costs.get((action.kind, action.j), 0.0),
             [1 / places.count(place) for place in places],
         )
         predictions.append(
             Prediction(
-                schedule, one == recorded, simulation.seconds, simulation.bubble, max(simulation.peaks, default=0.0)
+                schedule, ran == recorded, simulation.seconds, simulation.bubble, max(simulation.peaks, default=0.0)
             )
         )
     return predictions
@@ -108,7 +108,7 @@ def _made(name: ScheduleName, m: int, places: Sequence[int]) -> Program | None:
 def mean_costs(cells: Sequence[Span], count: int) -> Costs:
     """Return the mean seconds of each kind of action in each partition, over ``count`` micro-batches."""
     has_halves = _has_halves(cells)
-    again = {(span.step, span.micro_batch, span.partition) for span in cells if span.kind == "recomputation"}
+    recomputed = {(span.step, span.micro_batch, span.partition) for span in cells if span.kind == "recomputation"}
     totals: dict[tuple[str, int], float] = {}
 
     def add(kinds: str, j: int, seconds: float) -> None:
@@ -121,7 +121,7 @@ def mean_costs(cells: Sequence[Span], count: int) -> Costs:
             add("F", j, seconds)
         elif span.kind == "backward of the weights":
             add("BW", j, seconds)
-        elif span.kind == "backward" and not has_halves and (span.step, span.micro_batch, j) not in again:
+        elif span.kind == "backward" and not has_halves and (span.step, span.micro_batch, j) not in recomputed:
             add("B", j, seconds)
             add("IW", j, seconds / 2)
         else:
@@ -144,13 +144,18 @@ def table(predictions: Sequence[Prediction], cells: Sequence[Span], seconds: flo
     """
     yield _row("step under", "time", "bubble", "live micro-batches")
     yield _row("(as recorded)", milliseconds(seconds), percent(bubble))
-    for one in predictions:
-        name = one.schedule or "your program"
-        live = f"{one.live:.1f}".removesuffix(".0")
-        yield _row(f"{name}{', which ran' if one.ran else ''}", milliseconds(one.seconds), percent(one.bubble), live)
-    again = " and recomputations" if any(span.kind == "recomputation" for span in cells) else ""
-    yield f"simulated with the mean times of the recorded cells{again}; copies take no time"
-    names = [one.schedule for one in predictions]
+    for prediction in predictions:
+        name = prediction.schedule or "your program"
+        live = f"{prediction.live:.1f}".removesuffix(".0")
+        yield _row(
+            f"{name}{', which ran' if prediction.ran else ''}",
+            milliseconds(prediction.seconds),
+            percent(prediction.bubble),
+            live,
+        )
+    recomputations = " and recomputations" if any(span.kind == "recomputation" for span in cells) else ""
+    yield f"simulated with the mean times of the recorded cells{recomputations}; copies take no time"
+    names = [prediction.schedule for prediction in predictions]
     if not _has_halves(cells) and not set(names).isdisjoint(SPLITTING):
         yield "backward was recorded whole: either half of it is taken to need half of its time"
     missing = [name for name in RESIDENT if name not in names]

@@ -102,20 +102,20 @@ def _set_recorder(pipeline: GPipe | Pipeline, recorder: Recorder | None) -> None
 
 
 def _pipeline_of(model: nn.Module) -> GPipe | Pipeline:
-    found = dict(_outermost(model, "")) if isinstance(model, nn.Module) else {}
-    if not found:
+    pipelines = dict(_outermost(model, "")) if isinstance(model, nn.Module) else {}
+    if not pipelines:
         raise TypeError(
             f"there is no pipeline to record in this {type(model).__name__}; pass a GPipe, a pipelined model, or a "
             "module that contains one of them (a DistributedGPipe is not recorded)"
         )
-    if len(found) > 1:
-        names = ", ".join(f"'{name}'" for name in found)
-        first = next(iter(found))
+    if len(pipelines) > 1:
+        names = ", ".join(f"'{name}'" for name in pipelines)
+        first = next(iter(pipelines))
         raise ValueError(
-            f"there are {len(found)} pipelines in this {type(model).__name__} ({names}); record each in a block of its "
-            f"own, such as torchgpipe.record(model.get_submodule('{first}'))"
+            f"there are {len(pipelines)} pipelines in this {type(model).__name__} ({names}); record each in a block of "
+            f"its own, such as torchgpipe.record(model.get_submodule('{first}'))"
         )
-    return next(iter(found.values()))
+    return next(iter(pipelines.values()))
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe | Pipeline]]:
@@ -192,11 +192,11 @@ class _Step:
         """
         work = list(self._work)
         if raised:
-            for one in work:
-                if one.end is None:
-                    one.end_now(failed=True)
-        last = max([clocks[one.stream.device].at(one.end) for one in work if one.end is not None], default=0.0)
-        return [self._span(one, clocks[one.stream.device], last) for one in work]
+            for part in work:
+                if part.end is None:
+                    part.end_now(failed=True)
+        last = max([clocks[part.stream.device].at(part.end) for part in work if part.end is not None], default=0.0)
+        return [self._span(part, clocks[part.stream.device], last) for part in work]
 
     def _span(self, work: _Work, clock: _Clock, last: float) -> Span:
         row = self.rows[work.j]

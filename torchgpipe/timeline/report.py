@@ -121,18 +121,20 @@ class Report:
         self._places = places_of([row.device for row in rows])
         #: For each step, the schedule; None for a program of the user's own.
         self._schedules = [
-            "GPipe" if one is None else schedule_of(one, m, self._places) for one, m in zip(ran, self._chunks)
+            "GPipe" if ran_program is None else schedule_of(ran_program, m, self._places)
+            for ran_program, m in zip(ran, self._chunks)
         ]
         self._programs = [
-            program("GPipe", m, self._places) if one is None else one for one, m in zip(ran, self._chunks)
+            program("GPipe", m, self._places) if ran_program is None else ran_program
+            for ran_program, m in zip(ran, self._chunks)
         ]
         self.take_turns = None in ran and sum(device.type == "cpu" for device in distinct) > 1
         self._means = mean_costs(cells, sum(self._chunks))
         self.costs = self._costs(cells)
         self.slowest = max(range(len(rows)), key=self.costs.__getitem__)
         self.slowest_by = _share(self.costs[self.slowest], _average(self.costs)) - 1
-        again = [span for span in cells if span.kind == "recomputation"]
-        self.recomputation = _share(_total(again), _total(cells))
+        recomputations = [span for span in cells if span.kind == "recomputation"]
+        self.recomputation = _share(_total(recomputations), _total(cells))
         self.failed = next((span for span in spans if span.failed), None)
         self.schedules: list[Prediction] = []
         if not self.take_turns and self.failed is None:
@@ -165,11 +167,14 @@ class Report:
         # Where no backward ran, forward has not waited for it.
         kinds = "FBIW" if any(kind != "F" for kind, _ in costs) else "F"
         counts = Counter(
-            [tuple([tuple([action for action in own if action.kind in kinds]) for own in one]) for one in programs]
+            [
+                tuple([tuple([action for action in row if action.kind in kinds]) for row in program])
+                for program in programs
+            ]
         )
         times = [
-            count * simulate(one, lambda action: costs.get((action.kind, action.j), 0.0)).seconds
-            for one, count in counts.items()
+            count * simulate(program, lambda action: costs.get((action.kind, action.j), 0.0)).seconds
+            for program, count in counts.items()
         ]
         return sum(times) / len(programs)
 
@@ -187,7 +192,7 @@ class Report:
         """
         m = _average(self._chunks)
         pairs = list(zip(self._schedules, self._programs, self._chunks))
-        ran = [program("GPipe", m, self._places) if name is None else one for name, one, m in pairs]
+        ran = [program("GPipe", m, self._places) if name is None else ran_program for name, ran_program, m in pairs]
         twice = [program(name or "GPipe", 2 * m, self._places) for name, _, m in pairs]
         halves = {key: cost / 2 for key, cost in self._means.items()}
         what = f"more micro-batches: chunks={round(2 * m)} in place of {round(m)}"
@@ -221,7 +226,7 @@ class Report:
         devices work side by side are left out."""
         side_by_side = [] if self.take_turns else [self.more_chunks, self.better_balance]
         possible = [*side_by_side, self.no_recomputation]
-        return sorted([one for one in possible if one.gain >= 0.01], key=lambda one: -one.gain)
+        return sorted([advice for advice in possible if advice.gain >= 0.01], key=lambda advice: -advice.gain)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self, self._rows, len(self._chunks)))
@@ -244,9 +249,11 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
                 f"{percent(use.hidden)} of that while the device computes"
             )
     yield ""
-    own = next((one for one in report.schedules if one.ran), None)
+    prediction = next((prediction for prediction in report.schedules if prediction.ran), None)
     ideal = (
-        f"ideal {percent(report.ideal_bubble)}" if own is None else f"of the program {percent(own.bubble)}, simulated"
+        f"ideal {percent(report.ideal_bubble)}"
+        if prediction is None
+        else f"of the program {percent(prediction.bubble)}, simulated"
     )
     yield f"bubble           {percent(report.bubble):>6}   {ideal}"
     if report.take_turns:
@@ -265,12 +272,12 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
         yield ""
         yield from table(report.schedules, report._cells, report.duration / steps, report.bubble)
     yield ""
-    found = report.advice
-    if found:
+    possible = report.advice
+    if possible:
         yield "to try           saves of a step's time, at best"
     else:
         yield "to try           nothing that is known to gain a hundredth of a step's time"
-    for advice in found:
+    for advice in possible:
         yield f"{percent(advice.gain):>16}   {advice.what}"
 
 
