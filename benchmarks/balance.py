@@ -14,6 +14,7 @@ Two questions:
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 from benchmarks.cost import clocks
 from benchmarks.peers import Answer, Peer, running
 from benchmarks.placement import even
-from benchmarks.program import Command, Progress
+from benchmarks.program import Part, Program, Progress
 from benchmarks.records import ratios, shown, spread, table_of
 
 PEERS = ("ours", "original")
@@ -192,29 +193,37 @@ def balance_reality(result: dict[str, Any]) -> str:
     return table_of(result["reality"], columns)
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    return {
-        "largest load over the smallest possible one": balance_vectors(result),
-        "a step of the pipeline, each partition timed in a process of its own": balance_reality(result),
-    }
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    full = args.size == "full"
+    with running(PEERS, "splits.py") as peers:
+        return {
+            "unit": "ratios: largest load over the smallest possible one; seconds",
+            "vectors": quality(peers, 1400 if full else 140, args.limit),
+            "reality": reality(
+                peers, args.partitions, args.chunks, 20.0 if full else 5.0, args.rounds or (9 if full else 3)
+            ),
+        }
+
+
+PARTS = {
+    "balance": Part(
+        "balance",
+        measure,
+        {
+            "largest load over the smallest possible one": balance_vectors,
+            "a step of the pipeline, each partition timed in a process of its own": balance_reality,
+        },
+    )
+}
 
 
 def main() -> None:
-    command = Command("balance", __doc__, show=show, sizes=("small", "full"))
-    command.add("--rounds", type=int, help="of the model that is really split")
-    command.add("--partitions", type=int, default=4, help="of the model that is really split")
-    command.add("--chunks", type=int, default=8, help="of the model that is really split")
-    command.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
-    args = command.parse()
-    full = args.size == "full"
-    rounds = args.rounds or (9 if full else 3)
-
-    with running(PEERS, "splits.py") as peers:
-        command.finish(
-            unit="ratios: largest load over the smallest possible one; seconds",
-            vectors=quality(peers, 1400 if full else 140, args.limit),
-            reality=reality(peers, args.partitions, args.chunks, 20.0 if full else 5.0, rounds),
-        )
+    program = Program("balance", __doc__, PARTS, sizes=("small", "full"))
+    program.add("--rounds", type=int, help="of the model that is really split")
+    program.add("--partitions", type=int, default=4, help="of the model that is really split")
+    program.add("--chunks", type=int, default=8, help="of the model that is really split")
+    program.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
+    program.run()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ bandwidth that are measured between the processes. Both are computed from a resu
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from torch.nn import functional as F
 from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
 from benchmarks.pictures import Curve, panels
-from benchmarks.program import Command
+from benchmarks.program import Part, Program
 from benchmarks.records import ratios, shown, spread, table_of
 from torchgpipe.distributed import DistributedGPipe
 
@@ -294,13 +295,7 @@ def draw(result: dict[str, Any]) -> Any:
     return panels(drawn, "micro-batches", "texts a second")
 
 
-def main() -> None:
-    about = "Measure a pipeline over several processes."
-    command = Command("distributed", about, show=lambda result: {"texts a second": distributed(result)}, draw=draw)
-    command.add("--processes", type=int, nargs="+", default=[1, 2])
-    command.add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
-    command.add("--turns", type=int, default=9)
-    args = command.parse()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     runs = []
     for n in args.processes:
         with TemporaryDirectory() as folder:
@@ -308,7 +303,18 @@ def main() -> None:
             runs.append(json.loads(Path(folder, "result").read_text()))
     on_gpus = _gpus(max(args.processes))
     shape = SIZES["cuda" if on_gpus else "cpu"]
-    command.finish(backend="nccl" if on_gpus else "gloo", shape=shape._asdict(), runs=runs)
+    return {"backend": "nccl" if on_gpus else "gloo", "shape": shape._asdict(), "runs": runs}
+
+
+PARTS = {"distributed": Part("distributed", measure, {"texts a second": distributed}, draw=draw)}
+
+
+def main() -> None:
+    program = Program("distributed", "Measure a pipeline over several processes.", PARTS)
+    program.add("--processes", type=int, nargs="+", default=[1, 2])
+    program.add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
+    program.add("--turns", type=int, default=9)
+    program.run()
 
 
 if __name__ == "__main__":

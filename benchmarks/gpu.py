@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.peers import CHECKOUT, Peer, install
 from benchmarks.program import Budget
-from benchmarks.records import MIB, PARTS, RESULTS, environment, table, write
+from benchmarks.records import MIB, PASSES, RESULTS, environment, table, write
 
 GPU = "cuda:0"
 FOLDER = RESULTS / "gpu"
@@ -89,7 +89,7 @@ def _overhead(result: dict[str, Any]) -> str:
     for row in result["modes"]:
         if row["mode"] == "except_last":
             peers = [peer for peer in ("ours", "original", "plain") if peer in row["forward"]]
-            each = [f"{peer} {sum(row[part][peer]['median'] for part in PARTS):.0f}" for peer in peers]
+            each = [f"{peer} {sum(row[part][peer]['median'] for part in PASSES):.0f}" for peer in peers]
             told.append(f"{row['threads']}: {', '.join(each)} us")
     return "a cell, " + "; ".join(told)
 

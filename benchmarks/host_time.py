@@ -29,9 +29,9 @@ from benchmarks.cost import MODES
 from benchmarks.peers import PEERS, Answer, Request
 from benchmarks.placement import threaded
 from benchmarks.program import Part, Program, ask_in_turn
-from benchmarks.records import PARTS, aim, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import PASSES, aim, ratios, shown, spread, spread_of_turns, table, table_of
 
-__all__ = ["deep", "growth", "host_time", "host_time_by_mode", "pipelined_host", "pipelined_times", "several"]
+__all__ = ["PARTS"]
 
 Row = dict[str, Any]
 CHILD = "tiny_steps.py"
@@ -86,7 +86,7 @@ def cells(args: argparse.Namespace) -> dict[str, Any]:
 def cell_row(request: Request, measured: dict[str, list[Answer]]) -> Row:
     """Return a row of the result: each peer's figures, turn by turn and as a spread, and the ratio original / ours."""
     row: Row = {key: request[key] for key in ("n", "m", "mode", "threads", "parameters") if key in request}
-    for part in ("construct", *PARTS) if request["kind"] == "deep" else PARTS:
+    for part in ("construct", *PASSES) if request["kind"] == "deep" else PASSES:
         of_part = row[part] = {
             name: spread_of_turns(answer[part] for answer in answers) for name, answers in measured.items()
         }
@@ -110,7 +110,7 @@ def grown(rows: list[Row], axis: str, peers: list[str]) -> list[Row]:
     found = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         sweep = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row[axis])
-        for part in PARTS:
+        for part in PASSES:
             small, large = sweep[0][part], sweep[-1][part]
             figures = {name: ratios(small[name]["cpu"]["turns"], large[name]["cpu"]["turns"]) for name in peers}
             found.append({"axis": axis, "mode": mode, "part": part, **figures})
@@ -133,45 +133,39 @@ def _times(rows: list[Row], keys: Sequence[str], digits: int) -> str:
         + [f"{row[part][name]['median']:.{digits}f}" for name in peers]
         + [shown(row[part][key], 2) for key in compared]
         for row in rows
-        for part in PARTS
+        for part in PASSES
     ]
     return table(lines, [*keys, "part", *(f"{name}, us" for name in peers), *(RATIOS[key] for key in compared)])
 
 
 def host_time_by_mode(result: dict[str, Any]) -> str:
     """Return a table of forward and backward together, without workers."""
+    rows = [row for row in result["modes"] if row["threads"] == "inline"]
+    peers = [name for name in PEERS if name in rows[0]["forward"]]
     lines = [
-        [f"`'{row['mode']}'`", *(f"{sum(row[part][peer]['median'] for part in PARTS):.0f}" for peer in PEERS)]
-        for row in result["modes"]
-        if row["threads"] == "inline"
+        [f"`'{row['mode']}'`", *(f"{sum(row[part][peer]['median'] for part in PASSES):.0f}" for peer in peers)]
+        for row in rows
     ]
-    return table(lines, ["checkpoint", *PEERS])
+    return table(lines, ["checkpoint", *peers])
 
 
 def growth(result: dict[str, Any]) -> str:
-    peers = [name for name in PEERS if name in result["growth"][0]]
+    rows = result.get("growth", [])
+    peers = [name for name in PEERS if rows and name in rows[0]]
     sweeps = {"m": "m = 8 to 512, n = 8", "n": "n = 2 to 64, m = 32"}
     columns: dict[str, Any] = {"from, to": lambda row: sweeps[row["axis"]], "mode": "mode", "part": "part"}
-    return table_of(result["growth"], {**columns, **{name: f"{name}:2" for name in peers}})
+    return table_of(rows, {**columns, **{name: f"{name}:2" for name in peers}})
 
 
 def deep(result: dict[str, Any]) -> str:
-    parts = ("construct", *PARTS)
+    parts = ("construct", *PASSES)
     lines = [
         [name, row["mode"], *(shown(row[part][name]) for part in parts)]
-        for row in result["deep"]
+        for row in result.get("deep", [])
         for name in PEERS
         if name in row["forward"]
     ]
     return table(lines, ["", "mode", *parts])
-
-
-def show_cells(result: dict[str, Any]) -> dict[str, str]:
-    told = {"us per cell": host_time(result), "us per cell of several parameters": several(result)}
-    if "deep" in result:
-        told["largest size's CPU time per cell over the smallest's"] = growth(result)
-        told["2000 layers, ms"] = deep(result)
-    return told
 
 
 # ---- Cells of a step, beside forward and backward of the same pipeline in the same checkpoint mode.
@@ -315,26 +309,40 @@ def pipelined_times(result: dict[str, Any]) -> str:
     return table_of(result["rows"], {**columns, **{f"{name} / plain": f"{way}/plain:2" for way, name in WAYS.items()}})
 
 
-PROGRAM_PARTS = {
-    "cells": Part("overhead", cells, show_cells),
-    "step": Part("step/host", step, lambda result: {"host time of a cell": step_host(result)}),
-    "pipelined": Part(
-        "pipelined/host",
-        pipelined,
-        lambda result: {
-            "host time beyond the plain model": pipelined_host(result),
-            "host time of a micro-batch": pipelined_times(result),
+PARTS = {
+    "cells": Part(
+        "overhead",
+        cells,
+        {
+            "us per cell": host_time,
+            "us per cell without workers": host_time_by_mode,
+            "us per cell of several parameters": several,
+            "largest size's CPU time per cell over the smallest's": growth,
+            "2000 layers, ms": deep,
         },
+    ),
+    "step": Part("step:host", step, {"host time of a cell": step_host}),
+    "pipelined": Part(
+        "pipelined:host",
+        pipelined,
+        {"host time beyond the plain model": pipelined_host, "host time of a micro-batch": pipelined_times},
         cpu=True,
     ),
-    "timeline": Part("timeline", host_timeline.measure, host_timeline.show),
-    "proof": Part("pipelined/proof", host_proof.measure, host_proof.show, cpu=True),
+    "timeline": Part(
+        "timeline",
+        host_timeline.measure,
+        {"what a timeline costs a cell, median of turns (lowest-highest turn)": host_timeline.timeline},
+        host_timeline.notes,
+    ),
+    "proof": Part(
+        "pipelined:proof", host_proof.measure, {"the proof of a pipelined model": host_proof.pipelined_proof}, cpu=True
+    ),
 }
 
 
 def main() -> None:
     options: dict[str, Any] = {"sizes": ("small", "full"), "peers": PEERS, "device": True, "seconds": "turn"}
-    program = Program("host_time", __doc__, PROGRAM_PARTS, ("cells", "step"), **options)
+    program = Program("host_time", __doc__, PARTS, ("cells", "step"), **options)
     program.add("--shape", nargs=2, type=int, default=[8, 32], metavar=("N", "M"), help="partitions, micro-batches")
     program.add("--turns", type=int, default=4, help="of fresh processes")
     program.add("--repeat", type=int, default=REPEATED, help="how often each peer is asked for cells in a turn")

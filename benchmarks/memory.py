@@ -38,7 +38,7 @@ from benchmarks.program import Part, Program, Progress
 from benchmarks.random_models import random_model
 from benchmarks.records import MIB, table, table_of
 
-__all__ = ["memory", "memory_by_mode", "random_memory"]
+__all__ = ["PARTS"]
 
 Row = dict[str, Any]
 CHILD = "memory_steps.py"
@@ -140,7 +140,7 @@ def memory_by_mode(result: dict[str, Any]) -> str:
     }
 
     def peak(mode: str, peer: str) -> Callable[[int], str]:
-        return lambda m: f"{found[m, mode][peer]['peak'] / MIB:.1f}"
+        return lambda m: f"{found[m, mode][peer]['peak'] / MIB:.1f}" if peer in found[m, mode] else "-"
 
     columns: dict[str, Any] = {"micro-batches": lambda m: m, "plain": peak("always", "plain")}
     columns |= {f"`'{mode}'`": peak(mode, "ours") for mode in modes}
@@ -148,15 +148,15 @@ def memory_by_mode(result: dict[str, Any]) -> str:
     return table_of(sorted({m for m, _ in found}), columns)
 
 
-def show_peaks(result: dict[str, Any]) -> dict[str, str]:
-    told = {"ratio of peaks above rest, and KiB that each further micro-batch adds": memory(result)}
+def notes(result: dict[str, Any]) -> list[str]:
     unsteady = [_key(row) for row in result["rows"] if not all(row[p]["same_each_step"] for p in PEERS if p in row)]
-    told[f"figures that differed between steps: {unsteady or 'none'}"] = ""
     # No target for workers: they compute at the same time, and here they share a memory that devices would not share.
     compared = [row["ratio"] for row in result["rows"] if row["threads"] == "inline" and "ratio" in row]
     over = sum(ratio > TARGET for ratio in compared)
-    told[f"above {TARGET} of the original's peak: {over} of {len(compared)} rows"] = ""
-    return told
+    return [
+        f"figures that differed between steps: {unsteady or 'none'}",
+        f"above {TARGET} of the original's peak: {over} of {len(compared)} rows",
+    ]
 
 
 # ---- Peaks of random models.
@@ -194,17 +194,41 @@ def random_memory(result: dict[str, Any]) -> str:
     return table_of([result["counts"]], {**columns, "median": "median:.3f", "highest": "highest:.3f"})
 
 
-def show_random(result: dict[str, Any]) -> dict[str, str]:
+def highest(result: dict[str, Any]) -> str:
     names = ("seed", "about", "balance", "m", "mode", "gradients", "ours", "original")
-    highest = table_of(result["rows"][:10], {**{name: name for name in names}, "ratio": "ratio:.4f"})
-    return {"the highest ratios, peaks in bytes": highest, "ours/original": random_memory(result)}
+    return table_of(result["rows"][:10], {**{name: name for name in names}, "ratio": "ratio:.4f"})
 
 
 PARTS = {
-    "peaks": Part("memory", peaks, show_peaks),
-    "random": Part("random_memory", random, show_random, cpu=True),
-    "capacity": Part("capacity", memory_capacity.measure, memory_capacity.show),
-    "copies": Part("skips", memory_copies.measure, memory_copies.show),
+    "peaks": Part(
+        "memory",
+        peaks,
+        {
+            "ratio of peaks above rest, and KiB that each further micro-batch adds": memory,
+            "peaks of the transformer, MiB": memory_by_mode,
+        },
+        notes,
+    ),
+    "random": Part(
+        "random_memory",
+        random,
+        {"the highest ratios, peaks in bytes": highest, "ours/original": random_memory},
+        cpu=True,
+    ),
+    "capacity": Part(
+        "capacity",
+        memory_capacity.measure,
+        {
+            "the largest model that fits": memory_capacity.capacity,
+            "resnet101: activations at the peak": memory_capacity.capacity_growth,
+        },
+        memory_capacity.notes,
+    ),
+    "copies": Part(
+        "skips",
+        memory_copies.measure,
+        {"MB copied in a step, the middle balance": memory_copies.pairs, "MB copied in a step": memory_copies.skips},
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from benchmarks.program import Progress
 from benchmarks.records import GIB, MIB, table, table_of
 from benchmarks.tasks import TASKS
 
-__all__ = ["LADDERS", "capacity", "capacity_growth", "measure", "show"]
+__all__ = ["LADDERS", "capacity", "capacity_growth", "measure", "notes"]
 
 CHILD = "memory_steps.py"
 QUESTIONS = ("largest", "growth")
@@ -204,12 +204,12 @@ def capacity(result: dict[str, Any]) -> str:
 
 def capacity_growth(result: dict[str, Any]) -> str:
     rows = result["growth"]
-    most = max(row["n"] for row in rows)
+    most = max((row["n"] for row in rows), default=0)
     columns: dict[str, Any] = {"micro-batches": "m", "partitions": "n", "checkpoint": "mode"}
     columns |= {
         f"{name}, MiB": lambda row, name=name: peak_of(row[name])
         for name in ("ours", "original", "plain")
-        if name in rows[0]
+        if rows and name in rows[0]
     }
     return table_of([row for row in rows if row["axis"] == "m" or row["n"] != most], columns)
 
@@ -219,14 +219,7 @@ def peak_of(answer: Answer) -> str:
     return f"{max(answer['activations']) / MIB:.2f}" if "peak" in answer else f"- {answer['none']}"
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    told = {}
-    if result["largest"]:
-        told["the largest model that fits"] = capacity(result)
+def notes(result: dict[str, Any]) -> Iterator[str]:
     if result["devices"] == ["cpu"]:
         limit = f"a model fits if its peak is within {result['limit']:g} MiB a partition, all together."
-        told[f"The CPU has one memory for all partitions: {limit}"] = ""
-    if result["growth"]:
-        batch = result["growth"][0]["batch"]
-        told[f"resnet101, mini-batches of {batch}: activations at the peak"] = capacity_growth(result)
-    return told
+        yield f"The CPU has one memory for all partitions: {limit}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.peers import CHECKOUT
 from benchmarks.records import table_of
 
-__all__ = ["measure", "show", "skips"]
+__all__ = ["measure", "pairs", "skips"]
 
 PARTITIONS = (2, 4, 8)
 WAYS = ("portals", "tuples")
@@ -93,14 +93,10 @@ def skips(result: dict[str, Any]) -> str:
     return table_of(result["rows"], columns)
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    """Return a table of all sums, and one of what goes from each partition to each other with the middle balance."""
+def pairs(result: dict[str, Any]) -> str:
+    """Return a table of what goes from each partition to each other with the middle balance."""
     row = result["rows"][len(result["rows"]) // 2]
     copied = {way: {(source, target): count for source, target, count in row[way]["copied"]} for way in WAYS}
-    pairs = sorted({*copied["portals"], *copied["tuples"]})
     columns: dict[str, Any] = {"partitions": lambda pair: f"from {pair[0]} to {pair[1]}"}
     columns |= {way: lambda pair, way=way: f"{copied[way].get(pair, 0) / 1e6:.2f}" for way in WAYS}
-    return {
-        f"MB copied in a step, layers {row['balance']}": table_of(pairs, columns),
-        "MB copied in a step": skips(result),
-    }
+    return table_of(sorted({*copied["portals"], *copied["tuples"]}), columns)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from time import process_time
 from typing import Any
@@ -25,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from benchmarks.program import Command, Progress
-from benchmarks.records import shown, spread, table
-from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, kernels
+from benchmarks.program import Part, Program, Progress
+from benchmarks.records import aim, shown, spread, table
+from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, kernels
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency, streamed
 
-__all__ = ["offload"]
+__all__ = ["PARTS"]
 
 Row = dict[str, Any]
 
@@ -129,7 +128,7 @@ def measure(args: argparse.Namespace) -> Row:
     for chunks in args.chunks:
         progress(f"{args.blocks} blocks, {chunks} micro-batches of {args.rows} sequences")
         rows.append(measured(args.blocks, args.rows, chunks, args.turns))
-    return {"rows": rows, "aims": aims(rows)}
+    return {"unit": "seconds, simulated", "card": CARD, "rows": rows, "aims": aims(rows)}
 
 
 def aims(rows: Sequence[Row]) -> list[Row]:
@@ -137,13 +136,8 @@ def aims(rows: Sequence[Row]) -> list[Row]:
     shares = [row["of what should"]["median"] for row in rows]
     peak = max(row["weights on the device over the slots"] for row in rows)
     return [
-        {
-            "aim": "simulated: copies that hide over those that should, lowest",
-            "at least": AIM,
-            "reached": min(shares),
-            "met": min(shares) >= AIM,
-        },
-        {"aim": "weights on the device over the slots, highest", "at most": 1.0, "reached": peak, "met": peak <= 1},
+        aim("simulated: copies that hide over those that should, lowest", min(shares), least=AIM),
+        aim("weights on the device over the slots, highest", peak, most=1.0),
     ]
 
 
@@ -167,22 +161,19 @@ def offload(result: Row) -> str:
     ]
     header = ["micro-batches", "tokens", "forward / upload", "should hide", "hides", "of what should", "on paper, ms"]
     header += ["step, ms", "host of a cell, us: resident / offload", "of an upload, us", "weights / slots"]
-    return table(lines, header) if lines else ""
+    return table(lines, header)
+
+
+PARTS = {"offload": Part("offload", measure, {"simulated: weights in host memory": offload})}
 
 
 def main() -> None:
-    command = Command("offload", __doc__, show=lambda result: {"simulated: weights in host memory": offload(result)})
-    command.add("--blocks", type=int, default=8)
-    command.add("--rows", type=int, default=16, help="sequences of a micro-batch")
-    command.add("--chunks", nargs="+", type=int, default=[2, 4, 8, 16])
-    command.add("--turns", type=int, default=3)
-    args = command.parse()
-    torch.set_num_threads(1)
-    os.environ.setdefault("LATE_DEVICES", "1")
-    from tests import late
-
-    late.load()
-    command.finish(unit="seconds, simulated", card=CARD, **measure(args))
+    program_ = Program("offload", __doc__, PARTS)
+    program_.add("--blocks", type=int, default=8)
+    program_.add("--rows", type=int, default=16, help="sequences of a micro-batch")
+    program_.add("--chunks", nargs="+", type=int, default=[2, 4, 8, 16])
+    program_.add("--turns", type=int, default=3)
+    program_.run(begin)
 
 
 if __name__ == "__main__":

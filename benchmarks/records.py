@@ -23,7 +23,7 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
-    "PARTS",
+    "PASSES",
     "RESULTS",
     "aim",
     "aims_table",
@@ -39,8 +39,8 @@ __all__ = [
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-#: Of a step, as they are timed.
-PARTS = ("forward", "backward")
+#: The passes of a step, as they are timed.
+PASSES = ("forward", "backward")
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

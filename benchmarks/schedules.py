@@ -54,14 +54,7 @@ from torchgpipe.schedule import NAMES, Simulation, program, simulate
 from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.held import HeldBytes, Saved
 
-__all__ = [
-    "Sleeping",
-    "pipelined_memory",
-    "pipelined_sleeping",
-    "side_by_side",
-    "step_memory",
-    "step_sleeping",
-]
+__all__ = ["PARTS", "Sleeping"]
 
 Row = dict[str, Any]
 Step = Callable[[], object]
@@ -408,20 +401,16 @@ def side_by_side(result: dict[str, Any]) -> str:
     return table_of(seconds.items(), {"a step": lambda row: row[0], "time": lambda row: f"{row[1] * 1e3:.0f} ms"})
 
 
-def showing(title: str, tabled: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    return lambda result: {title: tabled(result)}
-
-
 PARTS = {
-    "sleeping": Part("step/sleeping", sleeping, showing("layers that sleep", step_sleeping)),
+    "sleeping": Part("step:sleeping", sleeping, {"layers that sleep": step_sleeping}),
     "pipelined_sleeping": Part(
-        "pipelined/sleeping", sleeping_pipelined, showing("blocks of a pipelined module that sleep", pipelined_sleeping)
+        "pipelined:sleeping", sleeping_pipelined, {"blocks of a pipelined module that sleep": pipelined_sleeping}
     ),
-    "activations": Part("step/memory", activations, showing("activations", step_memory)),
+    "activations": Part("step:memory", activations, {"activations": step_memory}),
     "pipelined_activations": Part(
-        "pipelined/memory", activations_pipelined, showing("activations of a pipelined module", pipelined_memory)
+        "pipelined:memory", activations_pipelined, {"activations of a pipelined module": pipelined_memory}
     ),
-    "recorded": Part("side_by_side", recorded, showing("a step of blocks that sleep", side_by_side)),
+    "recorded": Part("side_by_side", recorded, {"a step of blocks that sleep": side_by_side}),
 }
 
 

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import aim, aims_table, shown, spread, table
+from benchmarks.records import aim, shown, spread, table
 from benchmarks.schedules import stepping
 from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
 
-__all__ = ["simulated_blocks", "simulated_cards", "simulated_devices"]
+__all__ = ["PARTS"]
 
 Row = dict[str, Any]
 
@@ -42,6 +42,8 @@ CARDS = {
     "A100-like": {"flops": 200e12, "bandwidth": 1.4e12, "link": 200e9},
     "consumer": {"flops": 80e12, "bandwidth": 0.8e12, "link": 20e9},
 }
+
+ABOUT = {"unit": "seconds, simulated", "cards": CARDS}
 
 #: Tokens of a sequence; a micro-batch has as many sequences as make a block take its time.
 TOKENS = 128
@@ -251,7 +253,7 @@ def devices(args: argparse.Namespace) -> Row:
     for n, ms, schedule, way in some:
         progress(f"GPT, A100-like, {n} devices, blocks of {ms} ms, {schedule}, {way}")
         rows.append(measured("GPT", "A100-like", n, ms, schedule, way, args.turns))
-    return {"rows": rows, "aims": aims(rows)}
+    return {**ABOUT, "rows": rows, "aims": aims(rows)}
 
 
 def blocks(args: argparse.Namespace) -> Row:
@@ -262,7 +264,7 @@ def blocks(args: argparse.Namespace) -> Row:
     for ms, schedule in some:
         progress(f"GPT, A100-like, blocks of {ms} ms, {schedule}")
         rows.append(measured("GPT", "A100-like", max(args.partitions), ms, schedule, "step", args.turns))
-    return {"rows": rows}
+    return {**ABOUT, "rows": rows}
 
 
 def cards(args: argparse.Namespace) -> Row:
@@ -274,7 +276,7 @@ def cards(args: argparse.Namespace) -> Row:
         progress(f"{kind}, {card}, blocks of {ms} ms, {way}")
         schedule = "GPipe" if way == "forward" else "1F1B"
         rows.append(measured(kind, card, max(args.partitions), ms, schedule, way, args.turns))
-    return {"rows": rows}
+    return {**ABOUT, "rows": rows}
 
 
 def aims(rows: Sequence[Row]) -> list[Row]:
@@ -355,30 +357,17 @@ def simulated_cards(result: Row) -> str:
     return _of_cells(result, "card", "model")
 
 
-def showing(
-    measure: Callable[[argparse.Namespace], Row], title: str, tabled: Callable[[Row], str]
-) -> tuple[Callable[[argparse.Namespace], Row], Callable[[Row], dict[str, str]]]:
-    """Return what measures a part, and what shows it."""
-    return (
-        lambda args: {"unit": "seconds, simulated", "cards": CARDS, **measure(args)},
-        lambda result: {
-            title: tabled(result),
-            **({"what was aimed at": aims_table(result)} if "aims" in result else {}),
-        },
-    )
-
-
 PARTS = {
-    "devices": Part("simulated_gpus/devices", *showing(devices, "simulated: share of the ideal", simulated_devices)),
-    "blocks": Part("simulated_gpus/blocks", *showing(blocks, "simulated: sizes of a block", simulated_blocks)),
-    "cards": Part("simulated_gpus/cards", *showing(cards, "simulated: cards and models", simulated_cards)),
+    "devices": Part("simulated_gpus:devices", devices, {"simulated: share of the ideal": simulated_devices}),
+    "blocks": Part("simulated_gpus:blocks", blocks, {"simulated: sizes of a block": simulated_blocks}),
+    "cards": Part("simulated_gpus:cards", cards, {"simulated: cards and models": simulated_cards}),
 }
 
 
 def begin(args: argparse.Namespace) -> None:
     """Load the simulated devices."""
     torch.set_num_threads(1)
-    os.environ.setdefault("LATE_DEVICES", str(max(args.partitions)))
+    os.environ.setdefault("LATE_DEVICES", str(max(getattr(args, "partitions", [1]))))
     from tests import late
 
     late.load()

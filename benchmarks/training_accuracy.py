@@ -33,7 +33,7 @@ from benchmarks.records import spread, table_of
 from torchgpipe import GPipe
 from torchgpipe_balancing import balance_by_parameters
 
-__all__ = ["measure", "show", "transparency"]
+__all__ = ["measure", "transparency"]
 
 PEERS = ("plain", "ours")
 
@@ -209,8 +209,3 @@ def transparency(result: dict[str, Any]) -> str:
         "pipeline - plain, points": beside,
     }
     return table_of(result["rows"], columns)
-
-
-def show(result: dict[str, Any]) -> dict[str, str]:
-    about = f"{result['data']}, {result['seeds']} seeds, {result['epochs']} epochs"
-    return {f"{about}: accuracy on test images, mean ± standard deviation": transparency(result)}

@@ -38,7 +38,7 @@ from benchmarks.program import ask_in_turn
 from benchmarks.records import MIB, ratios, shown, spread, table
 from benchmarks.tasks import TASKS, TINY
 
-__all__ = ["KEEP_MEMORY", "MODELS", "draw", "measure", "show", "speed_published", "speed_targets", "speed_ups"]
+__all__ = ["KEEP_MEMORY", "MODELS", "draw", "measure", "speed", "speed_published", "speed_targets", "throughput"]
 
 PIPELINES = ("ours", "original")
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
@@ -283,7 +283,7 @@ def _target(aim: str, model: str, where: str, figures: dict[str, float]) -> dict
 # ---- Tables and the picture of a result.
 
 
-def speed_ups(result: dict[str, Any]) -> str:
+def speed(result: dict[str, Any]) -> str:
     """Return a table of median speed-ups over naive-1."""
     lines = []
     for row in result["rows"]:
@@ -309,16 +309,17 @@ def _median(figures: dict[str, float] | None) -> str:
     return "-" if figures is None else f"{figures['median']:.2f}"
 
 
-def throughput(rows: list[dict[str, Any]]) -> str:
-    """Return a table of the rows of one model."""
+def throughput(result: dict[str, Any]) -> str:
+    """Return a table of what each peer has reached."""
     lines = []
-    for row in rows:
+    for row in result["rows"]:
         for peer in (peer for peer in PEERS if peer in row):
-            of = row[peer]
-            lines.append([row["experiment"], row["mode"], peer])
-            lines[-1] += [f"- {of['none']}" if "none" in of else shown(of.get("throughput"))]
-            lines[-1] += [shown(of.get("speed-up"), 2), f"{of['peak'] / MIB:.1f}" if "peak" in of else "-"]
-    return table(lines, ["experiment", "checkpoint", "peer", "samples/s", "speed-up", "peak, MiB"])
+            answer = row[peer]
+            lines.append([row[key] for key in ("model", "batch", "m", "experiment", "mode")] + [peer])
+            lines[-1] += [f"- {answer['none']}" if "none" in answer else shown(answer.get("throughput"))]
+            lines[-1] += [shown(answer.get("speed-up"), 2), f"{answer['peak'] / MIB:.1f}" if "peak" in answer else "-"]
+    header = ["model", "mini-batch", "m", "experiment", "checkpoint", "peer", "samples/s", "speed-up", "peak, MiB"]
+    return table(lines, header)
 
 
 def speed_targets(result: dict[str, Any]) -> str:
@@ -341,19 +342,6 @@ def speed_published(result: dict[str, Any]) -> str:
         first = next(iter(figures.values()))
         lines += [[model, name, f"{figure:.1f}", f"{figure / first:.2f}"] for name, figure in figures.items()]
     return table(lines, ["model", "experiment", "samples/s", "speed-up"])
-
-
-def show(result: dict[str, Any]) -> dict[str, str]:
-    told = {}
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        own = [row for row in result["rows"] if row["model"] == model]
-        about = f"{model}: mini-batches of {own[0]['batch']} in {own[0]['m']} micro-batches"
-        told[f"{about}; median of turns (lowest-highest)"] = throughput(own)
-    told["speed-up over the plain model on one device"] = speed_ups(result)
-    if result["targets"]:
-        told["what was aimed at"] = speed_targets(result)
-    told["torchgpipe 0.0.3's own figures, of models of full size on Tesla P40"] = speed_published(result)
-    return told
 
 
 def draw(result: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.campaigns.architectures import CATALOGUE
-from benchmarks.campaigns.architectures.report import counts, supported_models, unsupported_models
+from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.peers import CHECKOUT
 from benchmarks.program import Progress
 from benchmarks.records import RESULTS, environment, write
@@ -85,7 +85,7 @@ def main() -> None:
         "rows": [{k: v for k, v in row.items() if k not in ("details", "trace")} for row in rows],
     }
     if not args.plain:
-        print(f"\n{counts(result)}\n\n{unsupported_models(result)}\n\n{supported_models(result)}")
+        print(f"\n{architectures(result)}\n\n{unsupported_models(result)}\n\n{supported_models(result)}")
         if not args.names:
             write(args.json, result)
 
