@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
@@ -40,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.allocations import memories, peaks, reports
-from benchmarks.peers import CHECKOUT, Answer, Case, Request, running, serve
+from benchmarks.peers import Answer, Case, Request, examples_on_path, running, serve
 from benchmarks.placement import placed
 from benchmarks.program import Part, Program, ask_in_turn
 from benchmarks.records import MIB, PASSES, ratios, shown, spread, table_of
@@ -108,8 +107,7 @@ def wrapped(request: Request) -> tuple[nn.Module, Any]:
     from torchgpipe import GPipe
     from torchgpipe.devices.stream import Stream, Streams
 
-    if (examples := str(CHECKOUT / "examples")) not in sys.path:
-        sys.path.append(examples)
+    examples_on_path()
     from unet import unet, without_portals
 
     class Apart(Streams):

@@ -13,14 +13,13 @@ copied between them as between GPUs.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import CHECKOUT
+from benchmarks.peers import examples_on_path
 from benchmarks.records import table_of
 
 __all__ = ["measure", "pairs", "skips"]
@@ -74,8 +73,7 @@ def counted(args: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    if (examples := str(CHECKOUT / "examples")) not in sys.path:
-        sys.path.append(examples)
+    examples_on_path()
     asked = [args.devices] if len(args.devices) > 1 else [[f"cpu:{j}" for j in range(n)] for n in PARTITIONS]
     shape = dict(zip(("depth", "width", "size", "batch"), args.unet, strict=True))
     return {"unit": "bytes in a step", **shape, "chunks": CHUNKS, "rows": [counted(args, devices) for devices in asked]}

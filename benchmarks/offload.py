@@ -21,12 +21,12 @@ from time import process_time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchgpipe
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import aim, shown, spread, table
-from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, kernels
+from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, inputs, kernels
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.schedule import program
@@ -52,10 +52,6 @@ def pinned_block() -> nn.Module:
     for parameter in block.parameters():
         parameter.data = torch.empty_like(parameter, pin_memory=True)
     return block
-
-
-def inputs(rows: int, device: str = "late:0") -> Tensor:
-    return torch.empty(rows, TOKENS, GPTBlock.width, device=device, dtype=torch.bfloat16)
 
 
 def costs_of(rows: int) -> dict[str, float]:

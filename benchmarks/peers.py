@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-__all__ = ["PEERS", "Answer", "Case", "Peer", "Request", "install", "pipeline", "running", "serve"]
+__all__ = ["PEERS", "Answer", "Case", "Peer", "Request", "examples_on_path", "install", "pipeline", "running", "serve"]
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -41,6 +41,12 @@ INSTALLED = CHECKOUT / ".peers"
 #: A peer's name, and what pip calls it where it is not this checkout.
 REQUIREMENTS = {"original": "torchgpipe==0.0.7"}
 PEERS = ("ours", "original", "plain")
+
+
+def examples_on_path() -> None:
+    """Let this process import the examples, which import each other by their names alone."""
+    if (examples := str(CHECKOUT / "examples")) not in sys.path:
+        sys.path.append(examples)
 
 
 def install(name: str) -> Path:

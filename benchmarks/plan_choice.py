@@ -14,13 +14,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import torch
-
 import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
-from benchmarks.plan_models import mean_of_squares, plan_model
+from benchmarks.plan_models import DEVICES, mean_of_squares, plan_of
 from benchmarks.program import Progress
-from benchmarks.records import aim, spread, table_of
+from benchmarks.records import aim, spread, spread_of_turns, table_of
 from torchgpipe_balancing.planning.alternatives import problem_of
 from torchgpipe_balancing.planning.measure import timed
 from torchgpipe_balancing.planning.problem import Choice
@@ -28,7 +26,6 @@ from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
 
 __all__ = ["choice", "plan_choice"]
 
-DEVICES = ("cpu:0", "cpu:1")
 CHUNKS = (4, 8)
 SCHEDULES: tuple[Any, ...] = ("GPipe", "1F1B", "ZeroBubble")
 
@@ -49,20 +46,7 @@ Row = dict[str, Any]
 
 def answer(peer: str, request: Request) -> Answer:
     """Plan for a model, and return the seconds of all ways, round by round, with what the plan predicts."""
-    torch.set_num_threads(2)  # One for each of two devices.
-    about = plan_model(request["family"], request["seed"], request["shrink"], layers=LAYERS)
-    plan = torchgpipe.plan(
-        about.model,
-        about.sample,
-        batch=about.batch,
-        devices=DEVICES,
-        optimizer=torch.optim.AdamW,
-        loss_fn=mean_of_squares,
-        schedule=SCHEDULES,
-        chunks=CHUNKS,
-        checkpoint=False,
-        seconds=request["seconds"],
-    )
+    about, plan = plan_of(request, schedule=SCHEDULES, chunks=CHUNKS, checkpoint=False)
     ways = {
         called(schedule, chunks, first): Way([first, LAYERS - first], plan.devices, chunks, schedule)
         for first in range(1, LAYERS)
@@ -110,7 +94,7 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
     progress = Progress(len(MODELS))
     for family, seed in MODELS:
         progress(f"choice: {family} {seed}")
-        request = {"family": family, "seed": seed, "shrink": args.shrink, "seconds": args.measure}
+        request = {"family": family, "seed": seed, "shrink": args.shrink, "seconds": args.measure, "layers": LAYERS}
         with running(["ours"], "plan_choice.py") as peers:
             rows.append(row(request, peers["ours"].ask({**request, "rounds": args.rounds, "steps": 2})))
     reached = max(row["chosen/best"] - row["noise"] for row in rows)
@@ -139,7 +123,7 @@ def row(request: Request, found: Answer) -> Row:
         "worst/best": others[-1] / others[0],
         "ratio": spread(found["predicted"][name] / own for name, own in middle.items()),
         "predicted": found["predicted"],
-        "seconds": {name: {**spread(own), "turns": own} for name, own in found["seconds"].items()},
+        "seconds": {name: spread_of_turns(own) for name, own in found["seconds"].items()},
     }
 
 

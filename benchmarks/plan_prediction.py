@@ -17,11 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
-from benchmarks.plan_models import FAMILIES, mean_of_squares, plan_model
+from benchmarks.plan_models import FAMILIES, plan_of
 from benchmarks.program import Progress
 from benchmarks.records import MIB, aim, spread, table, table_of
 from torchgpipe_balancing.planning.alternatives import alternatives
@@ -46,29 +43,12 @@ NARROW: dict[str, Any] = {"schedule": "1F1B", "chunks": 8}
 Row = dict[str, Any]
 
 
-def planned(request: Request, **more: Any) -> tuple[Any, torchgpipe.Plan]:
-    """Return the model of a request, and its plan on two devices of a core each."""
-    about = plan_model(request["family"], request["seed"], request["shrink"])
-    plan = torchgpipe.plan(
-        about.model,
-        about.sample,
-        batch=about.batch,
-        devices=["cpu:0", "cpu:1"],
-        optimizer=torch.optim.AdamW,
-        loss_fn=mean_of_squares,
-        seconds=request["seconds"],
-        **more,
-    )
-    return about, plan
-
-
 def answer(peer: str, request: Request) -> Answer:
     """Return what a plan predicts and what is measured; or the memory of a model that has a limit."""
-    torch.set_num_threads(2)  # One for each of two devices.
     if request["kind"] == "limit":
         return limit(request)
     more = {**NARROW, "memory": request["memory"]} if request["memory"] else {}
-    about, plan = planned(request, **more)
+    about, plan = plan_of(request, **more)
     check = plan.check(about.model, steps=request["steps"])
     return {
         "layers": len(plan.question.costs.layers),
@@ -87,7 +67,7 @@ def answer(peer: str, request: Request) -> Answer:
 
 def limit(request: Request) -> Answer:
     """Return the memory of each device, and the share of the activations that the first has room for, if any."""
-    _, plan = planned(request, **NARROW, checkpoint=False, margin=0.0)
+    _, plan = plan_of(request, **NARROW, checkpoint=False, margin=0.0)
     outcome, devices = plan.outcome(), plan.question.devices
     state = outcome.partitions[0].state
     for share in SHARES:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise
 from typing import Any
 
-from benchmarks.balance import KINDS, random_costs
+from benchmarks.balance import KINDS, optimum, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
@@ -108,25 +108,13 @@ def checked(count: int) -> list[dict[str, Any]]:
 
 
 def halved(costs: Sequence[int], partitions: int) -> list[int]:
-    """Return a balance by halving the largest load: each trial fills partitions from the left, by the sums of costs."""
-    sums = list(accumulate(costs, initial=0))
-
-    def filled(load: float) -> list[int]:
-        cuts = [0]
-        for j in range(partitions - 1):
-            most = bisect_right(sums, sums[cuts[-1]] + load) - 1
-            # Every partition has a layer here, unlike there.
-            cuts.append(min(max(most, cuts[-1] + 1), len(costs) - (partitions - 1 - j)))
-        return [*cuts, len(costs)]
-
-    def largest(cuts: list[int]) -> int:
-        return max(sums[end] - sums[start] for start, end in pairwise(cuts))
-
-    low, high = sums[-1] // partitions, sums[-1]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if largest(filled(middle)) <= middle else (middle + 1, high)
-    return [end - start for start, end in pairwise(filled(high))]
+    """Return a balance by halving the largest load: it fills partitions from the left, each with a layer at least."""
+    sums, cuts = list(accumulate(costs, initial=0)), [0]
+    bound = optimum(costs, partitions)
+    for j in range(1, partitions):
+        most = bisect_right(sums, sums[cuts[-1]] + bound) - 1
+        cuts.append(min(most, len(costs) - (partitions - j)))
+    return [end - start for start, end in pairwise([*cuts, len(costs)])]
 
 
 def by_original(tables: list[tuple[list[int], int]], limit: float) -> list[list[int] | None]:

@@ -7,6 +7,7 @@ turn, and then their median: the load of a shared machine moves both sides of a 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -69,12 +70,10 @@ def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
-def aim(what: str, reached: float, *, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+def aim(what: str, reached: float, *, least: float = -math.inf, most: float = math.inf) -> dict[str, Any]:
     """Return what was aimed at, as a lowest or a highest value, and what was reached."""
-    if most is None:
-        assert least is not None, "an aim has a bound"
-        return {"aim": what, "at least": least, "reached": reached, "met": reached >= least}
-    return {"aim": what, "at most": most, "reached": reached, "met": reached <= most}
+    bound = {"at most": most} if math.isfinite(most) else {"at least": least}
+    return {"aim": what, **bound, "reached": reached, "met": least <= reached <= most}
 
 
 def aims_table(result: dict[str, Any]) -> str:

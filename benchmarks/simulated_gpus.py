@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models.gpt import Block
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import aim, shown, spread, table
 from benchmarks.schedules import stepping
@@ -57,23 +58,13 @@ BESIDE = 1.05
 WAYS = ("forward", "step", "pipelined")
 
 
-class GPTBlock(nn.Module):
+class GPTBlock(Block):
     """Causal attention and a feedforward network, each behind a norm and beside a residual."""
 
     width, heads = 2048, 16
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(self.width), nn.LayerNorm(self.width)
-        self.qkv, self.out = nn.Linear(self.width, 3 * self.width), nn.Linear(self.width, self.width)
-        self.up, self.down = nn.Linear(self.width, 4 * self.width), nn.Linear(4 * self.width, self.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(b, t, -1))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        super().__init__(self.width, self.heads)
 
 
 class MLPBlock(nn.Module):
@@ -97,8 +88,8 @@ def block(kind: str) -> nn.Module:
         return BLOCKS[kind]().to(torch.bfloat16)
 
 
-def inputs(rows: int) -> Tensor:
-    return torch.empty(rows, TOKENS, GPTBlock.width, device="late:0", dtype=torch.bfloat16)
+def inputs(rows: int, device: str = "late:0") -> Tensor:
+    return torch.empty(rows, TOKENS, GPTBlock.width, device=device, dtype=torch.bfloat16)
 
 
 # ---- The ideal.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["gpt"]
+__all__ = ["Attention", "Block", "Embedding", "FeedForward", "gpt"]
 
 
 class Embedding(nn.Module):
@@ -47,16 +47,29 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The same for every place."""
+    """The same for every place; the hidden layer is four times as wide unless it is told otherwise."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
+        hidden = hidden or 4 * width
         self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.output = nn.Linear(4 * width, width)
+        self.wide = nn.Linear(width, hidden)
+        self.output = nn.Linear(hidden, width)
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = input + self.output(F.gelu(self.wide(self.norm(input))))
+        return output
+
+
+class Block(nn.Module):
+    """Both as one layer."""
+
+    def __init__(self, width: int, heads: int, hidden: int | None = None) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(width, heads), FeedForward(width, hidden)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.feed_forward(self.attention(input))
         return output
 
 
