@@ -279,7 +279,7 @@ def gpu_table(folder: Path = FOLDER) -> str:
     return table(rows, ["slice", "outcome", "seconds", "on", "key figures"])
 
 
-# ---- What this machine has, and what its versions lack.
+# ---- What this machine has.
 
 
 def versions() -> dict[str, Any]:
@@ -290,15 +290,6 @@ def versions() -> dict[str, Any]:
     if torch.cuda.is_available():
         about["memory of the GPU"] = torch.cuda.get_device_properties(GPU).total_memory
     return about
-
-
-#: The oldest PyTorch that `pyproject.toml` asks for, and what older ones are known not to do.
-OLDEST = (2, 13)
-OLDER = """\
-PyTorch {version} is older than 2.13, which the package asks for. Seen with 2.11 on a CPU: everything can be imported;
-stages of several processes cannot send integers; `torch.compile` gives other values where layers ask for their phase;
-torch.profiler warns when it starts, which fails a test. No slice needs any of this. What fails here and is not on this
-list may still be the version's, and not the GPU's."""
 
 
 def has_original(dry: bool) -> bool:
@@ -352,8 +343,6 @@ def run_all(args: argparse.Namespace, folder: Path) -> int:
     budget = Budget(args.limit)
     about = versions()
     print(f"PyTorch {torch.__version__}, Python {about['python']}, {', '.join(about['gpus']) or about['cpu']}")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
-        print(OLDER.format(version=torch.__version__))
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [one for one in SLICES if one.name in args.only]
     original = any(one.peers for one in wanted) and has_original(args.dry_run)

@@ -29,7 +29,7 @@ from benchmarks.cost import MODES
 from benchmarks.peers import PEERS, Answer, Request
 from benchmarks.placement import threaded
 from benchmarks.program import Part, Program, ask_in_turn
-from benchmarks.records import PASSES, aim, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import PASSES, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
 
 __all__ = ["PARTS"]
 
@@ -248,7 +248,7 @@ def step_host(result: dict[str, Any]) -> str:
 #: Microseconds beyond the plain model.
 PIPELINED_AIMS = {"call": 15.0, "micro-batch": 300.0}
 DEVICES = {"inline": ["cpu", "cpu"], "workers": ["cpu:0", "cpu:1"]}
-WAYS = {"step": "step", "call": "forward and backward"}
+WAYS = ("step", "call")
 
 
 def pipelined(args: argparse.Namespace) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def beyond(turns: list[list[Answer]], way: str, few: int, many: int) -> dict[str
 
 def pipelined_host(result: dict[str, Any]) -> str:
     """Return a table of what a call, an operation between two modules and a micro-batch cost."""
-    columns = {"threads": "threads", "way": lambda row: WAYS[row["way"]], "spine call, us": "call"}
+    columns = {"threads": "threads", "way": lambda row: named_way(row["way"]), "spine call, us": "call"}
     return table_of(result["costs"], {**columns, "glue operation, us": "glue", "micro-batch, us": "micro-batch"})
 
 
@@ -305,8 +305,8 @@ def pipelined_times(result: dict[str, Any]) -> str:
     """Return a table of the host time of a micro-batch, plain, placed naively, split by export, and pipelined."""
     columns: dict[str, Any] = {"threads": "threads", "layers": "layers"}
     columns["glue"] = lambda row: "yes" if row["glue"] else "no"
-    columns |= {f"{WAYS.get(way, way)}, us": _median(way) for way in ("plain", "naive", "export", *WAYS)}
-    return table_of(result["rows"], {**columns, **{f"{name} / plain": f"{way}/plain:2" for way, name in WAYS.items()}})
+    columns |= {f"{named_way(way)}, us": _median(way) for way in ("plain", "naive", "export", *WAYS)}
+    return table_of(result["rows"], {**columns, **{f"{named_way(way)} / plain": f"{way}/plain:2" for way in WAYS}})
 
 
 PARTS = {

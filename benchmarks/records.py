@@ -29,6 +29,7 @@ __all__ = [
     "aim",
     "aims_table",
     "environment",
+    "named_way",
     "ratios",
     "shown",
     "spread",
@@ -44,6 +45,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PASSES = ("forward", "backward")
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def named_way(way: str) -> str:
+    """Return the name of a way to train in a table: that of a schedule is its own."""
+    return {"call": "forward and backward"}.get(way, way)
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

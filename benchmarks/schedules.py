@@ -47,7 +47,7 @@ import torchgpipe
 from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import KIB, aim, spread, table_of
+from benchmarks.records import KIB, aim, named_way, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Simulation, program, simulate
@@ -226,14 +226,10 @@ def step_sleeping(result: dict[str, Any]) -> str:
 
 def pipelined_sleeping(result: dict[str, Any]) -> str:
     """Return the same table of blocks of a pipelined module."""
-    return table_of(result["rows"], {"devices": "n", "step": _named, **SLEPT})
+    return table_of(result["rows"], {"devices": "n", "step": lambda row: named_way(row["way"]), **SLEPT})
 
 
 SLEPT = {"simulated, s": "simulated:.3f", "measured, s": "measured:3", "ratio": "simulated/measured:3"}
-
-
-def _named(row: Row) -> str:
-    return "forward and backward" if row["way"] == "call" else str(row["way"])
 
 
 # ---- Activations, counted in a child.
@@ -353,7 +349,7 @@ def step_memory(result: dict[str, Any]) -> str:
 
 def pipelined_memory(result: dict[str, Any]) -> str:
     """Return the same table of a pipelined module."""
-    return table_of(result["rows"], {"step": _named, **SAVED})
+    return table_of(result["rows"], {"step": lambda row: named_way(row["way"]), **SAVED})
 
 
 SAVED: dict[str, Callable[[Row], str]] = {

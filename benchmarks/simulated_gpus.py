@@ -19,9 +19,9 @@ import os
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -235,39 +235,45 @@ class Busy:
 # ---- The parts.
 
 
+#: A model, a card, the number of devices, milliseconds of a block, a schedule and a way to train.
+Case: TypeAlias = tuple[str, str, int, float, Any, str]
+
+
+def all_measured(cases: Sequence[Case], turns: int) -> list[Row]:
+    progress, rows = Progress(len(cases)), []
+    for kind, card, n, milliseconds, schedule, way in cases:
+        progress(f"{kind}, {card}, {n} devices, blocks of {milliseconds} ms, {schedule}, {way}")
+        rows.append(measured(kind, card, n, milliseconds, schedule, way, turns))
+    return rows
+
+
 def devices(args: argparse.Namespace) -> Row:
     """Measure every schedule and way on each number of devices, with blocks of the sizes of the aims."""
-    some = [(n, ms, schedule, way) for n in args.partitions for ms in AIMS for way in WAYS for schedule in NAMES]
-    some = [one for one in some if one[3] != "forward" or one[2] == "GPipe"]
-    progress = Progress(len(some))
-    rows = []
-    for n, ms, schedule, way in some:
-        progress(f"GPT, A100-like, {n} devices, blocks of {ms} ms, {schedule}, {way}")
-        rows.append(measured("GPT", "A100-like", n, ms, schedule, way, args.turns))
+    cases: list[Case] = [
+        ("GPT", "A100-like", n, milliseconds, schedule, way)
+        for n, milliseconds, way, schedule in product(args.partitions, AIMS, WAYS, NAMES)
+        if way != "forward" or schedule == "GPipe"
+    ]
+    rows = all_measured(cases, args.turns)
     return {**ABOUT, "rows": rows, "aims": aims(rows)}
 
 
 def blocks(args: argparse.Namespace) -> Row:
     """Measure blocks of many sizes on the most devices: from which size on is the host no longer the limit?"""
-    some = [(ms, schedule) for ms in args.milliseconds for schedule in args.schedules]
-    progress = Progress(len(some))
-    rows = []
-    for ms, schedule in some:
-        progress(f"GPT, A100-like, blocks of {ms} ms, {schedule}")
-        rows.append(measured("GPT", "A100-like", max(args.partitions), ms, schedule, "step", args.turns))
-    return {**ABOUT, "rows": rows}
+    most = max(args.partitions)
+    sizes = product(args.milliseconds, args.schedules)
+    cases: list[Case] = [("GPT", "A100-like", most, milliseconds, schedule, "step") for milliseconds, schedule in sizes]
+    return {**ABOUT, "rows": all_measured(cases, args.turns)}
 
 
 def cards(args: argparse.Namespace) -> Row:
     """Measure both cards and models on the most devices."""
-    some = [(card, kind, ms, way) for card in CARDS for kind in BLOCKS for ms in AIMS for way in WAYS]
-    progress = Progress(len(some))
-    rows = []
-    for card, kind, ms, way in some:
-        progress(f"{kind}, {card}, blocks of {ms} ms, {way}")
-        schedule = "GPipe" if way == "forward" else "1F1B"
-        rows.append(measured(kind, card, max(args.partitions), ms, schedule, way, args.turns))
-    return {**ABOUT, "rows": rows}
+    most = max(args.partitions)
+    cases: list[Case] = [
+        (kind, card, most, milliseconds, "GPipe" if way == "forward" else "1F1B", way)
+        for card, kind, milliseconds, way in product(CARDS, BLOCKS, AIMS, WAYS)
+    ]
+    return {**ABOUT, "rows": all_measured(cases, args.turns)}
 
 
 def aims(rows: Sequence[Row]) -> list[Row]:

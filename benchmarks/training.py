@@ -20,7 +20,6 @@ where other processes take a core.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks import training_accuracy, training_cores, training_speed
@@ -78,9 +77,8 @@ def main() -> None:
     program.add("--scale", type=int, default=1, help="how many times the usual mini-batch of speed")
     program.add("--chunks", nargs="+", type=int, default=[4, 8, 16], help="m, of step")
     program.add("--shrink", type=int, default=1, help="how many times smaller step and pipelined are")
-    program.add("--cifar10", type=Path, help="a folder with CIFAR-10's binary version, in place of the digits")
-    program.add("--batches", nargs="+", type=int, help="sizes of mini-batches, of accuracy")
-    program.add("--epochs", type=int, help="of accuracy")
+    program.add("--batches", nargs="+", type=int, default=[32, 64, 128], help="sizes of mini-batches, of accuracy")
+    program.add("--epochs", type=int, default=6, help="of accuracy")
     program.add("--seeds", type=int, default=5, help="of accuracy, how many")
     program.run()
 

@@ -32,7 +32,7 @@ from benchmarks.language_models import OURS, language_models
 from benchmarks.peers import Answer, Case, Request, running
 from benchmarks.pictures import Curve, panels
 from benchmarks.program import Progress, ask_in_turn
-from benchmarks.records import aim, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
 from benchmarks.tasks import TASKS
 from benchmarks.training_speed import KEEP_MEMORY
 
@@ -233,7 +233,7 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
     rows = [pipelined_row(args, model, found) for model, found in zip(models, answers)]
     aims = [
         aim(
-            f"{_named(way)} over naive placement, two cores, lowest model",
+            f"{named_way(way)} over naive placement, two cores, lowest model",
             min(row["over naive"][way]["median"] for row in rows),
             least=GAIN,
         )
@@ -258,10 +258,6 @@ def pipelined_row(args: argparse.Namespace, model: str, answers: dict[str, list[
     }
 
 
-def _named(way: str) -> str:
-    return "forward and backward" if way == "call" else way
-
-
 def pipelined_speed(result: dict[str, Any]) -> str:
     """Return a table of all ways of a step."""
     columns = {
@@ -271,7 +267,7 @@ def pipelined_speed(result: dict[str, Any]) -> str:
         "cpu / micro-batches": "CPU / micro-batches",
     }
     lines = [
-        [row["model"], row["m"], _named(way), milliseconds(seconds, 0)]
+        [row["model"], row["m"], named_way(way), milliseconds(seconds, 0)]
         + [shown(row[key].get(way), 2) for key in columns]
         for row in result["rows"]
         for way, seconds in row["seconds"].items()
