@@ -25,7 +25,7 @@ from torch import nn
 
 import torchgpipe
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import aim, shown, spread, table
+from benchmarks.records import aim, shown, spread, table_of
 from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, inputs, kernels
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
@@ -139,25 +139,18 @@ def aims(rows: Sequence[Row]) -> list[Row]:
 
 def offload(result: Row) -> str:
     """Return a table of the numbers of micro-batches."""
-    lines = [
-        [
-            row["chunks"],
-            row["tokens"],
-            f"{row['forward over upload']:.2f}",
-            f"{row['should hide']:.2f}",
-            shown(row["hides"], 2),
-            shown(row["of what should"], 2),
-            f"{row['on paper'] * 1e3:.0f}",
-            shown({key: value * 1e3 for key, value in row["seconds"].items()}, 0),
-            f"{row['host of a cell'] * 1e6:.0f} / {row['host of a cell, offload'] * 1e6:.0f}",
-            f"{row['host of an upload'] * 1e6:.0f}",
-            f"{row['weights on the device over the slots']:.2f}",
-        ]
-        for row in result.get("rows", [])
-    ]
-    header = ["micro-batches", "tokens", "forward / upload", "should hide", "hides", "of what should", "on paper, ms"]
-    header += ["step, ms", "host of a cell, us: resident / offload", "of an upload, us", "weights / slots"]
-    return table(lines, header)
+    both = "host of a cell, us: resident / offload"
+    columns = {
+        **{"micro-batches": "chunks", "tokens": "tokens"},
+        **{"forward / upload": "forward over upload:.2f", "should hide": "should hide:.2f"},
+        **{"hides": "hides:2", "of what should": "of what should:2"},
+        "on paper, ms": lambda row: f"{row['on paper'] * 1e3:.0f}",
+        "step, ms": lambda row: shown(row["seconds"], 0, 1e3),
+        both: lambda row: f"{row['host of a cell'] * 1e6:.0f} / {row['host of a cell, offload'] * 1e6:.0f}",
+        "of an upload, us": lambda row: f"{row['host of an upload'] * 1e6:.0f}",
+        "weights / slots": "weights on the device over the slots:.2f",
+    }
+    return table_of(result["rows"], columns)
 
 
 PARTS = {"offload": Part("offload", measure, {"simulated: weights in host memory": offload})}

@@ -23,7 +23,7 @@ from benchmarks.balance import KINDS, optimum, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
-from benchmarks.records import aim, spread, table, table_of
+from benchmarks.records import aim, spread, table_of
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
@@ -209,10 +209,9 @@ def plan_optimal(result: dict[str, Any]) -> str:
 
 def plan_splits(result: dict[str, Any]) -> str:
     """Return a table of balances that are found in other ways."""
-    lines = []
-    for row in result["compared"]["rows"]:
-        ratio = row["ratio"]
-        shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
-        lines.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
-    header = ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
-    return table(lines, header)
+    columns = {
+        **{"balance": "way", "tables": "tables", "an empty partition": "empty", "slower than ours": "slower"},
+        "median ratio": lambda row: f"{row['ratio']['median']:.3f}" if row["ratio"] else "-",
+        "worst ratio": lambda row: f"{row['ratio']['high']:.3f}" if row["ratio"] else "-",
+    }
+    return table_of(result["compared"]["rows"], columns)

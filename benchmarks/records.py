@@ -69,11 +69,12 @@ def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
     return spread(b / a for a, b in zip(small, large, strict=True))
 
 
-def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
-    """Return a spread as the cell of a table; a dash if there is none."""
+def shown(figures: dict[str, float] | None, digits: int = 1, scale: float = 1.0) -> str:
+    """Return a spread, times a scale, as the cell of a table; a dash if there is none."""
     if figures is None:
         return "-"
-    return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
+    median, low, high = (f"{figures[end] * scale:.{digits}f}" for end in ("median", "low", "high"))
+    return f"{median} ({low}-{high})"
 
 
 def aim(what: str, reached: float, *, least: float = -math.inf, most: float = math.inf) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.gpt import Block
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import aim, shown, spread, table
+from benchmarks.records import aim, shown, spread, table, table_of
 from benchmarks.schedules import stepping
 from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
@@ -326,22 +326,16 @@ def simulated_devices(result: Row) -> str:
 
 
 def _of_cells(result: Row, *first: str) -> str:
-    lines = [
-        [
-            *[row[key] for key in first],
-            f"{row['block'] * 1e3:.2f}",
-            row["schedule"],
-            row["way"],
-            shown(row["share"], 2),
-            shown({key: value * 1e3 for key, value in row["host of a cell"].items()}, 2),
-            f"{row['host of a plain cell'] * 1e3:.2f}",
-            f"{row['device of a cell'] * 1e3:.2f}",
-            shown(row["host over devices"], 2),
-        ]
-        for row in result["rows"]
-    ]
-    figures = ["share of the ideal", "host of a cell, ms", "plain, ms", "device, ms", "host / devices"]
-    return table(lines, [*first, "block, ms", "schedule", "way", *figures])
+    columns: dict[str, Any] = {
+        **{name: name for name in first},
+        "block, ms": lambda row: f"{row['block'] * 1e3:.2f}",
+        **{"schedule": "schedule", "way": "way", "share of the ideal": "share:2"},
+        "host of a cell, ms": lambda row: shown(row["host of a cell"], 2, 1e3),
+        "plain, ms": lambda row: f"{row['host of a plain cell'] * 1e3:.2f}",
+        "device, ms": lambda row: f"{row['device of a cell'] * 1e3:.2f}",
+        "host / devices": "host over devices:2",
+    }
+    return table_of(result["rows"], columns)
 
 
 def simulated_blocks(result: Row) -> str:

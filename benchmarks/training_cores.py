@@ -174,10 +174,6 @@ def allowed_speed_up(row: Row) -> dict[str, float]:
     return {key: value * row["m"] / (row["m"] + 1) for key, value in row["limit"].items()}
 
 
-def milliseconds(seconds: dict[str, float], digits: int) -> str:
-    return shown({key: seconds[key] * 1e3 for key in ("median", "low", "high")}, digits)
-
-
 def step_speed(result: dict[str, Any]) -> str:
     """Return a table of all ways of a step: milliseconds, and the speed-up over the plain micro-batches."""
     lines = []
@@ -185,7 +181,7 @@ def step_speed(result: dict[str, Any]) -> str:
         for name, seconds in row["seconds"].items():
             over = shown(row.get("over the same", {}).get(name), 2)
             up = shown(row["speed-up"].get(name), 2)
-            lines.append([row["model"], row["m"], name, milliseconds(seconds, 1), up, over])
+            lines.append([row["model"], row["m"], name, shown(seconds, 1, 1e3), up, over])
         if "limit" in row:
             lines.append([row["model"], row["m"], "what two threads allow", "-", shown(allowed_speed_up(row), 2), "-"])
     return table(lines, ["model", "m", "step", "ms", "over micro-batches", "over PyTorch's own"])
@@ -267,7 +263,7 @@ def pipelined_speed(result: dict[str, Any]) -> str:
         "cpu / micro-batches": "CPU / micro-batches",
     }
     lines = [
-        [row["model"], row["m"], named_way(way), milliseconds(seconds, 0)]
+        [row["model"], row["m"], named_way(way), shown(seconds, 0, 1e3)]
         + [shown(row[key].get(way), 2) for key in columns]
         for row in result["rows"]
         for way, seconds in row["seconds"].items()
