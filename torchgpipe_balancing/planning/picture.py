@@ -19,23 +19,24 @@ _HELD, _STATE, _LIMIT = "#cc79a7", "#909090", "#d55e00"
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
 
 
-def draw(question: Question, one: Alternative, outcome: Outcome, width: int = 720) -> str:
+def draw(question: Question, alternative: Alternative, outcome: Outcome, width: int = 720) -> str:
     """Draw a planned step: for each device what it does, and below it the memory that it holds.
 
     Args:
         question: what was planned for
-        one: the alternative to draw
+        alternative: the alternative to draw
         outcome: what it costs
         width: the width of the picture in pixels
     """
     simulation, rows = outcome.simulation, []
     for k, device in enumerate(question.devices):
         boxes = [
-            Box(start, start + simulation.cost(one), str(one.i), str(one), COLOURS[one.kind], INK[one.kind])
-            for one, start in simulation.starts[k]
+            Box(start, start + simulation.cost(cell), str(cell.i), str(cell), COLOURS[cell.kind], INK[cell.kind])
+            for cell, start in simulation.starts[k]
         ]
-        rows += [(device.name, boxes), (shown_size(one.memory[k]), list(_memory(one, outcome, k, device.memory)))]
-    kinds = {action.kind for own in simulation.starts for action, _ in own}
+        levels = list(_memory(alternative, outcome, k, device.memory))
+        rows += [(device.name, boxes), (shown_size(alternative.memory[k]), levels)]
+    kinds = {action.kind for of_device in simulation.starts for action, _ in of_device}
     legend = {name: COLOURS[kind] for kind, name in _NAMES.items() if kind in kinds}
     legend |= {"activations": _HELD, "parameters, gradients, optimizer": _STATE}
     if any(math.isfinite(device.memory) for device in question.devices):
@@ -65,9 +66,9 @@ def draw_costs(
     return draw_boxes(rows, most, width, title)
 
 
-def _memory(one: Alternative, outcome: Outcome, k: int, limit: float) -> Iterator[Box]:
+def _memory(alternative: Alternative, outcome: Outcome, k: int, limit: float) -> Iterator[Box]:
     """Yield boxes as high as the memory that a device holds at that time."""
-    state = sum(partition.state for partition, place in zip(outcome.partitions, one.places) if place == k)
+    state = sum(partition.state for partition, place in zip(outcome.partitions, alternative.places) if place == k)
     levels = list(_levels(outcome, k, state))
     top = max([level for _, level in levels] + ([] if math.isinf(limit) else [limit])) or 1.0
     for (start, level), (end, _) in zip(levels, [*levels[1:], (outcome.seconds, 0.0)]):
@@ -81,8 +82,8 @@ def _memory(one: Alternative, outcome: Outcome, k: int, limit: float) -> Iterato
 
 def _levels(outcome: Outcome, k: int, level: float) -> Iterator[tuple[float, float]]:
     """Yield the times at which the memory of a device changes, with its level from then on."""
-    kept = [one.kept for one in outcome.partitions]
-    waiting = [one.waiting for one in outcome.partitions]
+    kept = [partition.kept for partition in outcome.partitions]
+    waiting = [partition.waiting for partition in outcome.partitions]
     yield 0.0, level
     for action, start in outcome.simulation.starts[k]:
         for time, change in zip((start, start + outcome.simulation.cost(action)), changes(action, kept, waiting)):

@@ -105,11 +105,11 @@ class Search:
         """Move cuts as long as that lowers a cost, and return them with it. A cost of 0 cannot be lowered."""
         value, longest = float(costs([cuts])[0]), 1
         while value > 0:
-            others = list(_moved(cuts, longest))
-            found = costs(others) if others else np.array([math.inf])
-            best = int(found.argmin())
-            if found[best] < value * (1 - _ROUNDING):
-                cuts, value, longest = others[best], float(found[best]), 1
+            candidates = list(_moved(cuts, longest))
+            values = costs(candidates) if candidates else np.array([math.inf])
+            best = int(values.argmin())
+            if values[best] < value * (1 - _ROUNDING):
+                cuts, value, longest = candidates[best], float(values[best]), 1
             elif longest < _LONGEST:
                 longest = _LONGEST
             else:
@@ -120,21 +120,21 @@ class Search:
 
     def _start(self) -> Cuts:
         layers = self.problem.layers
-        cuts = self._even([one.forward + one.backward for one in layers])
+        cuts = self._even([layer.forward + layer.backward for layer in layers])
         if self._misfit(cuts) <= 0:
             return cuts
-        if all(len(own) == 1 for own in self._rehearsal.partitions):
+        if all(len(partitions) == 1 for partitions in self._rehearsal.partitions):
             full = self._filled(0.0)
             if full is None:
                 return self._nearest(cuts)
             near = self._near(cuts)  # Nearer to even, if it fits.
             return near if self._misfit(near) <= 0 else full
-        most = max([float(own[..., 0].max()) for own in self._rehearsal.held])
-        bytes = self._even([most * one.kept + one.state for one in layers])
+        most = max([float(held[..., 0].max()) for held in self._rehearsal.held])
+        bytes = self._even([most * layer.kept + layer.state for layer in layers])
         cuts = min(self._near(cuts), self._near(bytes), key=self._misfit)
         if self._misfit(cuts) > 0 and math.comb(self._size - 1, self._n - 1) <= _FEW:
-            inner = combinations(range(1, self._size), self._n - 1)
-            cuts = min([(0, *one, self._size) for one in inner], key=self._misfit)
+            cuts_between = combinations(range(1, self._size), self._n - 1)
+            cuts = min([(0, *between, self._size) for between in cuts_between], key=self._misfit)
         return cuts
 
     def _even(self, loads: Sequence[float]) -> Cuts:
@@ -151,8 +151,8 @@ class Search:
         low, most = 0.0, self._misfit(cuts)
         while most - low > 1:  # a byte
             middle = (low + most) / 2
-            found = self._filled(middle)
-            low, most, cuts = (low, self._misfit(found), found) if found else (middle, most, cuts)
+            full = self._filled(middle)
+            low, most, cuts = (low, self._misfit(full), full) if full else (middle, most, cuts)
         return self._near(cuts)
 
     def _filled(self, excess: float) -> Cuts | None:
@@ -174,27 +174,28 @@ class Search:
     def _spans(self, cuts: Cuts) -> list[tuple[Span, ...]]:
         """Return the layers of the partitions of each device."""
         spans = list(pairwise(cuts))
-        return [tuple([spans[j] for j in own]) for own in self._rehearsal.partitions]
+        return [tuple([spans[j] for j in partitions]) for partitions in self._rehearsal.partitions]
 
     def _misfit(self, cuts: Cuts) -> float:
         """Return the least largest excess of a balance, in bytes; 0 or less if all fits."""
         return max(map(self._fitting.excess, self._devices, self._spans(cuts)))
 
-    def _distances(self, found: Sequence[Cuts]) -> Array:
+    def _distances(self, candidates: Sequence[Cuts]) -> Array:
         """Return the largest excess, and a little of all: so it shrinks also where several devices lack as much."""
-        over = np.array([[*map(self._fitting.excess, self._devices, self._spans(cuts))] for cuts in found]).clip(0.0)
+        over = np.array([[*map(self._fitting.excess, self._devices, self._spans(cuts))] for cuts in candidates])
+        over = over.clip(0.0)
         return np.asarray(over.max(1) + 0.05 * over.sum(1))
 
-    def _seconds(self, found: Sequence[Cuts]) -> Array:
+    def _seconds(self, candidates: Sequence[Cuts]) -> Array:
         """Return the seconds of each balance that fits; infinite for others."""
-        fitting = [k for k, cuts in enumerate(found) if self._misfit(cuts) <= 0]
+        fitting = [k for k, cuts in enumerate(candidates) if self._misfit(cuts) <= 0]
         self.tried += len(fitting)
-        seconds = np.full(len(found), math.inf)
+        seconds = np.full(len(candidates), math.inf)
         if fitting:
             prices = np.zeros((len(fitting), self._n, PRICES))
-            for own, k in zip(prices, fitting):
-                for device, spans in enumerate(self._spans(found[k])):
-                    own[self._rehearsal.partitions[device]] = self._priced(device, spans)
+            for of_candidate, k in zip(prices, fitting):
+                for device, spans in enumerate(self._spans(candidates[k])):
+                    of_candidate[self._rehearsal.partitions[device]] = self._priced(device, spans)
             seconds[fitting] = self._rehearsal.seconds(prices)
         return seconds
 
@@ -202,7 +203,7 @@ class Search:
         """Return the prices of the partitions of a device, with the layers recomputed that have to be."""
         layers, problem = self._fitting.recomputed(device, spans), self.problem
         costs = [problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)]
-        return [[*one.seconds.values(), problem.transfer(one)] for one in costs]
+        return [[*cost.seconds.values(), problem.transfer(cost)] for cost in costs]
 
 
 @lru_cache(maxsize=64)  # Several schedules have the same layers and devices.
