@@ -143,11 +143,13 @@ class Outcome(NamedTuple):
     Attributes:
         simulation: the simulated step; its peaks are bytes of activations, without the room for recomputed layers
         partitions: what each partition takes
+        state: for each device, the bytes that are there all the time
         memory: for each device, the most bytes that it needs, all in all
     """
 
     simulation: Simulation
     partitions: list[PartitionCost]
+    state: list[float]
     memory: list[float]
 
     @property
@@ -228,12 +230,12 @@ class Problem:
             waiting=[partition.waiting for partition in partitions],
             transfer=lambda j: self.transfer(partitions[j]),
         )
-        memory = []
+        state, memory = [], []
         for device, peak in enumerate(simulation.peaks):
             placed = [partition for partition, place in zip(partitions, self.places) if place == device]
-            state, room = sum([cost.state for cost in placed]), max([cost.room for cost in placed], default=0.0)
-            memory.append(peak + state + room)
-        return Outcome(simulation, partitions, memory)
+            state.append(sum([partition.state for partition in placed]))
+            memory.append(peak + state[-1] + max([partition.room for partition in placed], default=0.0))
+        return Outcome(simulation, partitions, state, memory)
 
     def transfer(self, partition: PartitionCost) -> float:
         """Return the seconds of a transfer to a partition from another device."""

@@ -202,7 +202,7 @@ class Plan:
         Returns:
             the picture, as SVG
         """
-        drawn = picture.draw(self.question, self.best, self.outcome())
+        drawn = picture.draw(self.question, self.outcome())
         if path is not None:
             Path(path).write_text(drawn)
         return drawn

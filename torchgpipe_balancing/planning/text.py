@@ -66,9 +66,8 @@ def _devices(plan: Plan, outcome: Outcome) -> list[str]:
     spans = list(pairwise(accumulate(best.choice.balance, initial=0)))
     rows = [["device", "recomputed", "busy", "state", "activations", "needs", "may use", "layers"]]
     for k, device in enumerate(question.devices):
-        partitions = [j for j, place in enumerate(best.places) if place == k]
-        state = sum(outcome.partitions[j].state for j in partitions)
-        placed = [spans[j] for j in partitions]
+        placed = [span for span, place in zip(spans, best.places) if place == k]
+        state = outcome.state[k]
         rows.append(
             [
                 device.name,
