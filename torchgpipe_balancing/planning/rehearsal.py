@@ -1,7 +1,7 @@
-"""Simulate many choices at once under one program, because a search asks for the seconds of thousands of them.
+"""Simulate many choices under one program, because a search asks for the seconds of thousands of them.
 
-`torchgpipe.schedule.simulate` does the same for one choice, action by action. The order of a program is fixed, so a
-step is as long as the longest path through a fixed graph, which is found for all choices at once. A *price* of a
+`torchgpipe.schedule.simulate` does the same for one choice, and looks up what each action needs. That is the same for
+all choices: a step is as long as the longest path through a fixed graph, which is prepared once. A *price* of a
 partition is what it adds to a path:
 
     0..3   seconds of F, B, I and W
@@ -58,16 +58,15 @@ class Rehearsal:
         self.partitions = [[j for j, place in enumerate(places) if place == device] for device in range(len(program))]
         self.held = [_held(actions, partitions) for actions, partitions in zip(program, self.partitions)]
 
-    def seconds(self, prices: Array) -> Array:
-        """Return the seconds of a step of each choice, given the prices of its partitions, [choices, n, prices]."""
-        of_choices = list(np.ascontiguousarray(prices.reshape(len(prices), -1).T))
-        ends = [np.zeros(len(prices))]
+    def seconds(self, prices: Sequence[float]) -> float:
+        """Return the seconds of a step, given the prices of all partitions, one partition behind the other."""
+        ends = [0.0]
         for before, foreign, passage, price in self._rows:
             start = ends[before]
-            if foreign:
-                start = np.maximum(start, ends[foreign] + of_choices[passage])
-            ends.append(start + of_choices[price])
-        return np.asarray(np.max([ends[k] for k in self._last], axis=0))
+            if foreign and (arrival := ends[foreign] + prices[passage]) > start:
+                start = arrival
+            ends.append(start + prices[price])
+        return max([ends[k] for k in self._last])
 
 
 @lru_cache(maxsize=64)  # Questions about more memory or other layers have the same programs.

@@ -19,12 +19,10 @@ from functools import cache, lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
-import numpy as np
-
 from torchgpipe_balancing.partition import check_partitions, partition
 from torchgpipe_balancing.planning.fitting import Fitting, Span
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
-from torchgpipe_balancing.planning.rehearsal import PRICES, Array, rehearsal_of
+from torchgpipe_balancing.planning.rehearsal import PRICES, rehearsal_of
 
 __all__ = ["Search", "solve"]
 
@@ -73,7 +71,7 @@ class Search:
         self.tried = 0
         self._cuts = self._start()
         self.excess = self._misfit(self._cuts)
-        self.seconds = float(self._seconds([self._cuts])[0])
+        self.seconds = self._seconds(self._cuts)
 
     @property
     def fits(self) -> bool:
@@ -101,15 +99,14 @@ class Search:
         layers = map(self._fitting.recomputed, self._devices, self._spans(self._cuts))
         return Choice(tuple(end - start for start, end in pairwise(self._cuts)), frozenset().union(*layers))
 
-    def _descended(self, cuts: Cuts, costs: Callable[[Sequence[Cuts]], Array]) -> tuple[Cuts, float]:
+    def _descended(self, cuts: Cuts, cost: Callable[[Cuts], float]) -> tuple[Cuts, float]:
         """Move cuts as long as that lowers a cost, and return them with it. A cost of 0 cannot be lowered."""
-        value, longest = float(costs([cuts])[0]), 1
+        value, longest = cost(cuts), 1
         while value > 0:
-            candidates = list(_moved(cuts, longest))
-            values = costs(candidates) if candidates else np.array([math.inf])
-            best = int(values.argmin())
-            if values[best] < value * (1 - _ROUNDING):
-                cuts, value, longest = candidates[best], float(values[best]), 1
+            candidates = [(cost(moved), moved) for moved in _moved(cuts, longest)]
+            least, best = min(candidates, key=lambda candidate: candidate[0], default=(math.inf, cuts))
+            if least < value * (1 - _ROUNDING):
+                cuts, value, longest = best, least, 1
             elif longest < _LONGEST:
                 longest = _LONGEST
             else:
@@ -144,7 +141,7 @@ class Search:
 
     def _near(self, cuts: Cuts) -> Cuts:
         """Move cuts as long as that lowers the largest excess, or until all fits."""
-        return self._descended(cuts, self._distances)[0]
+        return self._descended(cuts, self._distance)[0]
 
     def _nearest(self, cuts: Cuts) -> Cuts:
         """Return a balance with nearly the least largest excess, given any; nothing fits."""
@@ -176,28 +173,28 @@ class Search:
         spans = list(pairwise(cuts))
         return [tuple([spans[j] for j in partitions]) for partitions in self._rehearsal.partitions]
 
+    def _excesses(self, cuts: Cuts) -> list[float]:
+        return list(map(self._fitting.excess, self._devices, self._spans(cuts)))
+
     def _misfit(self, cuts: Cuts) -> float:
         """Return the least largest excess of a balance, in bytes; 0 or less if all fits."""
-        return max(map(self._fitting.excess, self._devices, self._spans(cuts)))
+        return max(self._excesses(cuts))
 
-    def _distances(self, candidates: Sequence[Cuts]) -> Array:
+    def _distance(self, cuts: Cuts) -> float:
         """Return the largest excess, and a little of all: so it shrinks also where several devices lack as much."""
-        over = np.array([[*map(self._fitting.excess, self._devices, self._spans(cuts))] for cuts in candidates])
-        over = over.clip(0.0)
-        return np.asarray(over.max(1) + 0.05 * over.sum(1))
+        over = [max(0.0, excess) for excess in self._excesses(cuts)]
+        return max(over) + 0.05 * sum(over)
 
-    def _seconds(self, candidates: Sequence[Cuts]) -> Array:
-        """Return the seconds of each balance that fits; infinite for others."""
-        fitting = [k for k, cuts in enumerate(candidates) if self._misfit(cuts) <= 0]
-        self.tried += len(fitting)
-        seconds = np.full(len(candidates), math.inf)
-        if fitting:
-            prices = np.zeros((len(fitting), self._n, PRICES))
-            for of_candidate, k in zip(prices, fitting):
-                for device, spans in enumerate(self._spans(candidates[k])):
-                    of_candidate[self._rehearsal.partitions[device]] = self._priced(device, spans)
-            seconds[fitting] = self._rehearsal.seconds(prices)
-        return seconds
+    def _seconds(self, cuts: Cuts) -> float:
+        """Return the seconds of a balance that fits; infinite for others."""
+        if self._misfit(cuts) > 0:
+            return math.inf
+        self.tried += 1
+        prices = [0.0] * (self._n * PRICES)
+        for device, spans in enumerate(self._spans(cuts)):
+            for j, of_partition in zip(self._rehearsal.partitions[device], self._priced(device, spans)):
+                prices[j * PRICES : (j + 1) * PRICES] = of_partition
+        return self._rehearsal.seconds(prices)
 
     def _prices(self, device: int, spans: tuple[Span, ...]) -> list[list[float]]:
         """Return the prices of the partitions of a device, with the layers recomputed that have to be."""
