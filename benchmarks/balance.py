@@ -74,17 +74,17 @@ def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, 
     """Return for each peer each vector's largest load over the optimum, and seconds; None beyond the limit."""
     best = [optimum(costs, partitions) for costs in vectors]
     request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
-    found: Answer = {}
+    answers: Answer = {}
     for name, peer in peers.items():
         answer = peer.ask(request)
-        found[name] = {
+        answers[name] = {
             "ratios": [
                 None if balance is None else max(loads(costs, balance)) / least
                 for costs, balance, least in zip(vectors, answer["balances"], best, strict=True)
             ],
             "seconds": answer["seconds"],
         }
-    return found
+    return answers
 
 
 def finished(values: Sequence[float | None]) -> list[float]:
@@ -175,11 +175,11 @@ def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions:
 
 def balance_vectors(result: dict[str, Any]) -> str:
     columns: dict[str, Any] = {"costs": "costs"}
-    for peer, what, how in (
+    for peer, figure, how in (
         *(("ours", "missed", ".0%"), ("ours", "worst", ".3f")),
         *(("original", "missed", ".0%"), ("original", "mean", ".3f"), ("original", "worst", ".3f")),
     ):
-        columns[f"{peer}: {what}"] = lambda row, peer=peer, what=what, how=how: f"{row[peer][what]:{how}}"
+        columns[f"{peer}: {figure}"] = lambda row, peer=peer, figure=figure, how=how: f"{row[peer][figure]:{how}}"
     return table_of(result["vectors"], columns)
 
 

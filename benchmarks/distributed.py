@@ -40,7 +40,7 @@ from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
 from benchmarks.pictures import Curve, panels
 from benchmarks.program import Part, Program
-from benchmarks.records import ratios, shown, spread, table_of
+from benchmarks.records import ratios, spread, table_of
 from torchgpipe.distributed import DistributedGPipe
 
 VOCABULARY = 256
@@ -270,17 +270,19 @@ def predicted_ms(run: dict[str, Any], row: dict[str, Any]) -> float:
 
 def distributed(result: dict[str, Any]) -> str:
     """Return a table of texts a second, beside those by hand, and of a step as measured and as predicted."""
-    columns: dict[str, Any] = {
-        "processes": lambda both: both[0]["processes"],
-        "micro-batches": lambda both: both[1]["chunks"],
-        "ours": lambda both: f"{both[1]['ours']['median']:.1f}",
-        "by hand": lambda both: f"{both[1]['hand']['median']:.1f}",
-        "ideal": lambda both: f"{ideal(result, *both):.1f}",
-        "ours / by hand": lambda both: shown(both[1]["ours_over_hand"], 2),
-        "step, ms": lambda both: f"{both[1]['measured_ms']:.0f}",
-        "predicted, ms": lambda both: f"{predicted_ms(*both):.0f}",
+    rows = [
+        {**run, **row, "ideal": ideal(result, run, row), "predicted_ms": predicted_ms(run, row)}
+        for run in result["runs"]
+        for row in run["rows"]
+    ]
+    columns = {
+        **{"processes": "processes", "micro-batches": "chunks"},
+        "ours": lambda row: f"{row['ours']['median']:.1f}",
+        "by hand": lambda row: f"{row['hand']['median']:.1f}",
+        **{"ideal": "ideal:.1f", "ours / by hand": "ours_over_hand:2"},
+        **{"step, ms": "measured_ms:.0f", "predicted, ms": "predicted_ms:.0f"},
     }
-    return table_of([(run, row) for run in result["runs"] for row in run["rows"]], columns)
+    return table_of(rows, columns)
 
 
 def draw(result: dict[str, Any]) -> Any:

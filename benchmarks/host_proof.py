@@ -38,8 +38,8 @@ def answer(peer: str, request: Request) -> Answer:
     before = _peak()
     start = perf_counter()
     if request["way"] == "plain":
-        both = torch.cat([ids, ids])
-        torch.autograd.backward(model(input_ids=both, labels=both).loss)
+        twice = torch.cat([ids, ids])
+        torch.autograd.backward(model(input_ids=twice, labels=twice).loss)
     else:
         verify = request["way"] == "proof"
         pipelined(model, sample, chunks=4, devices=["cpu:0", "cpu:1"], balance="parameters", verify=verify)

@@ -107,14 +107,14 @@ def grown(rows: list[Row], axis: str, peers: list[str]) -> list[Row]:
 
     CPU time, because sizes are measured minutes apart, and another process's load would look like growth.
     """
-    found = []
+    growths = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         sweep = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row[axis])
         for part in PASSES:
             small, large = sweep[0][part], sweep[-1][part]
             figures = {name: ratios(small[name]["cpu"]["turns"], large[name]["cpu"]["turns"]) for name in peers}
-            found.append({"axis": axis, "mode": mode, "part": part, **figures})
-    return found
+            growths.append({"axis": axis, "mode": mode, "part": part, **figures})
+    return growths
 
 
 def host_time(result: dict[str, Any]) -> str:
@@ -178,7 +178,7 @@ SCHEDULES = ("GPipe", "1F1B")
 def in_turns(asked: list[Request], args: argparse.Namespace) -> list[list[Answer]]:
     """Return the answers of ours to each request, one a turn."""
     cases = [{"ours": ("ours", request)} for request in asked]
-    return [found["ours"] for found in ask_in_turn(cases, CHILD, args.turns, args.seconds.spent, fresh=True)]
+    return [answers["ours"] for answers in ask_in_turn(cases, CHILD, args.turns, args.seconds.spent, fresh=True)]
 
 
 def figures(answers: list[Answer]) -> dict[str, Any]:
@@ -204,9 +204,13 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         }
         for request in asked
     ]
-    turns = in_turns([{**request, **one} for request, one in zip(asked, more)], args)
+    turns = in_turns([{**request, **how} for request, how in zip(asked, more)], args)
     rows = [
-        {**request, **(found := figures(answers)), "step/call": ratios(found["call"]["turns"], found["step"]["turns"])}
+        {
+            **request,
+            **(measured := figures(answers)),
+            "step/call": ratios(measured["call"]["turns"], measured["step"]["turns"]),
+        }
         for request, answers in zip(asked, turns)
     ]
     aims = [
@@ -260,12 +264,12 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
         for layers, glue in ((few, False), (many, False), (few, True), (many, True))
     ]
     more = {"kind": "pipelined", "steps": 4 * args.steps, "export": args.export}
-    turns = in_turns([{**one, **more, "devices": DEVICES[str(one["threads"])]} for one in asked], args)
+    turns = in_turns([{**shape, **more, "devices": DEVICES[str(shape["threads"])]} for shape in asked], args)
     rows: list[Row] = []
     for request, answers in zip(asked, turns):
-        found = figures(answers)
-        over = {f"{name}/plain": ratios(found["plain"]["turns"], one["turns"]) for name, one in found.items()}
-        rows.append({**request, **found, **{name: one for name, one in over.items() if name != "plain/plain"}})
+        measured = figures(answers)
+        over = {f"{name}/plain": ratios(measured["plain"]["turns"], times["turns"]) for name, times in measured.items()}
+        rows.append({**request, **measured, **{name: times for name, times in over.items() if name != "plain/plain"}})
     costs = [
         {"threads": threads, "way": way, **beyond(turns[4 * k : 4 * k + 4], way, few, many)}
         for k, threads in enumerate(DEVICES)
@@ -273,26 +277,26 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
     ]
     aims = [
         aim(
-            f"host time of a {what} beyond the plain model, us, {threads}, the higher of step and call",
-            max(row[what]["median"] for row in costs if row["threads"] == threads),
+            f"host time of a {part} beyond the plain model, us, {threads}, the higher of step and call",
+            max(row[part]["median"] for row in costs if row["threads"] == threads),
             most=most,
         )
         for threads in DEVICES
-        for what, most in PIPELINED_AIMS.items()
+        for part, most in PIPELINED_AIMS.items()
     ]
     return {"unit": "us per micro-batch", "rows": rows, "costs": costs, "aims": aims}
 
 
 def beyond(turns: list[list[Answer]], way: str, few: int, many: int) -> dict[str, Any]:
     """Return what a call, an operation of glue and a micro-batch cost beyond the plain model, in microseconds."""
-    found: dict[str, list[float]] = {"call": [], "glue": [], "micro-batch": []}
+    costs: dict[str, list[float]] = {"call": [], "glue": [], "micro-batch": []}
     for turn in zip(*turns):
-        bare_few, bare_many, glued_few, glued_many = (one[way] - one["plain"] for one in turn)
+        bare_few, bare_many, glued_few, glued_many = (answer[way] - answer["plain"] for answer in turn)
         call = (bare_many - bare_few) / (many - few)
-        found["call"].append(call)
-        found["glue"].append((glued_many - glued_few) / (many - few) - call)
-        found["micro-batch"].append(bare_few - few * call)
-    return {what: spread(own) for what, own in found.items()}
+        costs["call"].append(call)
+        costs["glue"].append((glued_many - glued_few) / (many - few) - call)
+        costs["micro-batch"].append(bare_few - few * call)
+    return {part: spread(microseconds) for part, microseconds in costs.items()}
 
 
 def pipelined_host(result: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ def ask_of_copy() -> None:
 
 
 def seconds_of(question: Callable[[], object], count: int = 20_000) -> float:
-    asked, nothing = (min(repeat(one, number=count)) for one in (question, lambda: None))
+    asked, nothing = (min(repeat(function, number=count)) for function in (question, lambda: None))
     return max(0.0, asked - nothing) / count
 
 

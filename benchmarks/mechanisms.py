@@ -157,13 +157,13 @@ def timed_steps(request: Request) -> Answer:
 
 def peak_of_a_step(request: Request) -> Answer:
     """Return the peak of a step above the level at rest, in each memory."""
-    own = memories(request["devices"])
-    if own[0].type == "cpu":
+    devices = memories(request["devices"])
+    if devices[0].type == "cpu":
         reports()
     model, x = wrapped(request)
     torch.autograd.backward(loss_of(model, x))
     model.zero_grad(set_to_none=True)
-    return {"peak": peaks(lambda: loss_of(model, x), own)}
+    return {"peak": peaks(lambda: loss_of(model, x), devices)}
 
 
 def by_time(request: Request) -> Answer:
@@ -203,7 +203,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     rows = [
         {
             **{"experiment": name, **(ways._asdict() if ways else {}), "peak": peak[name], "seconds": seconds[name]},
-            "throughput": spread(task.batch / each for each in seconds[name]),
+            "throughput": spread(task.batch / of_turn for of_turn in seconds[name]),
             "over none": ratios(seconds[name], first),
             "balance": shape["balance"],
         }

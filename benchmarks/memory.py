@@ -123,8 +123,8 @@ def memory(result: dict[str, Any]) -> str:
     peers = [name for name in PEERS if name in result["growth"][0]]
     lines = []
     for more in result["growth"]:
-        found = [row for row in result["rows"] if _key(row) == _key(more) and row["threads"] == "inline"]
-        over = [row["ratio"] for row in found if "ratio" in row]
+        rows = [row for row in result["rows"] if _key(row) == _key(more) and row["threads"] == "inline"]
+        over = [row["ratio"] for row in rows if "ratio" in row]
         lines.append([*_key(more), f"{min(over):.3f} - {max(over):.3f}" if over else "-"])
         lines[-1] += [f"{more[name] / 1024:.0f}" for name in peers]
     return table(lines, ["model", "gradients", "mode", "ours/original", *(f"{name}, KiB" for name in peers)])
@@ -133,19 +133,19 @@ def memory(result: dict[str, Any]) -> str:
 def memory_by_mode(result: dict[str, Any]) -> str:
     """Return a table of the peaks of the transformer on four partitions."""
     modes = ("never", "except_last", "always")
-    found = {
+    by_way = {
         (row["m"], row["mode"]): row
         for row in result["rows"]
         if (row["model"], row["n"], row["threads"], row["gradients"]) == ("transformer", 4, "inline", "absent")
     }
 
     def peak(mode: str, peer: str) -> Callable[[int], str]:
-        return lambda m: f"{found[m, mode][peer]['peak'] / MIB:.1f}" if peer in found[m, mode] else "-"
+        return lambda m: f"{by_way[m, mode][peer]['peak'] / MIB:.1f}" if peer in by_way[m, mode] else "-"
 
     columns: dict[str, Any] = {"micro-batches": lambda m: m, "plain": peak("always", "plain")}
     columns |= {f"`'{mode}'`": peak(mode, "ours") for mode in modes}
     columns["original, `'always'`"] = peak("always", "original")
-    return table_of(sorted({m for m, _ in found}), columns)
+    return table_of(sorted({m for m, _ in by_way}), columns)
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -177,9 +177,9 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
             shared = {"seed": seed, "mode": drawn.mode, "balance": drawn.balance, "m": drawn.m}
             where = {"device": "cpu", "devices": ["cpu"] * len(drawn.balance)}
             request = {"kind": "peaks", **shared, "accumulate": drawn.accumulate, **where, "steps": 1}
-            found = {name: peer.ask(request)["peak"] for name, peer in peers.items()}
+            peaks_of = {name: peer.ask(request)["peak"] for name, peer in peers.items()}
             about = {"about": drawn.about, "gradients": "present" if drawn.accumulate else "absent"}
-            rows.append({**shared, **about, **found, "ratio": found["ours"] / found["original"]})
+            rows.append({**shared, **about, **peaks_of, "ratio": peaks_of["ours"] / peaks_of["original"]})
     ratios = [row["ratio"] for row in rows]
     up_to = {str(step): sum(ratio <= step for ratio in ratios) for step in STEPS}
     counts = {"models": len(rows), "up to": up_to, "median": statistics.median(ratios), "highest": max(ratios)}

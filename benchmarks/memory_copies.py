@@ -79,8 +79,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"unit": "bytes in a step", **shape, "chunks": CHUNKS, "rows": [counted(args, devices) for devices in asked]}
 
 
-def megabytes(way: str, what: str) -> Any:
-    return lambda row: f"{row[way][what] / 1e6:.2f}"
+def megabytes(way: str, key: str) -> Any:
+    return lambda row: f"{row[way][key] / 1e6:.2f}"
 
 
 def skips(result: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
             options |= {"checkpoint": True, "schedule": "LayerMajor", "balance": [1] * blocks}
             options |= {"offload": offload, "slots": SLOTS} if offload else {}
             model: Any = torchgpipe.pipelined(plain, (inputs(1, "cpu"),), **options)
-            x, took = inputs(rows * chunks), []
+            x, steps = inputs(rows * chunks), []
             for _ in range(turns + 2):
                 model.zero_grad()
                 torch.accelerator.synchronize(0)
@@ -88,10 +88,10 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
                 host[offload] = min(host.get(offload, math.inf), process_time() - begun)
                 torch.accelerator.synchronize(0)
                 did = late.intervals()
-                busy = Busy([one for one in did if one.kind == "kernel"]).until(math.inf)
-                took.append((max(one.end for one in did) - start, busy))
+                busy = Busy([interval for interval in did if interval.kind == "kernel"]).until(math.inf)
+                steps.append((max(interval.end for interval in did) - start, busy))
         # Of the last way, with all of it in host memory.
-        seconds, memory = took[2:], runs_of(model).host_memory  # type: ignore[union-attr]
+        seconds, memory = steps[2:], runs_of(model).host_memory  # type: ignore[union-attr]
         assert memory is not None
     actions = program("LayerMajor", chunks, [0] * blocks)
     size = sum(parameter.nbytes for parameter in pinned_block().parameters())
@@ -108,7 +108,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
         "forward over upload": costs["F"] * chunks / upload,
         "should hide": should,
         "hides": spread(hidden),
-        "of what should": spread(one / should for one in hidden),
+        "of what should": spread(share / should for share in hidden),
         "seconds": spread(step for step, _ in seconds),
         "on paper": ideal.seconds + upload,
         "host of a cell": host[False] / (2 * chunks * blocks),
@@ -139,14 +139,14 @@ def aims(rows: Sequence[Row]) -> list[Row]:
 
 def offload(result: Row) -> str:
     """Return a table of the numbers of micro-batches."""
-    both = "host of a cell, us: resident / offload"
+    of_cells = "host of a cell, us: resident / offload"
     columns = {
         **{"micro-batches": "chunks", "tokens": "tokens"},
         **{"forward / upload": "forward over upload:.2f", "should hide": "should hide:.2f"},
         **{"hides": "hides:2", "of what should": "of what should:2"},
         "on paper, ms": lambda row: f"{row['on paper'] * 1e3:.0f}",
         "step, ms": lambda row: shown(row["seconds"], 0, 1e3),
-        both: lambda row: f"{row['host of a cell'] * 1e6:.0f} / {row['host of a cell, offload'] * 1e6:.0f}",
+        of_cells: lambda row: f"{row['host of a cell'] * 1e6:.0f} / {row['host of a cell, offload'] * 1e6:.0f}",
         "of an upload, us": lambda row: f"{row['host of an upload'] * 1e6:.0f}",
         "weights / slots": "weights on the device over the slots:.2f",
     }

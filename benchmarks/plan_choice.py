@@ -76,13 +76,13 @@ def predicted(plan: torchgpipe.Plan, way: Way) -> float:
 
 def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, list[float]]:
     """Return for each way the median seconds of a step in each round. One more step runs before them."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    medians: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         for name in Random(turn).sample(list(ways), len(ways)):
             model, step = subject.pipeline(ways[name])
-            own = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
-            found[name].append(statistics.median(own[1:]))
-    return found
+            seconds = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
+            medians[name].append(statistics.median(seconds[1:]))
+    return medians
 
 
 # ---- The rows of the result.
@@ -104,26 +104,26 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def row(request: Request, found: Answer) -> Row:
+def row(request: Request, answer: Answer) -> Row:
     """Return the row of a model. Ratios are of medians over rounds."""
-    middle = {name: statistics.median(own) for name, own in found["seconds"].items()}
-    planned, again = middle[found["planned"]], middle.pop(AGAIN)
+    middle = {name: statistics.median(seconds) for name, seconds in answer["seconds"].items()}
+    planned, repeated = middle[answer["planned"]], middle.pop(AGAIN)
     best = min(middle, key=middle.__getitem__)
-    others = sorted(middle.values())
+    ordered = sorted(middle.values())
     return {
         "model": f"{request['family']} {request['seed']}",
-        "batch": found["batch"],
+        "batch": answer["batch"],
         "ways": len(middle),
-        "planned": found["planned"],
+        "planned": answer["planned"],
         "best": best,
         "chosen/best": planned / middle[best],
-        "noise": max(planned, again) / min(planned, again) - 1,
-        "rank": 1 + others.index(planned),
-        "median/best": statistics.median(others) / others[0],
-        "worst/best": others[-1] / others[0],
-        "ratio": spread(found["predicted"][name] / own for name, own in middle.items()),
-        "predicted": found["predicted"],
-        "seconds": {name: spread_of_turns(own) for name, own in found["seconds"].items()},
+        "noise": max(planned, repeated) / min(planned, repeated) - 1,
+        "rank": 1 + ordered.index(planned),
+        "median/best": statistics.median(ordered) / ordered[0],
+        "worst/best": ordered[-1] / ordered[0],
+        "ratio": spread(answer["predicted"][name] / seconds for name, seconds in middle.items()),
+        "predicted": answer["predicted"],
+        "seconds": {name: spread_of_turns(seconds) for name, seconds in answer["seconds"].items()},
     }
 
 

@@ -72,10 +72,10 @@ def limit(request: Request) -> Answer:
     state = outcome.partitions[0].state
     for share in SHARES:
         memory = [state + share * (outcome.memory[0] - state), *outcome.memory[1:]]
-        limited = tuple(replace(one, memory=own) for one, own in zip(devices, memory))
+        limited = tuple(replace(device, memory=size) for device, size in zip(devices, memory))
         if alternatives(replace(plan.question, devices=limited, recomputes=True), keep=1).fitting:
             # The margin that plans leave by default is on top.
-            return {"memory": [own / (1 - 0.1) * (1 + 1e-6) for own in memory], "share": share}
+            return {"memory": [size / (1 - 0.1) * (1 + 1e-6) for size in memory], "share": share}
     return {}
 
 
@@ -97,9 +97,9 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
                 progress(f"prediction: {request['family']} {request['seed']}")
                 if not turn and request["seed"] % LIMITED == LIMITED - 1:
                     memories[k] = peers["ours"].ask({**request, "kind": "limit"})
-                own = {"kind": "check", "memory": memories[k].get("memory")}
-                answers[k].append(peers["ours"].ask({**request, **own}))
-    rows = [row(request, *both) for request, *both in zip(asked, memories, answers)]
+                check = {"kind": "check", "memory": memories[k].get("memory")}
+                answers[k].append(peers["ours"].ask({**request, **check}))
+    rows = [row(request, *answered) for request, *answered in zip(asked, memories, answers)]
     return {"rows": rows, **summary(rows)}
 
 
@@ -110,11 +110,11 @@ def row(request: Request, memory: Answer, turns: Sequence[Answer]) -> Row:
         "layers": turns[0]["layers"],
         "batch": turns[0]["batch"],
         "limit": memory.get("share"),
-        "ratio": spread(one["predicted"] / one["measured"] for one in turns),
+        "ratio": spread(turn["predicted"] / turn["measured"] for turn in turns),
         "off bytes": max(
             abs(apart(predicted, measured))
-            for one in turns
-            for predicted, measured in zip(one["predicted_bytes"], one["measured_bytes"])
+            for turn in turns
+            for predicted, measured in zip(turn["predicted_bytes"], turn["measured_bytes"])
         ),
         "turns": list(turns),
     }
@@ -128,10 +128,10 @@ def apart(predicted: float, measured: float) -> float:
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the aims, and the names of the models whose time is far off."""
     off = {row["model"]: abs(row["ratio"]["median"] - 1) for row in rows}
-    beyond = [name for name, own in off.items() if own > EACH]
+    beyond = [name for name, difference in off.items() if difference > EACH]
     least, median = math.ceil(MOST * len(rows)), statistics.median(off.values())
     free, limited = ([row["off bytes"] for row in rows if bool(row["limit"]) is kind] for kind in (False, True))
-    exact = sum(own <= BYTES for own in free)
+    exact = sum(difference <= BYTES for difference in free)
     within = len(rows) - len(beyond)
     return {
         "beyond": beyond,
@@ -144,8 +144,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
                 least=len(free),
             ),
             *[
-                aim("predicted / counted activations where layers are recomputed, off 1, any device", own, most=BYTES)
-                for own in [max(limited, default=0.0)][: len(limited)]
+                aim("predicted / counted activations where layers are recomputed, off 1, any device", worst, most=BYTES)
+                for worst in [max(limited, default=0.0)][: len(limited)]
             ],
         ],
     }
@@ -161,7 +161,7 @@ def plan_prediction(result: dict[str, Any]) -> str:
         return lambda row: row["turns"][-1]["choice"][key]
 
     def milliseconds(key: str) -> Callable[[Row], str]:
-        return lambda row: f"{statistics.median(one[key] for one in row['turns']) * 1e3:.1f}"
+        return lambda row: f"{statistics.median(turn[key] for turn in row['turns']) * 1e3:.1f}"
 
     columns: dict[str, Any] = {
         **{"model": "model", "layers": "layers", "rows": "batch"},
@@ -180,12 +180,12 @@ def plan_memory(result: dict[str, Any]) -> str:
     lines = []
     for row in rows:
         last = row["turns"][-1]
-        both = [" / ".join(f"{own / MIB:.2f}" for own in last[f"{key}_bytes"]) for key in ("predicted", "measured")]
+        sizes = [" / ".join(f"{size / MIB:.2f}" for size in last[f"{key}_bytes"]) for key in ("predicted", "measured")]
         recomputed = f"{last['choice']['recomputed']} of {row['layers']}"
-        lines.append([row["model"], f"{row['limit']:.0%}", recomputed, *both, f"{row['off bytes']:.1%}"])
-    others = [row["off bytes"] for row in result["rows"] if not row["limit"]]
-    if others:
-        lines.append([f"{len(others)} others", "-", "-", "-", "-", f"{max(others):.1%}"])
+        lines.append([row["model"], f"{row['limit']:.0%}", recomputed, *sizes, f"{row['off bytes']:.1%}"])
+    differences = [row["off bytes"] for row in result["rows"] if not row["limit"]]
+    if differences:
+        lines.append([f"{len(differences)} others", "-", "-", "-", "-", f"{max(differences):.1%}"])
     header = ["model", "memory", "recomputed", "predicted, MiB", "counted, MiB", "largest difference"]
     return table(lines, header)
 

@@ -38,14 +38,14 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
     layers = []
     for k, cost in enumerate(random_costs(kind, made, size)):
         backward, kept = made.uniform(1.5, 2.5), made.randint(1, 50) << 16
-        again = kept // made.randint(2, 8)
+        shared = kept // made.randint(2, 8)
 
         samples = []
         for rows in ROWS:
             forward = cost * rows * 1e-6
             halves = backward * forward / 2
             times = forward, 2 * halves, halves, halves
-            samples.append(Layer(*times, kept=kept * rows, again=again * rows, input=again * rows))
+            samples.append(Layer(*times, kept=kept * rows, again=shared * rows, input=shared * rows))
         parameters = made.randint(1, 50) << 16
         layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(samples)))
     cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)

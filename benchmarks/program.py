@@ -69,13 +69,13 @@ class Part(NamedTuple):
         Raises:
             FileNotFoundError: there is none.
         """
-        found: Result = json.loads(path.read_text())
+        answer: Result = json.loads(path.read_text())
         if ":" in self.result:
             key = self.result.partition(":")[2]
-            if key not in found["parts"]:
+            if key not in answer["parts"]:
                 raise FileNotFoundError(f"{path.name} has no part {key}")
-            found = found["parts"][key]
-        return found
+            answer = answer["parts"][key]
+        return answer
 
     def write(self, path: Path, answer: Result) -> None:
         """Write an answer into a file, beside the other parts that are there."""
@@ -197,9 +197,9 @@ class Progress:
     def __init__(self, total: int) -> None:
         self._done, self._total = 0, total
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, task: str) -> None:
         """Print that this begins."""
-        print(f"[{self._done}/{self._total}] {what}", flush=True)
+        print(f"[{self._done}/{self._total}] {task}", flush=True)
         self._done += 1
 
 

@@ -77,19 +77,19 @@ def shown(figures: dict[str, float] | None, digits: int = 1, scale: float = 1.0)
     return f"{median} ({low}-{high})"
 
 
-def aim(what: str, reached: float, *, least: float = -math.inf, most: float = math.inf) -> dict[str, Any]:
+def aim(name: str, reached: float, *, least: float = -math.inf, most: float = math.inf) -> dict[str, Any]:
     """Return what was aimed at, as a lowest or a highest value, and what was reached."""
     bound = {"at most": most} if math.isfinite(most) else {"at least": least}
-    return {"aim": what, **bound, "reached": reached, "met": least <= reached <= most}
+    return {"aim": name, **bound, "reached": reached, "met": least <= reached <= most}
 
 
 def aims_table(result: dict[str, Any]) -> str:
     """Return a table of what all parts of a result, or one of them, have aimed at and reached."""
     lines = []
     for part in result.get("parts", {"": result}).values():
-        for one in part.get("aims", ()):
-            bound = next(f"{words} {one[words]}" for words in ("at least", "at most") if words in one)
-            lines.append([one["aim"], bound, f"{one['reached']:.2f}", "yes" if one["met"] else "no"])
+        for aimed in part.get("aims", ()):
+            bound = next(f"{words} {aimed[words]}" for words in ("at least", "at most") if words in aimed)
+            lines.append([aimed["aim"], bound, f"{aimed['reached']:.2f}", "yes" if aimed["met"] else "no"])
     return table(lines, ["aim", "bound", "reached", "met"])
 
 

@@ -142,11 +142,11 @@ def sleeping(args: argparse.Namespace) -> dict[str, Any]:
 
     def row(schedule: Any, n: int) -> Row:
         at = usual_places(schedule, n)
-        each = args.sleep * n / len(at)
+        seconds = args.sleep * n / len(at)
         # With a gradient of the input, I takes time in the first partition as well.
         x = torch.zeros(args.micro_batches, 1, requires_grad=True)
-        step = stepping([Sleeping(each) for _ in at], cpus(at), schedule, args.micro_batches)
-        return {"schedule": schedule, "n": n, **slept(schedule, at, each, partial(step, x), args)}
+        step = stepping([Sleeping(seconds) for _ in at], cpus(at), schedule, args.micro_batches)
+        return {"schedule": schedule, "n": n, **slept(schedule, at, seconds, partial(step, x), args)}
 
     return all_slept(args, NAMES, row, "schedule", SLEEPING_AIMS)
 
@@ -168,7 +168,7 @@ def all_slept(
     args: argparse.Namespace,
     names: Sequence[Any],
     row: Callable[[Any, int], Row],
-    what: str,
+    kind: str,
     bounds: Mapping[int, float],
 ) -> dict[str, Any]:
     """Return the rows of each name on each number of devices, and the aims."""
@@ -180,7 +180,7 @@ def all_slept(
             rows.append(row(name, n))
     aims = [
         aim(
-            f"simulated / measured, {n} devices, lowest {what}",
+            f"simulated / measured, {n} devices, lowest {kind}",
             min(row["simulated/measured"]["median"] for row in rows if row["n"] == n),
             least=bounds.get(n, 0.95),
         )
@@ -193,18 +193,18 @@ def slept(schedule: Any, at: Sequence[int], seconds: float, step: Step, args: ar
     """Return the seconds and the bubbles of a simulated step, and of steps that run; another one runs before them."""
     simulated = simulated_sleep(schedule, args.micro_batches, at, seconds)
     step()
-    found = []
+    measured = []
     for _ in range(args.turns):
         start = perf_counter()
         step()
-        found.append(perf_counter() - start)
+        measured.append(perf_counter() - start)
     return {
         "m": args.micro_batches,
         "simulated": simulated.seconds,
         "bubble": simulated.bubble,
-        "measured": spread(found),
-        "measured bubble": 1 - statistics.fmean(simulated.busy) / statistics.median(found),
-        "simulated/measured": spread(simulated.seconds / one for one in found),
+        "measured": spread(measured),
+        "measured bubble": 1 - statistics.fmean(simulated.busy) / statistics.median(measured),
+        "simulated/measured": spread(simulated.seconds / seconds for seconds in measured),
     }
 
 
@@ -244,17 +244,17 @@ class Counted(nn.Sequential):
 
     Attributes:
         device: where they are counted
-        given: a tensor of the caller, which does not count
+        mini_batch: the caller's, which does not count
     """
 
     device: HeldBytes
-    given: Tensor
+    mini_batch: Tensor
 
     def forward(self, input: Any) -> Any:
-        own = {one.untyped_storage().data_ptr() for one in (self.given, *self.parameters())}
+        uncounted = {tensor.untyped_storage().data_ptr() for tensor in (self.mini_batch, *self.parameters())}
 
         def pack(tensor: Tensor) -> Saved:
-            return Saved(tensor, None if tensor.untyped_storage().data_ptr() in own else self.device)
+            return Saved(tensor, None if tensor.untyped_storage().data_ptr() in uncounted else self.device)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             return super().forward(input)
@@ -266,12 +266,12 @@ def answer(peer: str, request: Request) -> Answer:
     schedule = request["schedule"] if way is None else order(way)
     at = list(range(n)) if way else usual_places(schedule, n)
     torch.manual_seed(0)
-    each = LAYERS * n // len(at)
-    layers = [Counted(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(each)]) for _ in at]
+    count = LAYERS * n // len(at)
+    layers = [Counted(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]) for _ in at]
     x = torch.randn(m * ROWS, WIDTH)
     units, value = [], x[:ROWS]
     for layer in layers:  # What each saves of a micro-batch.
-        layer.device, layer.given = HeldBytes(), x
+        layer.device, layer.mini_batch = HeldBytes(), x
         value = layer(value).detach().requires_grad_()
         units.append(layer.device.peak)
     devices = [HeldBytes() for _ in range(n)]
@@ -289,7 +289,7 @@ def answer(peer: str, request: Request) -> Answer:
         saved.append([device.peak for device in devices])
     return {
         "saved": saved[0],
-        "same_each_step": all(one == saved[0] for one in saved),
+        "same_each_step": all(peaks == saved[0] for peaks in saved),
         "allocated": max(together),
         "simulated": simulate(program(schedule, m, at), memory=units).peaks,
     }
@@ -299,10 +299,11 @@ def activations(args: argparse.Namespace) -> dict[str, Any]:
     """Count every schedule without checkpointing, and 'GPipe' with it, on four devices."""
     wanted = [*({"schedule": schedule, "mode": "never"} for schedule in NAMES), {"schedule": "GPipe", "mode": "always"}]
     rows = all_counted(args, wanted)
-    kept = {row["schedule"]: row for row in rows if row["mode"] == "never"}
+    by_schedule = {row["schedule"]: row for row in rows if row["mode"] == "never"}
+    split = most_saved(by_schedule["ZeroBubble"])
     aims = [
-        *kept_aims(kept, "schedules"),
-        aim("ZeroBubble / 1F1B, activations", most_saved(kept["ZeroBubble"]) / most_saved(kept["1F1B"]), most=1.5),
+        *kept_aims(by_schedule, "schedules"),
+        aim("ZeroBubble / 1F1B, activations", split / most_saved(by_schedule["1F1B"]), most=1.5),
     ]
     return {"rows": rows, "aims": aims}
 
@@ -317,9 +318,9 @@ def all_counted(args: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
     rows = []
     progress = Progress(len(wanted))
     with running(["ours"], "schedules.py") as peers:
-        for one in wanted:
-            progress(f"activations, {', '.join(one.values())}")
-            shape = {"n": DEVICES, "m": args.micro_batches, **one}
+        for way in wanted:
+            progress(f"activations, {', '.join(way.values())}")
+            shape = {"n": DEVICES, "m": args.micro_batches, **way}
             rows.append({**shape, **peers["ours"].ask({**shape, "steps": args.steps})})
     return rows
 
@@ -328,12 +329,12 @@ def most_saved(row: Row) -> float:
     return float(max(row["saved"]))
 
 
-def kept_aims(rows: Mapping[str, Row], what: str) -> list[dict[str, Any]]:
+def kept_aims(rows: Mapping[str, Row], kind: str) -> list[dict[str, Any]]:
     """Return the aims with what was reached: ratios of the devices that keep the most."""
     over = max(a / b for row in rows.values() for a, b in zip(row["saved"], row["simulated"], strict=True))
     return [
         aim("1F1B / GPipe, activations", most_saved(rows["1F1B"]) / most_saved(rows["GPipe"]), most=0.35),
-        aim(f"activations / simulated, highest device of all {what}", over, most=1.05),
+        aim(f"activations / simulated, highest device of all {kind}", over, most=1.05),
     ]
 
 

@@ -112,7 +112,7 @@ def kernels(run: Callable[[], object]) -> float:
 
     late.intervals()
     run()
-    return sum(one.end - one.start for one in late.intervals() if one.kind == "kernel")
+    return sum(interval.end - interval.start for interval in late.intervals() if interval.kind == "kernel")
 
 
 def costs_of(kind: str, milliseconds: float, card: dict[str, float]) -> Costs:
@@ -166,7 +166,7 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
         x.requires_grad_()
         for _ in range(2):
             train(x)
-        found = []
+        steps = []
         for _ in range(turns):
             x.grad = None
             for device in range(n):
@@ -177,7 +177,7 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
             host = process_time() - host
             for device in range(n):
                 torch.accelerator.synchronize(device)
-            found.append(outcome(late.intervals(), start, host, n))
+            steps.append(outcome(late.intervals(), start, host, n))
     ideal = simulate(program(schedule, m, places), costs.actions, transfer=costs.copy)
     cells = m * len(places)
     of_cell = costs.actions["F"] + costs.actions["B"]
@@ -191,29 +191,30 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
         "block": costs.actions["F"],
         "ideal": ideal.seconds,
         "ideal bubble": ideal.bubble,
-        "seconds": spread(one["seconds"] for one in found),
-        "share": spread(ideal.seconds / one["seconds"] for one in found),
-        "bubble": statistics.median(one["bubble"] for one in found),
-        "in the shadow": statistics.median(one["in the shadow"] for one in found),
-        "host of a cell": spread(one["host"] / cells for one in found),
+        "seconds": spread(step["seconds"] for step in steps),
+        "share": spread(ideal.seconds / step["seconds"] for step in steps),
+        "bubble": statistics.median(step["bubble"] for step in steps),
+        "in the shadow": statistics.median(step["in the shadow"] for step in steps),
+        "host of a cell": spread(step["host"] / cells for step in steps),
         "host of a plain cell": costs.host,
         "device of a cell": of_cell,
         # One host launches for all devices.
-        "host over devices": spread(one["host"] / cells * n / of_cell for one in found),
+        "host over devices": spread(step["host"] / cells * n / of_cell for step in steps),
     }
 
 
 def outcome(intervals: Sequence[Any], start: float, host: float, n: int) -> Row:
     """Return what a step took, and for which share of the time of copies the device that sends computes."""
-    busy = [Busy([one for one in intervals if one.device == k and one.kind == "kernel"]) for k in range(n)]
-    copies = [one for one in intervals if one.kind == "copy"]
-    seconds = max(one.end for one in intervals) - start
-    covered = sum(busy[one.device].until(one.end) - busy[one.device].until(one.start) for one in copies)
-    copied = sum(one.end - one.start for one in copies)
+    kernels = [interval for interval in intervals if interval.kind == "kernel"]
+    busy = [Busy([kernel for kernel in kernels if kernel.device == k]) for k in range(n)]
+    copies = [interval for interval in intervals if interval.kind == "copy"]
+    seconds = max(interval.end for interval in intervals) - start
+    covered = sum(busy[copy.device].until(copy.end) - busy[copy.device].until(copy.start) for copy in copies)
+    copied = sum(copy.end - copy.start for copy in copies)
     return {
         "seconds": seconds,
         "host": host,
-        "bubble": 1 - sum(own.until(math.inf) for own in busy) / (n * seconds),
+        "bubble": 1 - sum(of_device.until(math.inf) for of_device in busy) / (n * seconds),
         "in the shadow": covered / copied if copied else 1.0,
     }
 
@@ -222,9 +223,9 @@ class Busy:
     """How long a device has computed until a time."""
 
     def __init__(self, kernels: Sequence[Any]) -> None:
-        kernels = sorted(kernels, key=lambda one: one.start)
-        self._starts = [one.start for one in kernels]
-        self._lengths = [one.end - one.start for one in kernels]
+        kernels = sorted(kernels, key=lambda kernel: kernel.start)
+        self._starts = [kernel.start for kernel in kernels]
+        self._lengths = [kernel.end - kernel.start for kernel in kernels]
         self._before = [0.0, *accumulate(self._lengths)]
 
     def until(self, time: float) -> float:
@@ -278,29 +279,24 @@ def cards(args: argparse.Namespace) -> Row:
 
 def aims(rows: Sequence[Row]) -> list[Row]:
     """Return what was aimed at: the lowest share of the ideal, and the most that `pipelined` takes over GPipe."""
-    found = []
+    made = []
     most = max(row["n"] for row in rows)
-    own = [row for row in rows if row["n"] == most]
     for ms, bound in AIMS.items():
+        alike = [row for row in rows if row["n"] == most and near(row["block"], ms)]
         for way in WAYS:
-            some = [row for row in own if row["way"] == way and near(row["block"], ms)]
-            if some:
-                reached = min(row["share"]["median"] for row in some)
-                what = f"simulated: share of the ideal, {most} devices, blocks of {ms:g} ms, lowest of {way}"
-                found.append(aim(what, reached, least=bound))
-        pairs = [
-            row["seconds"]["median"] / other["seconds"]["median"]
-            for row in own
-            for other in own
-            if (row["way"], other["way"]) == ("pipelined", "step")
-            and row["schedule"] == other["schedule"]
-            and near(row["block"], ms)
-            and near(other["block"], ms)
-        ]
-        if pairs:
-            what = f"simulated: pipelined over GPipe, {most} devices, blocks of {ms:g} ms, highest schedule"
-            found.append(aim(what, max(pairs), most=BESIDE))
-    return found
+            shares = [row["share"]["median"] for row in alike if row["way"] == way]
+            if shares:
+                name = f"simulated: share of the ideal, {most} devices, blocks of {ms:g} ms, lowest of {way}"
+                made.append(aim(name, min(shares), least=bound))
+        of_pipelined, of_step = (
+            {row["schedule"]: row["seconds"]["median"] for row in alike if row["way"] == way}
+            for way in ("pipelined", "step")
+        )
+        over = [seconds / of_step[schedule] for schedule, seconds in of_pipelined.items() if schedule in of_step]
+        if over:
+            name = f"simulated: pipelined over GPipe, {most} devices, blocks of {ms:g} ms, highest schedule"
+            made.append(aim(name, max(over), most=BESIDE))
+    return made
 
 
 def near(seconds: float, milliseconds: float) -> bool:
@@ -316,10 +312,10 @@ def simulated_devices(result: Row) -> str:
     by_key: dict[Any, dict[str, Row]] = {}
     for row in result["rows"]:
         by_key.setdefault((row["n"], f"{row['block'] * 1e3:.1f}", row["schedule"]), {})[row["way"]] = row
-    for (n, ms, schedule), own in by_key.items():
-        step = own["step"]
+    for (n, ms, schedule), by_way in by_key.items():
+        step = by_way["step"]
         bubble = f"{step['ideal bubble']:.0%} / {step['bubble']:.0%}"
-        shares = [shown(own[way]["share"] if way in own else None, 2) for way in WAYS]
+        shares = [shown(by_way[way]["share"] if way in by_way else None, 2) for way in WAYS]
         lines.append([n, ms, schedule, *shares, bubble, f"{step['in the shadow']:.0%}"])
     header = ["devices", "block, ms", "schedule", *WAYS, "bubble, ideal / step", "copied in the shadow"]
     return table(lines, header)

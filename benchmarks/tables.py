@@ -90,15 +90,15 @@ def figures() -> str:
 
     def cell(threads: str) -> str:
         row = cells[threads, "except_last"]
-        each = {peer: sum(row[part][peer]["median"] for part in PASSES) for peer in ("ours", "original", "plain")}
-        return " / ".join(f"{microseconds:.0f}" for microseconds in each.values()) + " us"
+        times = {peer: sum(row[part][peer]["median"] for part in PASSES) for peer in ("ours", "original", "plain")}
+        return " / ".join(f"{microseconds:.0f}" for microseconds in times.values()) + " us"
 
     step, pipelined, plan_ = (_result(name)["parts"] for name in ("step", "pipelined", "plan"))
     calls = {
         threads: [row["step/call"]["median"] for row in step["host"]["rows"] if row["threads"] == threads]
         for threads in ("inline", "workers")
     }
-    own = [
+    of_micro_batch = [
         row["micro-batch"]["median"]
         for threads in ("inline", "workers")
         for row in pipelined["host"]["costs"]
@@ -125,7 +125,7 @@ def figures() -> str:
         ],
         [
             "host time of a micro-batch of a pipelined module, one thread / workers",
-            " / ".join(f"{microseconds:.0f}" for microseconds in own) + " us",
+            " / ".join(f"{microseconds:.0f}" for microseconds in of_micro_batch) + " us",
             "pipelined",
         ],
         [
@@ -147,7 +147,7 @@ def figures() -> str:
             "balance",
         ],
     ]
-    lines = [[what, figure, f"[{name}.json](results/{name}.json)"] for what, figure, name in rows]
+    lines = [[measured, figure, f"[{name}.json](results/{name}.json)"] for measured, figure, name in rows]
     return table(lines, ["measured", "figures", "result"])
 
 

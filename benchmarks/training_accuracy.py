@@ -155,20 +155,20 @@ def mean_of(values: Sequence[float]) -> dict[str, float]:
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what the pipeline gains or loses, seed by seed."""
     by_batch = {(row["peer"], row["batch"]): row for row in rows}
-    found = []
+    gained = []
     for (peer, batch), row in by_batch.items():
         if peer == "ours" and ("plain", batch) in by_batch:
             pairs = zip(row["accuracies"], by_batch["plain", batch]["accuracies"], strict=True)
-            found.append({"batch": batch, **mean_of([ours - plain for ours, plain in pairs])})
-    return found
+            gained.append({"batch": batch, **mean_of([ours - plain for ours, plain in pairs])})
+    return gained
 
 
 def transparency(result: dict[str, Any]) -> str:
     gained = {row["batch"]: row for row in result["differences"]}
 
     def beside(row: dict[str, Any]) -> str:
-        one = gained.get(row["batch"]) if row["peer"] == "ours" else None
-        return "-" if one is None else f"{one['mean'] * 100:+.2f} ± {one['deviation'] * 100:.2f}"
+        difference = gained.get(row["batch"]) if row["peer"] == "ours" else None
+        return "-" if difference is None else f"{difference['mean'] * 100:+.2f} ± {difference['deviation'] * 100:.2f}"
 
     columns = {
         **{"experiment": "experiment", "mini-batch": "batch"},

@@ -100,21 +100,21 @@ def ways(args: argparse.Namespace, model: str, m: int) -> Case:
     on_cpu = args.device == "cpu"
     pairs = [("cpu:0", "cpu:1")] if on_cpu else [(args.device, args.device), (args.device, "cpu")]
     threads = {"whole, 1 thread": 1, "whole, 2 threads": 2} if on_cpu else {"whole": 1}
-    found = {name: ("plain", asked("whole", threads=count)) for name, count in threads.items()}
-    found["micro-batches"] = "plain", asked("micro-batches")
+    case = {name: ("plain", asked("whole", threads=count)) for name, count in threads.items()}
+    case["micro-batches"] = "plain", asked("micro-batches")
     if on_cpu:
-        found["halves"] = "plain", asked("halves")
+        case["halves"] = "plain", asked("halves")
     for pair in pairs:
         for schedule, places in PLACES.items():
             if len(set(pair)) == 1 and len(places) > 2:  # All partitions are neighbours on one device.
                 continue
             more = {"schedule": schedule, "balance": BALANCES[model][len(places)], "threads": 2}
             name = schedule if on_cpu else f"{schedule} on {', '.join(pair)}"
-            found[name] = "ours", asked("step", devices=[pair[k] for k in places], **more)
+            case[name] = "ours", asked("step", devices=[pair[k] for k in places], **more)
     if on_cpu:
         for schedule in ALIKE.values():
-            found[schedule] = schedule, asked("train", units=BALANCES[model][2], devices=["cpu", "cpu"])
-    return found
+            case[schedule] = schedule, asked("train", units=BALANCES[model][2], devices=["cpu", "cpu"])
+    return case
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,45 +125,48 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     )
     cases = list(asked.values())
     answers = ask_in_turn(cases, scripts, args.turns, args.seconds.spent, environment=KEEP_MEMORY)
-    rows = [step_row(args, model, m, found) for (model, m), found in zip(asked, answers)]
+    rows = [step_row(args, model, m, answered) for (model, m), answered in zip(asked, answers)]
     return {"rows": rows, "aims": step_aims(rows) if args.device == "cpu" else []}
 
 
 def step_row(args: argparse.Namespace, model: str, m: int, answers: dict[str, list[Answer]]) -> Row:
     """Return the row of a model in ``m`` micro-batches."""
     verify_losses(model, answers)
-    found: Row = {"model": model, "m": m, "batch": TASKS["step"][model].batch // args.shrink, "ideal": 2 * m / (m + 1)}
+    row: Row = {"model": model, "m": m, "batch": TASKS["step"][model].batch // args.shrink, "ideal": 2 * m / (m + 1)}
     halves = answers.pop("halves", [])
     seconds = medians(answers, "seconds")
     plain = seconds["micro-batches"]
-    found["seconds"] = {name: spread_of_turns(turns) for name, turns in seconds.items()}
-    found["speed-up"] = {name: ratios(turns, plain) for name, turns in seconds.items() if name != "micro-batches"}
+    row["seconds"] = {name: spread_of_turns(turns) for name, turns in seconds.items()}
+    row["speed-up"] = {name: ratios(turns, plain) for name, turns in seconds.items() if name != "micro-batches"}
     if halves:
-        each = [{name: statistics.median(own) for name, own in turn["seconds"].items()} for turn in halves]
-        gains = [turn["one"] / turn["two"] for turn in each]
-        found["limit"] = spread(gains)
-        found["first/second"] = spread(turn["first"] / turn["second"] for turn in each)
-        found["of allowed"] = {name: of_allowed(seconds[name], plain, gains, m) for name in ALIKE}
-        found["over the same"] = {mine: ratios(seconds[mine], seconds[other]) for mine, other in ALIKE.items()}
+        medians_of = [
+            {name: statistics.median(seconds_of_half) for name, seconds_of_half in turn["seconds"].items()}
+            for turn in halves
+        ]
+        gains = [turn["one"] / turn["two"] for turn in medians_of]
+        row["limit"] = spread(gains)
+        row["first/second"] = spread(turn["first"] / turn["second"] for turn in medians_of)
+        row["of allowed"] = {name: of_allowed(seconds[name], plain, gains, m) for name in ALIKE}
+        row["over the same"] = {mine: ratios(seconds[mine], seconds[theirs]) for mine, theirs in ALIKE.items()}
         # The schedules that are the fastest in the median: the fastest in each turn would gain by chance.
-        best = [min(names, key=lambda name: found["seconds"][name]["median"]) for names in (PLACES, ALIKE.values())]
-        found["best"] = best
-        found["best over best"] = ratios(seconds[best[0]], seconds[best[1]])
-    return found
+        best = [min(names, key=lambda name: row["seconds"][name]["median"]) for names in (PLACES, ALIKE.values())]
+        row["best"] = best
+        row["best over best"] = ratios(seconds[best[0]], seconds[best[1]])
+    return row
 
 
 def step_aims(rows: list[Row]) -> list[dict[str, Any]]:
     """Return the aims with what was reached: medians of ratios within a turn."""
-    found = []
-    for name, other in ALIKE.items():
+    aims = []
+    for name, theirs in ALIKE.items():
         over = [row["over the same"][name]["median"] for row in rows]
-        found.append(aim(f"{name} over {other}, geometric mean", geometric_mean(over), least=1.0))
-        found.append(aim(f"{name} over {other}, lowest row", min(over), least=0.92))
+        aims.append(aim(f"{name} over {theirs}, geometric mean", geometric_mean(over), least=1.0))
+        aims.append(aim(f"{name} over {theirs}, lowest row", min(over), least=0.92))
         allowed = min(row["of allowed"][name]["median"] for row in rows)
-        found.append(aim(f"{name} of what two threads allow, lowest row", allowed, least=0.85))
+        aims.append(aim(f"{name} of what two threads allow, lowest row", allowed, least=0.85))
     best = geometric_mean([row["best over best"]["median"] for row in rows])
-    found.append(aim("best schedule over PyTorch's best, geometric mean", best, least=1.05))
-    return found
+    aims.append(aim("best schedule over PyTorch's best, geometric mean", best, least=1.05))
+    return aims
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -192,11 +195,11 @@ def draw_step(result: dict[str, Any]) -> Any:
     drawn: dict[str, list[Curve]] = {}
     rows = [row for row in result["rows"] if "limit" in row]
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        curves = [Curve("ideal", [(row["m"], {"median": row["ideal"]}) for row in own], dashed=True)]
-        curves.append(Curve("what two threads allow", [(row["m"], allowed_speed_up(row)) for row in own]))
-        names = [name for name in own[0]["speed-up"] if not name.startswith("whole")]
-        curves += [Curve(name, [(row["m"], row["speed-up"][name]) for row in own]) for name in names]
+        of_model = [row for row in rows if row["model"] == model]
+        curves = [Curve("ideal", [(row["m"], {"median": row["ideal"]}) for row in of_model], dashed=True)]
+        curves.append(Curve("what two threads allow", [(row["m"], allowed_speed_up(row)) for row in of_model]))
+        names = [name for name in of_model[0]["speed-up"] if not name.startswith("whole")]
+        curves += [Curve(name, [(row["m"], row["speed-up"][name]) for row in of_model]) for name in names]
         drawn[model] = curves
     return panels(drawn, "micro-batches", "speed-up over micro-batches in one thread")
 
@@ -226,7 +229,7 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
         {way: ("ours", language_request(args, model, way=way, **more)) for way in WAYS} for model in models
     ]
     answers = ask_in_turn(cases, "language_models.py", args.turns, args.seconds.spent, environment=KEEP_MEMORY)
-    rows = [pipelined_row(args, model, found) for model, found in zip(models, answers)]
+    rows = [pipelined_row(args, model, answered) for model, answered in zip(models, answers)]
     aims = [
         aim(
             f"{named_way(way)} over naive placement, two cores, lowest model",
@@ -286,8 +289,8 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
 def pipelined_splits(result: dict[str, Any]) -> str:
     """Return a table of what can be split, and how long it takes."""
 
-    def told(one: Row) -> str:
-        return one["fails"] if "fails" in one else f"{one['seconds']:.2f} s, returns {one['output']}"
+    def told(outcome: Row) -> str:
+        return outcome["fails"] if "fails" in outcome else f"{outcome['seconds']:.2f} s, returns {outcome['output']}"
 
     ways = {"split by export": "export", "pipelined": "pipelined"}
     return table_of(

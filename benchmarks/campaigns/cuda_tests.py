@@ -93,11 +93,11 @@ def lines(notes: Path) -> list[dict[str, Any]]:
 
 def outcomes(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the last note of each test; of a test that has failed, the note of the failure."""
-    found: dict[str, dict[str, Any]] = {}
+    notes_of: dict[str, dict[str, Any]] = {}
     for line in lines:
-        if "test" in line and found.get(line["test"], {}).get("outcome") != "failed":
-            found[line["test"]] = line
-    return found
+        if "test" in line and notes_of.get(line["test"], {}).get("outcome") != "failed":
+            notes_of[line["test"]] = line
+    return notes_of
 
 
 def settings() -> str:

@@ -78,7 +78,9 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
         "runs": len(pids) // processes,
         "resumed_at": begins[-1],
         "others": processes - 1,
-        "others_that_told": sum(any(map(tells, found, [rank] * len(found))) for rank, found in errors.items()),
+        "others_that_told": sum(
+            any(map(tells, errors_of, [rank] * len(errors_of))) for rank, errors_of in errors.items()
+        ),
         "left_behind": sum(alive(pid) for pid in pids),
         "seconds": round(seconds, 1),
         "losses": [loss for _, loss in sorted({line["step"]: line["loss"] for line in steps}.items())],
@@ -93,10 +95,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def tells(error: dict[str, Any], rank: int) -> bool:
     """Return whether an error names its process, and the awaited process or the checkpoint that could not be saved."""
     text = error["error"]
-    own = re.match(rf"rank {rank}, stage {rank} of \d", text)
+    names_itself = re.match(rf"rank {rank}, stage {rank} of \d", text)
     waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
     saving = re.search(r"could not save the checkpoint of step \d+ .* together with all other processes", text)
-    return bool(own and (waited or saving))
+    return bool(names_itself and (waited or saving))
 
 
 def alive(pid: int) -> bool:

@@ -117,17 +117,17 @@ def imports(
         for statement in statements:
             times[statement].append(json.loads(call(python, "-c", TIMED.format(statement), folder=folder, **variables)))
     return {
-        statement: {name: spread(1e3 * one[k] for one in found) for k, name in enumerate(("wall", "cpu"))}
-        for statement, found in times.items()
+        statement: {name: spread(1e3 * turn[k] for turn in of_turns) for k, name in enumerate(("wall", "cpu"))}
+        for statement, of_turns in times.items()
     }
 
 
 def run_tests(python: Path, source: Path) -> dict[str, Any]:
     """Run the tests of the unpacked source distribution, and return how they have ended."""
     # What PyTorch has brought stays: an older one may not allow the versions of `constraints.txt`.
-    there = re.findall(r"^(\S+)==(\S+)$", call(python, "-m", "pip", "freeze", "--all", folder=source), re.MULTILINE)
+    installed = re.findall(r"^(\S+)==(\S+)$", call(python, "-m", "pip", "freeze", "--all", folder=source), re.MULTILINE)
     pinned = re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pins = {name: version for name, version in pinned if not name.startswith("torch")} | dict(there)
+    pins = {name: version for name, version in pinned if not name.startswith("torch")} | dict(installed)
     (source / "pins.txt").write_text("\n".join([f"{name}=={version}" for name, version in pins.items()]))
     call(python, "-m", "pip", "install", "-q", "--constraint", "pins.txt", f"{source}[dev]", folder=source)
     options = ["-q", "--numprocesses", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "--show-capture=no"]
@@ -135,7 +135,8 @@ def run_tests(python: Path, source: Path) -> dict[str, Any]:
     options += ["--deselect", "tests/test_docs.py::test_tables_are_those_of_the_results"]
     said = call(python, "-m", "pytest", *options, folder=source, check=False)
     counts = {
-        what: int(count) for count, what in re.findall(r"(\d+) ([a-z]+)", said.splitlines()[-1].partition(" in ")[0])
+        outcome: int(count)
+        for count, outcome in re.findall(r"(\d+) ([a-z]+)", said.splitlines()[-1].partition(" in ")[0])
     }
     return {**counts, "not passed": re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)}
 
@@ -166,10 +167,10 @@ def try_pair(args: argparse.Namespace, progress: Progress, folder: Path) -> tupl
     python = home / "bin/python"
     install = (python, "-m", "pip", "install", "-q")
     row = {}
-    for one in (archive, wheel):
-        progress(f"install and run {one.name}")
-        call(*install, "--force-reinstall", "--no-deps", one, folder=folder)
-        call(*install, f"torch=={args.torch}", one, folder=folder)
+    for distribution in (archive, wheel):
+        progress(f"install and run {distribution.name}")
+        call(*install, "--force-reinstall", "--no-deps", distribution, folder=folder)
+        call(*install, f"torch=={args.torch}", distribution, folder=folder)
         row = smoke(python, folder)
     progress("imports")
     row["imports"] = imports(python, folder, IMPORTS + ASKED_FOR, args.turns)
@@ -189,8 +190,8 @@ def packages(result: dict[str, Any]) -> str:
         tests = row.get("tests")
         counts = ["-"] * 3
         if tests:
-            counts = [str(tests.get(what, 0)) for what in ("passed", "skipped")]
-            counts += [str(sum(tests.get(what, 0) for what in ("failed", "error", "errors")))]
+            counts = [str(tests.get(outcome, 0)) for outcome in ("passed", "skipped")]
+            counts += [str(sum(tests.get(outcome, 0) for outcome in ("failed", "error", "errors")))]
         lines.append([row["torch"].partition("+")[0], row["python"], *counts])
         lines[-1].append(shown(row["imports"]["import torchgpipe"]["cpu"]))
     return table(lines, ["PyTorch", "Python", "tests passed", "skipped", "failed", "import torchgpipe, ms"])

@@ -53,8 +53,8 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
     """Try properties with about so many random examples in all."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=campaign"]
 
-    def run(*options: str, each: int) -> str:
-        variables = {"HYPOTHESIS_EXAMPLES": str(each), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    def run(*options: str, count: int) -> str:
+        variables = {"HYPOTHESIS_EXAMPLES": str(count), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         done = subprocess.run(
             [*command, *options, *tests], cwd=CHECKOUT, env={**os.environ, **variables}, capture_output=True, text=True
         )
@@ -62,17 +62,17 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
             raise SystemExit(done.stdout[-8000:] + done.stderr[-2000:])
         return done.stdout
 
-    variants = sum("::" in line for line in run("--collect-only", each=100).splitlines())
-    each = max(4, -(-examples // variants))  # some properties take a quarter of it
+    variants = sum("::" in line for line in run("--collect-only", count=100).splitlines())
+    count = max(4, -(-examples // variants))  # some properties take a quarter of it
     start = perf_counter()
     # Hypothesis tells how many it has tried: fewer, where a property has no more.
-    report = run("--timeout=0", "--hypothesis-show-statistics", "-n=auto", "--maxschedchunk=1", each=each)
+    report = run("--timeout=0", "--hypothesis-show-statistics", "-n=auto", "--maxschedchunk=1", count=count)
     tried = [int(count) for count in re.findall(r"(\d+) passing\b", report)]
-    found = {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
+    outcome = {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
     shares = re.findall(r"\* +([\d.]+)%, (right|refused)", report)  # of each variant; they have as many examples
     for kind in sorted({kind for _, kind in shares}):
-        found[kind] = round(sum([float(share) for share, own in shares if own == kind]) / 100 / variants, 3)
-    return found
+        outcome[kind] = round(sum([float(share) for share, verdict in shares if verdict == kind]) / 100 / variants, 3)
+    return outcome
 
 
 class Fault(nn.Module):
@@ -131,9 +131,9 @@ def train_long(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
 
 def robustness(result: dict[str, Any]) -> str:
     tried = [(name, part) for name, part in result["parts"].items() if "examples" in part]
-    refused = [f"{one['refused']:.0%}" if "refused" in one else "" for _, one in tried]
+    refused = [f"{part['refused']:.0%}" if "refused" in part else "" for _, part in tried]
     return table(
-        [[name, f"{one['examples']:,}", one["failures"], share] for (name, one), share in zip(tried, refused)],
+        [[name, f"{part['examples']:,}", part["failures"], share] for (name, part), share in zip(tried, refused)],
         ["random", "tried", "failed", "refused"],
     )
 

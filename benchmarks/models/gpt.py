@@ -41,8 +41,8 @@ class Attention(nn.Module):
         batch, length, width = input.shape
         heads = self.queries_keys_values(self.norm(input)).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        output: Tensor = input + self.output(seen.transpose(1, 2).reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        output: Tensor = input + self.output(attended.transpose(1, 2).reshape(batch, length, width))
         return output
 
 

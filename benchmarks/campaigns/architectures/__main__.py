@@ -43,8 +43,8 @@ def trial(name: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
             "verdict": f"error: the process ended with {done.returncode}",
             "trace": done.stderr[-3000:],
         }
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    outcome: dict[str, Any] = json.loads(lines[-1])
+    return outcome
 
 
 def main() -> None:
@@ -58,8 +58,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "architectures.json")
     args = parser.parse_args()
     before = environment()
-    names = [name for name, one in CATALOGUE.items() if not args.names or {name, one.kind} & {*args.names}]
-    unknown = {*args.names} - {*CATALOGUE} - {one.kind for one in CATALOGUE.values()}
+    names = [
+        name for name, architecture in CATALOGUE.items() if not args.names or {name, architecture.kind} & {*args.names}
+    ]
+    unknown = {*args.names} - {*CATALOGUE} - {architecture.kind for architecture in CATALOGUE.values()}
     if unknown:
         parser.error(f"no architectures or kinds: {sorted(unknown)}")
     known: dict[str, Any] = {}

@@ -34,8 +34,8 @@ def supported_models(result: Mapping[str, Any]) -> str:
 
 def unsupported_models(result: Mapping[str, Any]) -> str:
     """Return a table of the other architectures, with the reason."""
-    others = [row for row in result["rows"] if row["verdict"] != "exact"]
-    return table([[row["name"], row["kind"], row["verdict"]] for row in others], ["architecture", "kind", "verdict"])
+    refused = [row for row in result["rows"] if row["verdict"] != "exact"]
+    return table([[row["name"], row["kind"], row["verdict"]] for row in refused], ["architecture", "kind", "verdict"])
 
 
 def architectures(result: Mapping[str, Any]) -> str:
