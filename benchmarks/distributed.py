@@ -275,7 +275,7 @@ def distributed(result: dict[str, Any]) -> str:
         for run in result["runs"]
         for row in run["rows"]
     ]
-    columns = {
+    columns: dict[str, Any] = {
         **{"processes": "processes", "micro-batches": "chunks"},
         "ours": lambda row: f"{row['ours']['median']:.1f}",
         "by hand": lambda row: f"{row['hand']['median']:.1f}",

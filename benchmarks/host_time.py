@@ -29,11 +29,9 @@ from benchmarks.cost import MODES
 from benchmarks.peers import PEERS, Answer, Request
 from benchmarks.placement import threaded
 from benchmarks.program import Part, Program, ask_in_turn
-from benchmarks.records import PASSES, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import PASSES, Row, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
 
 __all__ = ["PARTS"]
-
-Row = dict[str, Any]
 CHILD = "tiny_steps.py"
 THREADS = ("inline", "workers")
 

@@ -42,12 +42,10 @@ from benchmarks.allocations import memories, peaks, reports
 from benchmarks.peers import Answer, Case, Request, examples_on_path, running, serve
 from benchmarks.placement import placed
 from benchmarks.program import Part, Program, ask_in_turn
-from benchmarks.records import MIB, PASSES, ratios, shown, spread, table_of
+from benchmarks.records import MIB, PASSES, Row, ratios, shown, spread, table_of
 from benchmarks.training_steps import timed
 
 __all__ = ["PARTS"]
-
-Row = dict[str, Any]
 CHILD = "mechanisms.py"
 PEERS = ("plain", "ours", "original")
 

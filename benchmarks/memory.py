@@ -36,11 +36,9 @@ from benchmarks.peers import PEERS, Answer, Request, running
 from benchmarks.placement import threaded
 from benchmarks.program import Part, Program, Progress
 from benchmarks.random_models import random_model
-from benchmarks.records import MIB, table, table_of
+from benchmarks.records import MIB, Row, table, table_of
 
 __all__ = ["PARTS"]
-
-Row = dict[str, Any]
 CHILD = "memory_steps.py"
 NARROW = ("conv", "transformer", "mlp")
 
@@ -194,11 +192,6 @@ def random_memory(result: dict[str, Any]) -> str:
     return table_of([result["counts"]], {**columns, "median": "median:.3f", "highest": "highest:.3f"})
 
 
-def highest(result: dict[str, Any]) -> str:
-    names = ("seed", "about", "balance", "m", "mode", "gradients", "ours", "original")
-    return table_of(result["rows"][:10], {**{name: name for name in names}, "ratio": "ratio:.4f"})
-
-
 PARTS = {
     "peaks": Part(
         "memory",
@@ -212,7 +205,7 @@ PARTS = {
     "random": Part(
         "random_memory",
         random,
-        {"the highest ratios, peaks in bytes": highest, "ours/original": random_memory},
+        {"ours/original": random_memory},
         cpu=True,
     ),
     "capacity": Part(
@@ -227,7 +220,7 @@ PARTS = {
     "copies": Part(
         "skips",
         memory_copies.measure,
-        {"MB copied in a step, the middle balance": memory_copies.pairs, "MB copied in a step": memory_copies.skips},
+        {"MB copied in a step": memory_copies.skips},
     ),
 }
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.peers import examples_on_path
 from benchmarks.records import table_of
 
-__all__ = ["measure", "pairs", "skips"]
+__all__ = ["measure", "skips"]
 
 PARTITIONS = (2, 4, 8)
 WAYS = ("portals", "tuples")
@@ -89,12 +89,3 @@ def skips(result: dict[str, Any]) -> str:
     columns |= {f"busiest pair, {way}": megabytes(way, "busiest") for way in WAYS}
     columns["tuples / portals"] = lambda row: f"{row['tuples']['total'] / max(row['portals']['total'], 1):.2f}"
     return table_of(result["rows"], columns)
-
-
-def pairs(result: dict[str, Any]) -> str:
-    """Return a table of what goes from each partition to each other with the middle balance."""
-    row = result["rows"][len(result["rows"]) // 2]
-    copied = {way: {(source, target): count for source, target, count in row[way]["copied"]} for way in WAYS}
-    columns: dict[str, Any] = {"partitions": lambda pair: f"from {pair[0]} to {pair[1]}"}
-    columns |= {way: lambda pair, way=way: f"{copied[way].get(pair, 0) / 1e6:.2f}" for way in WAYS}
-    return table_of(sorted({*copied["portals"], *copied["tuples"]}), columns)

@@ -25,7 +25,7 @@ from torch import nn
 
 import torchgpipe
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import aim, shown, spread, table_of
+from benchmarks.records import Row, aim, shown, spread, table_of
 from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, inputs, kernels
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
@@ -33,8 +33,6 @@ from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency, streamed
 
 __all__ = ["PARTS"]
-
-Row = dict[str, Any]
 
 #: What such a card reaches in practice: products of matrices in bfloat16, memory, and the link to the host.
 CARD = {"flops": 165e12, "bandwidth": 0.9e12, "link": 25e9}
@@ -140,7 +138,7 @@ def aims(rows: Sequence[Row]) -> list[Row]:
 def offload(result: Row) -> str:
     """Return a table of the numbers of micro-batches."""
     of_cells = "host of a cell, us: resident / offload"
-    columns = {
+    columns: dict[str, Any] = {
         **{"micro-batches": "chunks", "tokens": "tokens"},
         **{"forward / upload": "forward over upload:.2f", "should hide": "should hide:.2f"},
         **{"hides": "hides:2", "of what should": "of what should:2"},

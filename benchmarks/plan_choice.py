@@ -18,7 +18,7 @@ import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import DEVICES, mean_of_squares, plan_of
 from benchmarks.program import Progress
-from benchmarks.records import aim, spread, spread_of_turns, table_of
+from benchmarks.records import Row, aim, spread, spread_of_turns, table_of
 from torchgpipe_balancing.planning.alternatives import problem_of
 from torchgpipe_balancing.planning.measure import timed
 from torchgpipe_balancing.planning.problem import Choice
@@ -40,8 +40,6 @@ MODELS = (("mlp", 100), ("mlp", 103), ("conv", 100), ("conv", 101))
 
 #: The planned way, as it is called the second time.
 AGAIN = "planned again"
-
-Row = dict[str, Any]
 
 
 def answer(peer: str, request: Request) -> Answer:
@@ -98,10 +96,8 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
         with running(["ours"], "plan_choice.py") as peers:
             rows.append(row(request, peers["ours"].ask({**request, "rounds": args.rounds, "steps": 2})))
     reached = max(row["chosen/best"] - row["noise"] for row in rows)
-    return {
-        "rows": rows,
-        "aims": [aim("planned way over the best of all, beyond the noise, highest model", reached, most=AIM)],
-    }
+    aims = [aim("planned way over the best of all, beyond the noise, highest model", reached, most=AIM)]
+    return {"rows": rows, "aims": aims}
 
 
 def row(request: Request, answer: Answer) -> Row:

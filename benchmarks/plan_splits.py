@@ -195,7 +195,7 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
 
 def plan_optimal(result: dict[str, Any]) -> str:
     """Return a table of the small problems, all of whose choices were compared."""
-    columns = {
+    columns: dict[str, Any] = {
         "schedule": "schedule",
         "problems": "problems",
         "nothing fits": "misfits",
@@ -209,7 +209,7 @@ def plan_optimal(result: dict[str, Any]) -> str:
 
 def plan_splits(result: dict[str, Any]) -> str:
     """Return a table of balances that are found in other ways."""
-    columns = {
+    columns: dict[str, Any] = {
         **{"balance": "way", "tables": "tables", "an empty partition": "empty", "slower than ours": "slower"},
         "median ratio": lambda row: f"{row['ratio']['median']:.3f}" if row["ratio"] else "-",
         "worst ratio": lambda row: f"{row['ratio']['high']:.3f}" if row["ratio"] else "-",

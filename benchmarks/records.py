@@ -26,6 +26,7 @@ __all__ = [
     "MIB",
     "PASSES",
     "RESULTS",
+    "Row",
     "aim",
     "aims_table",
     "environment",
@@ -38,6 +39,9 @@ __all__ = [
     "table_of",
     "write",
 ]
+
+#: A row of a result, or of its table.
+Row = dict[str, Any]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -47,7 +47,7 @@ import torchgpipe
 from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import KIB, aim, named_way, spread, table_of
+from benchmarks.records import KIB, Row, aim, named_way, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Simulation, program, simulate
@@ -55,8 +55,6 @@ from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.held import HeldBytes, Saved
 
 __all__ = ["PARTS", "Sleeping"]
-
-Row = dict[str, Any]
 Step = Callable[[], object]
 
 #: The ways of a step of a pipelined module.

@@ -29,14 +29,12 @@ from torch import Tensor, nn
 
 from benchmarks.models.gpt import Block
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import aim, shown, spread, table, table_of
+from benchmarks.records import Row, aim, shown, spread, table, table_of
 from benchmarks.schedules import stepping
 from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
 
 __all__ = ["PARTS"]
-
-Row = dict[str, Any]
 
 #: What such cards reach in practice: products of matrices in bfloat16, memory, and the link between two of them.
 CARDS = {

@@ -98,12 +98,8 @@ def figures() -> str:
         threads: [row["step/call"]["median"] for row in step["host"]["rows"] if row["threads"] == threads]
         for threads in ("inline", "workers")
     }
-    of_micro_batch = [
-        row["micro-batch"]["median"]
-        for threads in ("inline", "workers")
-        for row in pipelined["host"]["costs"]
-        if (row["threads"], row["way"]) == (threads, "step")
-    ]
+    costs = pipelined["host"]["costs"]  # In one thread, then with workers.
+    of_micro_batch = [row["micro-batch"]["median"] for row in costs if row["way"] == "step"]
     random = _result("random_memory")["counts"]
     speed = step["speed"]["rows"]
     alike = [row["over the same"][name]["median"] for row in speed for name in ("GPipe", "1F1B")]

@@ -32,13 +32,11 @@ from benchmarks.language_models import OURS, language_models
 from benchmarks.peers import Answer, Case, Request, running
 from benchmarks.pictures import Curve, panels
 from benchmarks.program import Progress, ask_in_turn
-from benchmarks.records import aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import Row, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
 from benchmarks.tasks import TASKS
 from benchmarks.training_speed import KEEP_MEMORY
 
 __all__ = ["draw_step", "pipelined", "pipelined_speed", "pipelined_splits", "splits", "step", "step_speed"]
-
-Row = dict[str, Any]
 
 #: By model, the layers of two partitions and of four; halves take the same time.
 BALANCES = {"mlp": {2: [4, 4], 4: [2, 2, 2, 2]}, "gpt": {2: [5, 6], 4: [3, 2, 2, 4]}}
