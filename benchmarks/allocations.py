@@ -126,8 +126,8 @@ def measure_on_gpus(forward: Callable[[], Tensor], devices: Sequence[torch.devic
     torch.autograd.backward(loss)
     del loss
     return [
-        {"forward": most - low, "held": kept - low, "backward": torch.cuda.max_memory_allocated(device) - low}
-        for device, low, most, kept in zip(devices, rest, after_forward, held, strict=True)
+        {"forward": most - low, "held": after - low, "backward": torch.cuda.max_memory_allocated(device) - low}
+        for device, low, most, after in zip(devices, rest, after_forward, held, strict=True)
     ]
 
 
@@ -139,8 +139,8 @@ def reports() -> Reports:
 
 def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
     """Return the devices that have a memory of their own. CPU devices share one."""
-    found = [torch.device(device) for device in devices]
-    return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in found))
+    places = [torch.device(device) for device in devices]
+    return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in places))
 
 
 def counted(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[Answer]:
@@ -153,4 +153,4 @@ def counted(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> 
 
 def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
     """Return the most bytes that a step takes above the level at rest, in each memory."""
-    return [max(each["forward"], each["backward"]) for each in counted(forward, memories)]
+    return [max(answer["forward"], answer["backward"]) for answer in counted(forward, memories)]

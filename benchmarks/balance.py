@@ -14,6 +14,7 @@ Two questions:
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 from benchmarks.cost import clocks
 from benchmarks.peers import Answer, Peer, running
 from benchmarks.placement import even
-from benchmarks.program import Command, Progress
+from benchmarks.program import Part, Program, Progress
 from benchmarks.records import ratios, shown, spread, table_of
 
 PEERS = ("ours", "original")
@@ -73,17 +74,17 @@ def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, 
     """Return for each peer each vector's largest load over the optimum, and seconds; None beyond the limit."""
     best = [optimum(costs, partitions) for costs in vectors]
     request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
-    found: Answer = {}
+    answers: Answer = {}
     for name, peer in peers.items():
         answer = peer.ask(request)
-        found[name] = {
+        answers[name] = {
             "ratios": [
                 None if balance is None else max(loads(costs, balance)) / least
                 for costs, balance, least in zip(vectors, answer["balances"], best, strict=True)
             ],
             "seconds": answer["seconds"],
         }
-    return found
+    return answers
 
 
 def finished(values: Sequence[float | None]) -> list[float]:
@@ -174,11 +175,11 @@ def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions:
 
 def balance_vectors(result: dict[str, Any]) -> str:
     columns: dict[str, Any] = {"costs": "costs"}
-    for peer, what, how in (
+    for peer, figure, how in (
         *(("ours", "missed", ".0%"), ("ours", "worst", ".3f")),
         *(("original", "missed", ".0%"), ("original", "mean", ".3f"), ("original", "worst", ".3f")),
     ):
-        columns[f"{peer}: {what}"] = lambda row, peer=peer, what=what, how=how: f"{row[peer][what]:{how}}"
+        columns[f"{peer}: {figure}"] = lambda row, peer=peer, figure=figure, how=how: f"{row[peer][figure]:{how}}"
     return table_of(result["vectors"], columns)
 
 
@@ -187,34 +188,42 @@ def balance_reality(result: dict[str, Any]) -> str:
         "balance": "way",
         "layers": lambda row: " ".join(map(str, row["balance"])),
         "predicted, ms": lambda row: f"{1000 * row['predicted']:.0f}",
-        "measured, ms": lambda row: shown({end: 1000 * seconds for end, seconds in row["measured"].items()}, 0),
+        "measured, ms": lambda row: shown(row["measured"], 0, 1000),
     }
     return table_of(result["reality"], columns)
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    return {
-        "largest load over the smallest possible one": balance_vectors(result),
-        "a step of the pipeline, each partition timed in a process of its own": balance_reality(result),
-    }
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    full = args.size == "full"
+    with running(PEERS, "splits.py") as peers:
+        return {
+            "unit": "ratios: largest load over the smallest possible one; seconds",
+            "vectors": quality(peers, 1400 if full else 140, args.limit),
+            "reality": reality(
+                peers, args.partitions, args.chunks, 20.0 if full else 5.0, args.rounds or (9 if full else 3)
+            ),
+        }
+
+
+PARTS = {
+    "balance": Part(
+        "balance",
+        measure,
+        {
+            "largest load over the smallest possible one": balance_vectors,
+            "a step of the pipeline, each partition timed in a process of its own": balance_reality,
+        },
+    )
+}
 
 
 def main() -> None:
-    command = Command("balance", __doc__, show=show, sizes=("small", "full"))
-    command.add("--rounds", type=int, help="of the model that is really split")
-    command.add("--partitions", type=int, default=4, help="of the model that is really split")
-    command.add("--chunks", type=int, default=8, help="of the model that is really split")
-    command.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
-    args = command.parse()
-    full = args.size == "full"
-    rounds = args.rounds or (9 if full else 3)
-
-    with running(PEERS, "splits.py") as peers:
-        command.finish(
-            unit="ratios: largest load over the smallest possible one; seconds",
-            vectors=quality(peers, 1400 if full else 140, args.limit),
-            reality=reality(peers, args.partitions, args.chunks, 20.0 if full else 5.0, rounds),
-        )
+    program = Program("balance", __doc__, PARTS, sizes=("small", "full"))
+    program.add("--rounds", type=int, help="of the model that is really split")
+    program.add("--partitions", type=int, default=4, help="of the model that is really split")
+    program.add("--chunks", type=int, default=8, help="of the model that is really split")
+    program.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
+    program.run()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ bandwidth that are measured between the processes. Both are computed from a resu
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -38,8 +39,8 @@ from torch.nn import functional as F
 from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
 from benchmarks.pictures import Curve, panels
-from benchmarks.program import Command
-from benchmarks.records import ratios, shown, spread, table_of
+from benchmarks.program import Part, Program
+from benchmarks.records import ratios, spread, table_of
 from torchgpipe.distributed import DistributedGPipe
 
 VOCABULARY = 256
@@ -269,17 +270,19 @@ def predicted_ms(run: dict[str, Any], row: dict[str, Any]) -> float:
 
 def distributed(result: dict[str, Any]) -> str:
     """Return a table of texts a second, beside those by hand, and of a step as measured and as predicted."""
+    rows = [
+        {**run, **row, "ideal": ideal(result, run, row), "predicted_ms": predicted_ms(run, row)}
+        for run in result["runs"]
+        for row in run["rows"]
+    ]
     columns: dict[str, Any] = {
-        "processes": lambda both: both[0]["processes"],
-        "micro-batches": lambda both: both[1]["chunks"],
-        "ours": lambda both: f"{both[1]['ours']['median']:.1f}",
-        "by hand": lambda both: f"{both[1]['hand']['median']:.1f}",
-        "ideal": lambda both: f"{ideal(result, *both):.1f}",
-        "ours / by hand": lambda both: shown(both[1]["ours_over_hand"], 2),
-        "step, ms": lambda both: f"{both[1]['measured_ms']:.0f}",
-        "predicted, ms": lambda both: f"{predicted_ms(*both):.0f}",
+        **{"processes": "processes", "micro-batches": "chunks"},
+        "ours": lambda row: f"{row['ours']['median']:.1f}",
+        "by hand": lambda row: f"{row['hand']['median']:.1f}",
+        **{"ideal": "ideal:.1f", "ours / by hand": "ours_over_hand:2"},
+        **{"step, ms": "measured_ms:.0f", "predicted, ms": "predicted_ms:.0f"},
     }
-    return table_of([(run, row) for run in result["runs"] for row in run["rows"]], columns)
+    return table_of(rows, columns)
 
 
 def draw(result: dict[str, Any]) -> Any:
@@ -294,13 +297,7 @@ def draw(result: dict[str, Any]) -> Any:
     return panels(drawn, "micro-batches", "texts a second")
 
 
-def main() -> None:
-    about = "Measure a pipeline over several processes."
-    command = Command("distributed", about, show=lambda result: {"texts a second": distributed(result)}, draw=draw)
-    command.add("--processes", type=int, nargs="+", default=[1, 2])
-    command.add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
-    command.add("--turns", type=int, default=9)
-    args = command.parse()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     runs = []
     for n in args.processes:
         with TemporaryDirectory() as folder:
@@ -308,7 +305,18 @@ def main() -> None:
             runs.append(json.loads(Path(folder, "result").read_text()))
     on_gpus = _gpus(max(args.processes))
     shape = SIZES["cuda" if on_gpus else "cpu"]
-    command.finish(backend="nccl" if on_gpus else "gloo", shape=shape._asdict(), runs=runs)
+    return {"backend": "nccl" if on_gpus else "gloo", "shape": shape._asdict(), "runs": runs}
+
+
+PARTS = {"distributed": Part("distributed", measure, {"texts a second": distributed}, draw=draw)}
+
+
+def main() -> None:
+    program = Program("distributed", "Measure a pipeline over several processes.", PARTS)
+    program.add("--processes", type=int, nargs="+", default=[1, 2])
+    program.add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
+    program.add("--turns", type=int, default=9)
+    program.run()
 
 
 if __name__ == "__main__":

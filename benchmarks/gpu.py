@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.peers import CHECKOUT, Peer, install
 from benchmarks.program import Budget
-from benchmarks.records import MIB, PARTS, RESULTS, environment, table, write
+from benchmarks.records import MIB, PASSES, RESULTS, environment, table, write
 
 GPU = "cuda:0"
 FOLDER = RESULTS / "gpu"
@@ -89,8 +89,8 @@ def _overhead(result: dict[str, Any]) -> str:
     for row in result["modes"]:
         if row["mode"] == "except_last":
             peers = [peer for peer in ("ours", "original", "plain") if peer in row["forward"]]
-            each = [f"{peer} {sum(row[part][peer]['median'] for part in PARTS):.0f}" for peer in peers]
-            told.append(f"{row['threads']}: {', '.join(each)} us")
+            times = [f"{peer} {sum(row[part][peer]['median'] for part in PASSES):.0f}" for peer in peers]
+            told.append(f"{row['threads']}: {', '.join(times)} us")
     return "a cell, " + "; ".join(told)
 
 
@@ -98,8 +98,10 @@ def _memory(result: dict[str, Any]) -> str:
     if "ratio" not in result["rows"][0]:
         return f"{len(result['rows'])} peaks"
     modes = dict.fromkeys(row["mode"] for row in result["rows"])
-    found = {mode: [row["ratio"] for row in result["rows"] if row["mode"] == mode] for mode in modes}
-    return "ours/original, " + "; ".join(f"{mode}: {min(own):.2f} - {max(own):.2f}" for mode, own in found.items())
+    by_mode = {mode: [row["ratio"] for row in result["rows"] if row["mode"] == mode] for mode in modes}
+    return "ours/original, " + "; ".join(
+        f"{mode}: {min(of_mode):.2f} - {max(of_mode):.2f}" for mode, of_mode in by_mode.items()
+    )
 
 
 def _timeline(result: dict[str, Any]) -> str:
@@ -120,8 +122,8 @@ def _speed(result: dict[str, Any]) -> str:
         ours = row.get("ours", {})
         if (row["experiment"], row["mode"]) == ("pipeline-1", "except_last") and "throughput" in ours:
             ratios = {"plain": "speed-up", "original": "over original"}
-            each = [f"{ours[key]['median']:.2f} of {peer}" for peer, key in ratios.items() if key in ours]
-            told.append(f"{row['model']}: {', '.join(each)} (ideal {row['ideal']:.2f})")
+            speeds = [f"{ours[key]['median']:.2f} of {peer}" for peer, key in ratios.items() if key in ours]
+            told.append(f"{row['model']}: {', '.join(speeds)} (ideal {row['ideal']:.2f})")
     return "; ".join(told)
 
 
@@ -129,8 +131,8 @@ def _step(result: dict[str, Any]) -> str:
     told = []
     for row in result["parts"]["speed"]["rows"]:
         names = [name for name in row["speed-up"] if name.startswith(("1F1B", "whole"))]
-        each = [f"{name} {row['speed-up'][name]['median']:.2f}" for name in names]
-        told.append(f"{row['model']} in {row['m']}: {', '.join(each)}")
+        speeds = [f"{name} {row['speed-up'][name]['median']:.2f}" for name in names]
+        told.append(f"{row['model']} in {row['m']}: {', '.join(speeds)}")
     return "over micro-batches, " + "; ".join(told)
 
 
@@ -155,8 +157,8 @@ def _growth(result: dict[str, Any]) -> str:
     rows = [row for row in result["growth"] if row["mode"] == "always" and row["axis"] == "m"]
     last = max(rows, key=lambda row: row["m"])
     peers = [peer for peer in ("ours", "original", "plain") if "activations" in last.get(peer, {})]
-    each = [f"{peer} {max(last[peer]['activations']) / MIB:.0f}" for peer in peers]
-    return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(each)} MiB"
+    sizes = [f"{peer} {max(last[peer]['activations']) / MIB:.0f}" for peer in peers]
+    return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(sizes)} MiB"
 
 
 ON = f"--device {GPU}"
@@ -189,33 +191,37 @@ SLICES = (
 # ---- Running them.
 
 
-def command(one: Slice, path: Path, limit: float, dry: bool, original: bool) -> list[str]:
-    options = f"{one.program} {one.tiny if dry else one.arguments}".split()
+def command(slice_: Slice, path: Path, limit: float, dry: bool, original: bool) -> list[str]:
+    options = f"{slice_.program} {slice_.tiny if dry else slice_.arguments}".split()
     line = [sys.executable, "-m", f"benchmarks.{options[0]}", *options[1:]]
-    if one.peers:
-        also = ["checkpoint_sequential"] if one.name == "speed" and not dry else []
+    if slice_.peers:
+        also = ["checkpoint_sequential"] if slice_.name == "speed" and not dry else []
         line += ["--peers", "plain", "ours", *also, *(["original"] if original else [])]
     return [*line, "--seconds", f"{SOFT * limit:.0f}", "--json", str(path)]
 
 
-def run(one: Slice, folder: Path, limit: float, *, dry: bool, original: bool, about: dict[str, Any]) -> dict[str, Any]:
+def run(
+    slice_: Slice, folder: Path, limit: float, *, dry: bool, original: bool, about: dict[str, Any]
+) -> dict[str, Any]:
     """Run a slice; write and return its outcome."""
-    path = folder / f"{one.name}.json"
+    path = folder / f"{slice_.name}.json"
     path.unlink(missing_ok=True)
-    missing = [name for name in one.needs if find_spec(name) is None]
+    missing = [name for name in slice_.needs if find_spec(name) is None]
     clock = Budget()
     if missing:
         outcome = f"failed, for it needs {' and '.join(missing)}"
     else:
-        outcome = watch(command(one, path, limit, dry, original), folder / f"{one.name}.log", limit, one.environment)
+        outcome = watch(
+            command(slice_, path, limit, dry, original), folder / f"{slice_.name}.log", limit, slice_.environment
+        )
     result = json.loads(path.read_text()) if path.is_file() else None
     done = {
-        "slice": one.name,
+        "slice": slice_.name,
         "outcome": outcome if result is not None or outcome != "passed" else "failed, for there is no result",
         "seconds": round(clock.passed(), 1),
         "dry run": dry,
         "about": about,
-        "variables": dict(one.environment),
+        "variables": dict(slice_.environment),
         "result": result,
     }
     write(path, done)
@@ -253,14 +259,14 @@ def watch(line: list[str], log: Path, limit: float, environment: Mapping[str, st
 def read(folder: Path, name: str) -> dict[str, Any] | None:
     """Return the outcome of a slice; None if it has not been run, or was cut off."""
     path = folder / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found if "outcome" in found else None
+    done: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return done if "outcome" in done else None
 
 
-def figures(one: Slice, done: dict[str, Any]) -> str:
+def figures(slice_: Slice, done: dict[str, Any]) -> str:
     """Return the key figures of a slice, as far as there are any."""
     try:
-        return one.shown(done["result"]) if done.get("result") else ""
+        return slice_.shown(done["result"]) if done.get("result") else ""
     except (KeyError, IndexError, ValueError) as error:  # A result that was cut off lacks some figures.
         return f"no figures: {error!r}"
 
@@ -268,18 +274,18 @@ def figures(one: Slice, done: dict[str, Any]) -> str:
 def gpu_table(folder: Path = FOLDER) -> str:
     """Return a table of all slices: outcome, seconds and key figures."""
     rows = []
-    for one in SLICES:
-        done = read(folder, one.name)
+    for slice_ in SLICES:
+        done = read(folder, slice_.name)
         if done is None:
-            rows.append([one.name, "not measured yet", "", "", ""])
+            rows.append([slice_.name, "not measured yet", "", "", ""])
         else:
             about = done["about"]
             on = f"{', '.join(about['gpus']) or 'CPU'}, PyTorch {about['torch']}"
-            rows.append([one.name, done["outcome"], f"{done['seconds']:.0f}", on, figures(one, done)])
+            rows.append([slice_.name, done["outcome"], f"{done['seconds']:.0f}", on, figures(slice_, done)])
     return table(rows, ["slice", "outcome", "seconds", "on", "key figures"])
 
 
-# ---- What this machine has, and what its versions lack.
+# ---- What this machine has.
 
 
 def versions() -> dict[str, Any]:
@@ -290,15 +296,6 @@ def versions() -> dict[str, Any]:
     if torch.cuda.is_available():
         about["memory of the GPU"] = torch.cuda.get_device_properties(GPU).total_memory
     return about
-
-
-#: The oldest PyTorch that `pyproject.toml` asks for, and what older ones are known not to do.
-OLDEST = (2, 13)
-OLDER = """\
-PyTorch {version} is older than 2.13, which the package asks for. Seen with 2.11 on a CPU: everything can be imported;
-stages of several processes cannot send integers; `torch.compile` gives other values where layers ask for their phase;
-torch.profiler warns when it starts, which fails a test. No slice needs any of this. What fails here and is not on this
-list may still be the version's, and not the GPU's."""
 
 
 def has_original(dry: bool) -> bool:
@@ -321,7 +318,7 @@ def has_original(dry: bool) -> bool:
 
 
 def main() -> int:
-    names = [one.name for one in SLICES]
+    names = [slice_.name for slice_ in SLICES]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help="these slices")
     parser.add_argument("--again", action="store_true", help="also slices that have passed")
@@ -352,30 +349,28 @@ def run_all(args: argparse.Namespace, folder: Path) -> int:
     budget = Budget(args.limit)
     about = versions()
     print(f"PyTorch {torch.__version__}, Python {about['python']}, {', '.join(about['gpus']) or about['cpu']}")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
-        print(OLDER.format(version=torch.__version__))
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [one for one in SLICES if one.name in args.only]
-    original = any(one.peers for one in wanted) and has_original(args.dry_run)
+    wanted = [slice_ for slice_ in SLICES if slice_.name in args.only]
+    original = any(slice_.peers for slice_ in wanted) and has_original(args.dry_run)
 
-    def attempt(one: Slice) -> str:
-        before = read(folder, one.name)
-        limit = min(one.limit, budget.left())
+    def attempt(slice_: Slice) -> str:
+        before = read(folder, slice_.name)
+        limit = min(slice_.limit, budget.left())
         if before is not None and before["outcome"] == "passed" and not args.again:
             outcome, key = "passed", "before"
-        elif limit < one.limit / 2:
-            outcome, key = "not started", f"{budget.left():.0f} s are left, and it may take {one.limit:.0f}"
+        elif limit < slice_.limit / 2:
+            outcome, key = "not started", f"{budget.left():.0f} s are left, and it may take {slice_.limit:.0f}"
         else:
-            print(f"{one.name} ...", flush=True)
-            done = run(one, folder, limit, dry=args.dry_run, original=original, about=about)
-            outcome, key = done["outcome"], figures(one, done)
+            print(f"{slice_.name} ...", flush=True)
+            done = run(slice_, folder, limit, dry=args.dry_run, original=original, about=about)
+            outcome, key = done["outcome"], figures(slice_, done)
             if outcome != "passed":
-                print(tail(folder / f"{one.name}.log"))
-        print(f"{one.name}: {outcome}, {key}", flush=True)
+                print(tail(folder / f"{slice_.name}.log"))
+        print(f"{slice_.name}: {outcome}, {key}", flush=True)
         return outcome
 
     # Slices that failed before come after slices that were not tried.
-    wanted.sort(key=lambda one: read(folder, one.name) is not None)
+    wanted.sort(key=lambda slice_: read(folder, slice_.name) is not None)
     with ThreadPoolExecutor(2) as pool:  # Nothing is measured in a dry run.
         outcomes = list((pool.map if args.dry_run else map)(attempt, wanted))
     print("\n" + gpu_table(folder))

@@ -20,7 +20,7 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Progress
 from benchmarks.records import MIB, ratios, shown, spread, table_of
 
-__all__ = ["measure", "pipelined_proof", "show"]
+__all__ = ["measure", "pipelined_proof"]
 
 
 def answer(peer: str, request: Request) -> Answer:
@@ -38,8 +38,8 @@ def answer(peer: str, request: Request) -> Answer:
     before = _peak()
     start = perf_counter()
     if request["way"] == "plain":
-        both = torch.cat([ids, ids])
-        torch.autograd.backward(model(input_ids=both, labels=both).loss)
+        twice = torch.cat([ids, ids])
+        torch.autograd.backward(model(input_ids=twice, labels=twice).loss)
     else:
         verify = request["way"] == "proof"
         pipelined(model, sample, chunks=4, devices=["cpu:0", "cpu:1"], balance="parameters", verify=verify)
@@ -88,10 +88,6 @@ def pipelined_proof(result: dict[str, Any]) -> str:
         "of a plain step": lambda row: shown(row["memory"]["plain"]),
     }
     return table_of(result["rows"], columns)
-
-
-def show(result: dict[str, Any]) -> dict[str, str]:
-    return {"the proof of a pipelined model": pipelined_proof(result)}
 
 
 if __name__ == "__main__":

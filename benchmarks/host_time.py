@@ -29,11 +29,9 @@ from benchmarks.cost import MODES
 from benchmarks.peers import PEERS, Answer, Request
 from benchmarks.placement import threaded
 from benchmarks.program import Part, Program, ask_in_turn
-from benchmarks.records import PARTS, aim, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import PASSES, Row, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
 
-__all__ = ["deep", "growth", "host_time", "host_time_by_mode", "pipelined_host", "pipelined_times", "several"]
-
-Row = dict[str, Any]
+__all__ = ["PARTS"]
 CHILD = "tiny_steps.py"
 THREADS = ("inline", "workers")
 
@@ -86,7 +84,7 @@ def cells(args: argparse.Namespace) -> dict[str, Any]:
 def cell_row(request: Request, measured: dict[str, list[Answer]]) -> Row:
     """Return a row of the result: each peer's figures, turn by turn and as a spread, and the ratio original / ours."""
     row: Row = {key: request[key] for key in ("n", "m", "mode", "threads", "parameters") if key in request}
-    for part in ("construct", *PARTS) if request["kind"] == "deep" else PARTS:
+    for part in ("construct", *PASSES) if request["kind"] == "deep" else PASSES:
         of_part = row[part] = {
             name: spread_of_turns(answer[part] for answer in answers) for name, answers in measured.items()
         }
@@ -107,14 +105,14 @@ def grown(rows: list[Row], axis: str, peers: list[str]) -> list[Row]:
 
     CPU time, because sizes are measured minutes apart, and another process's load would look like growth.
     """
-    found = []
+    growths = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         sweep = sorted((row for row in rows if row["mode"] == mode), key=lambda row: row[axis])
-        for part in PARTS:
+        for part in PASSES:
             small, large = sweep[0][part], sweep[-1][part]
             figures = {name: ratios(small[name]["cpu"]["turns"], large[name]["cpu"]["turns"]) for name in peers}
-            found.append({"axis": axis, "mode": mode, "part": part, **figures})
-    return found
+            growths.append({"axis": axis, "mode": mode, "part": part, **figures})
+    return growths
 
 
 def host_time(result: dict[str, Any]) -> str:
@@ -133,45 +131,39 @@ def _times(rows: list[Row], keys: Sequence[str], digits: int) -> str:
         + [f"{row[part][name]['median']:.{digits}f}" for name in peers]
         + [shown(row[part][key], 2) for key in compared]
         for row in rows
-        for part in PARTS
+        for part in PASSES
     ]
     return table(lines, [*keys, "part", *(f"{name}, us" for name in peers), *(RATIOS[key] for key in compared)])
 
 
 def host_time_by_mode(result: dict[str, Any]) -> str:
     """Return a table of forward and backward together, without workers."""
+    rows = [row for row in result["modes"] if row["threads"] == "inline"]
+    peers = [name for name in PEERS if name in rows[0]["forward"]]
     lines = [
-        [f"`'{row['mode']}'`", *(f"{sum(row[part][peer]['median'] for part in PARTS):.0f}" for peer in PEERS)]
-        for row in result["modes"]
-        if row["threads"] == "inline"
+        [f"`'{row['mode']}'`", *(f"{sum(row[part][peer]['median'] for part in PASSES):.0f}" for peer in peers)]
+        for row in rows
     ]
-    return table(lines, ["checkpoint", *PEERS])
+    return table(lines, ["checkpoint", *peers])
 
 
 def growth(result: dict[str, Any]) -> str:
-    peers = [name for name in PEERS if name in result["growth"][0]]
+    rows = result.get("growth", [])
+    peers = [name for name in PEERS if rows and name in rows[0]]
     sweeps = {"m": "m = 8 to 512, n = 8", "n": "n = 2 to 64, m = 32"}
     columns: dict[str, Any] = {"from, to": lambda row: sweeps[row["axis"]], "mode": "mode", "part": "part"}
-    return table_of(result["growth"], {**columns, **{name: f"{name}:2" for name in peers}})
+    return table_of(rows, {**columns, **{name: f"{name}:2" for name in peers}})
 
 
 def deep(result: dict[str, Any]) -> str:
-    parts = ("construct", *PARTS)
+    parts = ("construct", *PASSES)
     lines = [
         [name, row["mode"], *(shown(row[part][name]) for part in parts)]
-        for row in result["deep"]
+        for row in result.get("deep", [])
         for name in PEERS
         if name in row["forward"]
     ]
     return table(lines, ["", "mode", *parts])
-
-
-def show_cells(result: dict[str, Any]) -> dict[str, str]:
-    told = {"us per cell": host_time(result), "us per cell of several parameters": several(result)}
-    if "deep" in result:
-        told["largest size's CPU time per cell over the smallest's"] = growth(result)
-        told["2000 layers, ms"] = deep(result)
-    return told
 
 
 # ---- Cells of a step, beside forward and backward of the same pipeline in the same checkpoint mode.
@@ -184,7 +176,7 @@ SCHEDULES = ("GPipe", "1F1B")
 def in_turns(asked: list[Request], args: argparse.Namespace) -> list[list[Answer]]:
     """Return the answers of ours to each request, one a turn."""
     cases = [{"ours": ("ours", request)} for request in asked]
-    return [found["ours"] for found in ask_in_turn(cases, CHILD, args.turns, args.seconds.spent, fresh=True)]
+    return [answers["ours"] for answers in ask_in_turn(cases, CHILD, args.turns, args.seconds.spent, fresh=True)]
 
 
 def figures(answers: list[Answer]) -> dict[str, Any]:
@@ -210,9 +202,13 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         }
         for request in asked
     ]
-    turns = in_turns([{**request, **one} for request, one in zip(asked, more)], args)
+    turns = in_turns([{**request, **how} for request, how in zip(asked, more)], args)
     rows = [
-        {**request, **(found := figures(answers)), "step/call": ratios(found["call"]["turns"], found["step"]["turns"])}
+        {
+            **request,
+            **(measured := figures(answers)),
+            "step/call": ratios(measured["call"]["turns"], measured["step"]["turns"]),
+        }
         for request, answers in zip(asked, turns)
     ]
     aims = [
@@ -254,7 +250,7 @@ def step_host(result: dict[str, Any]) -> str:
 #: Microseconds beyond the plain model.
 PIPELINED_AIMS = {"call": 15.0, "micro-batch": 300.0}
 DEVICES = {"inline": ["cpu", "cpu"], "workers": ["cpu:0", "cpu:1"]}
-WAYS = {"step": "step", "call": "forward and backward"}
+WAYS = ("step", "call")
 
 
 def pipelined(args: argparse.Namespace) -> dict[str, Any]:
@@ -266,12 +262,12 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
         for layers, glue in ((few, False), (many, False), (few, True), (many, True))
     ]
     more = {"kind": "pipelined", "steps": 4 * args.steps, "export": args.export}
-    turns = in_turns([{**one, **more, "devices": DEVICES[str(one["threads"])]} for one in asked], args)
+    turns = in_turns([{**shape, **more, "devices": DEVICES[str(shape["threads"])]} for shape in asked], args)
     rows: list[Row] = []
     for request, answers in zip(asked, turns):
-        found = figures(answers)
-        over = {f"{name}/plain": ratios(found["plain"]["turns"], one["turns"]) for name, one in found.items()}
-        rows.append({**request, **found, **{name: one for name, one in over.items() if name != "plain/plain"}})
+        measured = figures(answers)
+        over = {f"{name}/plain": ratios(measured["plain"]["turns"], times["turns"]) for name, times in measured.items()}
+        rows.append({**request, **measured, **{name: times for name, times in over.items() if name != "plain/plain"}})
     costs = [
         {"threads": threads, "way": way, **beyond(turns[4 * k : 4 * k + 4], way, few, many)}
         for k, threads in enumerate(DEVICES)
@@ -279,31 +275,31 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
     ]
     aims = [
         aim(
-            f"host time of a {what} beyond the plain model, us, {threads}, the higher of step and call",
-            max(row[what]["median"] for row in costs if row["threads"] == threads),
+            f"host time of a {part} beyond the plain model, us, {threads}, the higher of step and call",
+            max(row[part]["median"] for row in costs if row["threads"] == threads),
             most=most,
         )
         for threads in DEVICES
-        for what, most in PIPELINED_AIMS.items()
+        for part, most in PIPELINED_AIMS.items()
     ]
     return {"unit": "us per micro-batch", "rows": rows, "costs": costs, "aims": aims}
 
 
 def beyond(turns: list[list[Answer]], way: str, few: int, many: int) -> dict[str, Any]:
     """Return what a call, an operation of glue and a micro-batch cost beyond the plain model, in microseconds."""
-    found: dict[str, list[float]] = {"call": [], "glue": [], "micro-batch": []}
+    costs: dict[str, list[float]] = {"call": [], "glue": [], "micro-batch": []}
     for turn in zip(*turns):
-        bare_few, bare_many, glued_few, glued_many = (one[way] - one["plain"] for one in turn)
+        bare_few, bare_many, glued_few, glued_many = (answer[way] - answer["plain"] for answer in turn)
         call = (bare_many - bare_few) / (many - few)
-        found["call"].append(call)
-        found["glue"].append((glued_many - glued_few) / (many - few) - call)
-        found["micro-batch"].append(bare_few - few * call)
-    return {what: spread(own) for what, own in found.items()}
+        costs["call"].append(call)
+        costs["glue"].append((glued_many - glued_few) / (many - few) - call)
+        costs["micro-batch"].append(bare_few - few * call)
+    return {part: spread(microseconds) for part, microseconds in costs.items()}
 
 
 def pipelined_host(result: dict[str, Any]) -> str:
     """Return a table of what a call, an operation between two modules and a micro-batch cost."""
-    columns = {"threads": "threads", "way": lambda row: WAYS[row["way"]], "spine call, us": "call"}
+    columns = {"threads": "threads", "way": lambda row: named_way(row["way"]), "spine call, us": "call"}
     return table_of(result["costs"], {**columns, "glue operation, us": "glue", "micro-batch, us": "micro-batch"})
 
 
@@ -311,30 +307,44 @@ def pipelined_times(result: dict[str, Any]) -> str:
     """Return a table of the host time of a micro-batch, plain, placed naively, split by export, and pipelined."""
     columns: dict[str, Any] = {"threads": "threads", "layers": "layers"}
     columns["glue"] = lambda row: "yes" if row["glue"] else "no"
-    columns |= {f"{WAYS.get(way, way)}, us": _median(way) for way in ("plain", "naive", "export", *WAYS)}
-    return table_of(result["rows"], {**columns, **{f"{name} / plain": f"{way}/plain:2" for way, name in WAYS.items()}})
+    columns |= {f"{named_way(way)}, us": _median(way) for way in ("plain", "naive", "export", *WAYS)}
+    return table_of(result["rows"], {**columns, **{f"{named_way(way)} / plain": f"{way}/plain:2" for way in WAYS}})
 
 
-PROGRAM_PARTS = {
-    "cells": Part("overhead", cells, show_cells),
-    "step": Part("step/host", step, lambda result: {"host time of a cell": step_host(result)}),
-    "pipelined": Part(
-        "pipelined/host",
-        pipelined,
-        lambda result: {
-            "host time beyond the plain model": pipelined_host(result),
-            "host time of a micro-batch": pipelined_times(result),
+PARTS = {
+    "cells": Part(
+        "overhead",
+        cells,
+        {
+            "us per cell": host_time,
+            "us per cell without workers": host_time_by_mode,
+            "us per cell of several parameters": several,
+            "largest size's CPU time per cell over the smallest's": growth,
+            "2000 layers, ms": deep,
         },
+    ),
+    "step": Part("step:host", step, {"host time of a cell": step_host}),
+    "pipelined": Part(
+        "pipelined:host",
+        pipelined,
+        {"host time beyond the plain model": pipelined_host, "host time of a micro-batch": pipelined_times},
         cpu=True,
     ),
-    "timeline": Part("timeline", host_timeline.measure, host_timeline.show),
-    "proof": Part("pipelined/proof", host_proof.measure, host_proof.show, cpu=True),
+    "timeline": Part(
+        "timeline",
+        host_timeline.measure,
+        {"what a timeline costs a cell, median of turns (lowest-highest turn)": host_timeline.timeline},
+        host_timeline.notes,
+    ),
+    "proof": Part(
+        "pipelined:proof", host_proof.measure, {"the proof of a pipelined model": host_proof.pipelined_proof}, cpu=True
+    ),
 }
 
 
 def main() -> None:
     options: dict[str, Any] = {"sizes": ("small", "full"), "peers": PEERS, "device": True, "seconds": "turn"}
-    program = Program("host_time", __doc__, PROGRAM_PARTS, ("cells", "step"), **options)
+    program = Program("host_time", __doc__, PARTS, ("cells", "step"), **options)
     program.add("--shape", nargs=2, type=int, default=[8, 32], metavar=("N", "M"), help="partitions, micro-batches")
     program.add("--turns", type=int, default=4, help="of fresh processes")
     program.add("--repeat", type=int, default=REPEATED, help="how often each peer is asked for cells in a turn")

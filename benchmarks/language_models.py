@@ -161,10 +161,10 @@ def train(request: Request) -> Answer:
         torch.autograd.backward(loss)
         return loss.detach()
 
-    def one_by_one(own: Any, some: Sequence[Tensor]) -> Tensor:
+    def one_by_one(model: Any, micro_batches: Sequence[Tensor]) -> Tensor:
         total = torch.zeros(())
-        for ids in some:
-            loss = own(input_ids=ids, labels=ids)["loss"] / m
+        for ids in micro_batches:
+            loss = model(input_ids=ids, labels=ids)["loss"] / m
             torch.autograd.backward(loss)
             total += loss.detach()
         return total
@@ -177,8 +177,8 @@ def train(request: Request) -> Answer:
     }
 
     def start() -> None:
-        for one in models:
-            one.zero_grad(set_to_none=True)
+        for copied in models:
+            copied.zero_grad(set_to_none=True)
 
     with ThreadPoolExecutor(2) as pool:
         return timed(runs.get(way, lambda: model.step(**batch)), start, ["cpu"], request)
@@ -188,7 +188,7 @@ def split(request: Request) -> Answer:
     """Return the seconds that it takes to split a model by export and to pipeline it; or why it cannot be done."""
     from torchgpipe import pipelined
 
-    found: Answer = {}
+    outcomes: Answer = {}
     batch = batch_of({**request, "m": 1})
     plain, starts = made_for(request)
     expected = float(plain(**batch)["loss"].detach())
@@ -204,10 +204,10 @@ def split(request: Request) -> Answer:
             output = made(**batch)  # A split by export returns the tensors of the output, without their names.
             loss = output[0] if isinstance(output, tuple) else output["loss"]
             difference = abs(float(loss.detach()) - expected)
-            found[way] = {"seconds": seconds, "output": type(output).__name__, "difference": difference}
+            outcomes[way] = {"seconds": seconds, "output": type(output).__name__, "difference": difference}
         except Exception as error:
-            found[way] = {"fails": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
-    return found
+            outcomes[way] = {"fails": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
+    return outcomes
 
 
 def answer(peer: str, request: Request) -> Answer:

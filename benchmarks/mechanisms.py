@@ -30,7 +30,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -39,15 +39,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.allocations import memories, peaks, reports
-from benchmarks.peers import CHECKOUT, Answer, Case, Request, running, serve
+from benchmarks.peers import Answer, Case, Request, examples_on_path, running, serve
 from benchmarks.placement import placed
 from benchmarks.program import Part, Program, ask_in_turn
-from benchmarks.records import MIB, PARTS, ratios, shown, spread, table_of
+from benchmarks.records import MIB, PASSES, Row, ratios, shown, spread, table_of
 from benchmarks.training_steps import timed
 
-__all__ = ["ablation", "batchnorm"]
-
-Row = dict[str, Any]
+__all__ = ["PARTS"]
 CHILD = "mechanisms.py"
 PEERS = ("plain", "ours", "original")
 
@@ -107,8 +105,7 @@ def wrapped(request: Request) -> tuple[nn.Module, Any]:
     from torchgpipe import GPipe
     from torchgpipe.devices.stream import Stream, Streams
 
-    if (examples := str(CHECKOUT / "examples")) not in sys.path:
-        sys.path.append(examples)
+    examples_on_path()
     from unet import unet, without_portals
 
     class Apart(Streams):
@@ -158,13 +155,13 @@ def timed_steps(request: Request) -> Answer:
 
 def peak_of_a_step(request: Request) -> Answer:
     """Return the peak of a step above the level at rest, in each memory."""
-    own = memories(request["devices"])
-    if own[0].type == "cpu":
+    devices = memories(request["devices"])
+    if devices[0].type == "cpu":
         reports()
     model, x = wrapped(request)
     torch.autograd.backward(loss_of(model, x))
     model.zero_grad(set_to_none=True)
-    return {"peak": peaks(lambda: loss_of(model, x), own)}
+    return {"peak": peaks(lambda: loss_of(model, x), devices)}
 
 
 def by_time(request: Request) -> Answer:
@@ -204,7 +201,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     rows = [
         {
             **{"experiment": name, **(ways._asdict() if ways else {}), "peak": peak[name], "seconds": seconds[name]},
-            "throughput": spread(task.batch / each for each in seconds[name]),
+            "throughput": spread(task.batch / of_turn for of_turn in seconds[name]),
             "over none": ratios(seconds[name], first),
             "balance": shape["balance"],
         }
@@ -220,13 +217,6 @@ def ablation(result: dict[str, Any]) -> str:
         "peak of each memory, MiB": lambda row: ", ".join(f"{peak / MIB:.2f}" for peak in row["peak"]),
     }
     return table_of(result["rows"], columns)
-
-
-def show_engine(result: dict[str, Any]) -> dict[str, str]:
-    task = Task(**result["task"])
-    about = f"U-Net over {task.partitions} partitions, mini-batches of {task.batch} in {task.chunks} micro-batches"
-    notes = {result["note"]: ""} if result["note"] else {}
-    return {f"{about}; median of turns (lowest-highest)": ablation(result), **notes}
 
 
 # ---- Deferred batch norm.
@@ -275,7 +265,7 @@ def timed_pair(request: Request) -> Answer:
 
 
 def parts(grad: bool) -> tuple[str, ...]:
-    return PARTS if grad else PARTS[:1]
+    return PASSES if grad else PASSES[:1]
 
 
 def batch_norms(args: argparse.Namespace) -> dict[str, Any]:
@@ -306,12 +296,10 @@ def batchnorm(result: dict[str, Any]) -> str:
     return table_of(result["rows"], columns)
 
 
-def show_batch_norms(result: dict[str, Any]) -> dict[str, str]:
-    told = {"deferred over plain, median of turns (lowest-highest)": batchnorm(result)}
+def batch_norm_notes(result: dict[str, Any]) -> Iterator[str]:
     if "ours" in result["rows"][0]:
         worst = max(row["ours"]["ratio"]["median"] for row in result["rows"] if row["part"] == "forward")
-        told[f"ours in forward: at most {worst:.2f} times plain (target: {TARGET})"] = ""
-    return told
+        yield f"ours in forward: at most {worst:.2f} times plain (target: {TARGET})"
 
 
 KINDS = {"time": timed_steps, "peak": peak_of_a_step, "balance": by_time, "batchnorm": timed_pair}
@@ -321,13 +309,22 @@ def answer(peer: str, request: Request) -> Answer:
     return KINDS[request["kind"]](request)
 
 
+PARTS = {
+    "engine": Part(
+        "ablation", engine, {"U-Net, median of turns (lowest-highest)": ablation}, lambda result: [result["note"]]
+    ),
+    "batchnorm": Part(
+        "batchnorm",
+        batch_norms,
+        {"deferred over plain, median of turns (lowest-highest)": batchnorm},
+        batch_norm_notes,
+    ),
+}
+
+
 def main() -> None:
-    program_parts = {
-        "engine": Part("ablation", engine, show_engine),
-        "batchnorm": Part("batchnorm", batch_norms, show_batch_norms),
-    }
     options: dict[str, Any] = {"sizes": TASKS, "peers": PEERS, "devices": True, "seconds": "turn"}
-    program = Program("mechanisms", __doc__, program_parts, ("engine",), **options)
+    program = Program("mechanisms", __doc__, PARTS, ("engine",), **options)
     program.add("--turns", type=int, default=3)
     program.add("--steps", type=int, default=3, help="in a turn of engine, whose figure is their median")
     program.add("--balance", nargs="+", type=int, help="layers in each partition; by time, if not given")

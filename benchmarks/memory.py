@@ -36,11 +36,9 @@ from benchmarks.peers import PEERS, Answer, Request, running
 from benchmarks.placement import threaded
 from benchmarks.program import Part, Program, Progress
 from benchmarks.random_models import random_model
-from benchmarks.records import MIB, table, table_of
+from benchmarks.records import MIB, Row, table, table_of
 
-__all__ = ["memory", "memory_by_mode", "random_memory"]
-
-Row = dict[str, Any]
+__all__ = ["PARTS"]
 CHILD = "memory_steps.py"
 NARROW = ("conv", "transformer", "mlp")
 
@@ -123,8 +121,8 @@ def memory(result: dict[str, Any]) -> str:
     peers = [name for name in PEERS if name in result["growth"][0]]
     lines = []
     for more in result["growth"]:
-        found = [row for row in result["rows"] if _key(row) == _key(more) and row["threads"] == "inline"]
-        over = [row["ratio"] for row in found if "ratio" in row]
+        rows = [row for row in result["rows"] if _key(row) == _key(more) and row["threads"] == "inline"]
+        over = [row["ratio"] for row in rows if "ratio" in row]
         lines.append([*_key(more), f"{min(over):.3f} - {max(over):.3f}" if over else "-"])
         lines[-1] += [f"{more[name] / 1024:.0f}" for name in peers]
     return table(lines, ["model", "gradients", "mode", "ours/original", *(f"{name}, KiB" for name in peers)])
@@ -133,30 +131,30 @@ def memory(result: dict[str, Any]) -> str:
 def memory_by_mode(result: dict[str, Any]) -> str:
     """Return a table of the peaks of the transformer on four partitions."""
     modes = ("never", "except_last", "always")
-    found = {
+    by_way = {
         (row["m"], row["mode"]): row
         for row in result["rows"]
         if (row["model"], row["n"], row["threads"], row["gradients"]) == ("transformer", 4, "inline", "absent")
     }
 
     def peak(mode: str, peer: str) -> Callable[[int], str]:
-        return lambda m: f"{found[m, mode][peer]['peak'] / MIB:.1f}"
+        return lambda m: f"{by_way[m, mode][peer]['peak'] / MIB:.1f}" if peer in by_way[m, mode] else "-"
 
     columns: dict[str, Any] = {"micro-batches": lambda m: m, "plain": peak("always", "plain")}
     columns |= {f"`'{mode}'`": peak(mode, "ours") for mode in modes}
     columns["original, `'always'`"] = peak("always", "original")
-    return table_of(sorted({m for m, _ in found}), columns)
+    return table_of(sorted({m for m, _ in by_way}), columns)
 
 
-def show_peaks(result: dict[str, Any]) -> dict[str, str]:
-    told = {"ratio of peaks above rest, and KiB that each further micro-batch adds": memory(result)}
+def notes(result: dict[str, Any]) -> list[str]:
     unsteady = [_key(row) for row in result["rows"] if not all(row[p]["same_each_step"] for p in PEERS if p in row)]
-    told[f"figures that differed between steps: {unsteady or 'none'}"] = ""
     # No target for workers: they compute at the same time, and here they share a memory that devices would not share.
     compared = [row["ratio"] for row in result["rows"] if row["threads"] == "inline" and "ratio" in row]
     over = sum(ratio > TARGET for ratio in compared)
-    told[f"above {TARGET} of the original's peak: {over} of {len(compared)} rows"] = ""
-    return told
+    return [
+        f"figures that differed between steps: {unsteady or 'none'}",
+        f"above {TARGET} of the original's peak: {over} of {len(compared)} rows",
+    ]
 
 
 # ---- Peaks of random models.
@@ -177,9 +175,9 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
             shared = {"seed": seed, "mode": drawn.mode, "balance": drawn.balance, "m": drawn.m}
             where = {"device": "cpu", "devices": ["cpu"] * len(drawn.balance)}
             request = {"kind": "peaks", **shared, "accumulate": drawn.accumulate, **where, "steps": 1}
-            found = {name: peer.ask(request)["peak"] for name, peer in peers.items()}
+            peaks_of = {name: peer.ask(request)["peak"] for name, peer in peers.items()}
             about = {"about": drawn.about, "gradients": "present" if drawn.accumulate else "absent"}
-            rows.append({**shared, **about, **found, "ratio": found["ours"] / found["original"]})
+            rows.append({**shared, **about, **peaks_of, "ratio": peaks_of["ours"] / peaks_of["original"]})
     ratios = [row["ratio"] for row in rows]
     up_to = {str(step): sum(ratio <= step for ratio in ratios) for step in STEPS}
     counts = {"models": len(rows), "up to": up_to, "median": statistics.median(ratios), "highest": max(ratios)}
@@ -194,17 +192,36 @@ def random_memory(result: dict[str, Any]) -> str:
     return table_of([result["counts"]], {**columns, "median": "median:.3f", "highest": "highest:.3f"})
 
 
-def show_random(result: dict[str, Any]) -> dict[str, str]:
-    names = ("seed", "about", "balance", "m", "mode", "gradients", "ours", "original")
-    highest = table_of(result["rows"][:10], {**{name: name for name in names}, "ratio": "ratio:.4f"})
-    return {"the highest ratios, peaks in bytes": highest, "ours/original": random_memory(result)}
-
-
 PARTS = {
-    "peaks": Part("memory", peaks, show_peaks),
-    "random": Part("random_memory", random, show_random, cpu=True),
-    "capacity": Part("capacity", memory_capacity.measure, memory_capacity.show),
-    "copies": Part("skips", memory_copies.measure, memory_copies.show),
+    "peaks": Part(
+        "memory",
+        peaks,
+        {
+            "ratio of peaks above rest, and KiB that each further micro-batch adds": memory,
+            "peaks of the transformer, MiB": memory_by_mode,
+        },
+        notes,
+    ),
+    "random": Part(
+        "random_memory",
+        random,
+        {"ours/original": random_memory},
+        cpu=True,
+    ),
+    "capacity": Part(
+        "capacity",
+        memory_capacity.measure,
+        {
+            "the largest model that fits": memory_capacity.capacity,
+            "resnet101: activations at the peak": memory_capacity.capacity_growth,
+        },
+        memory_capacity.notes,
+    ),
+    "copies": Part(
+        "skips",
+        memory_copies.measure,
+        {"MB copied in a step": memory_copies.skips},
+    ),
 }
 
 

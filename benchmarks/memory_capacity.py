@@ -25,7 +25,7 @@ from benchmarks.program import Progress
 from benchmarks.records import GIB, MIB, table, table_of
 from benchmarks.tasks import TASKS
 
-__all__ = ["LADDERS", "capacity", "capacity_growth", "measure", "show"]
+__all__ = ["LADDERS", "capacity", "capacity_growth", "measure", "notes"]
 
 CHILD = "memory_steps.py"
 QUESTIONS = ("largest", "growth")
@@ -89,8 +89,8 @@ def largest(args: argparse.Namespace, limit: float | None) -> list[dict[str, Any
         @cache
         def balances(model: str, size: tuple[int, int]) -> dict[int, list[int]]:
             """Return the balance by size for each number of partitions, the same for all peers."""
-            found = asked.ask({**request_for(args, model, size), "kind": "balances", "partitions": args.partitions})
-            return dict(zip(args.partitions, found["balances"], strict=True))
+            answer = asked.ask({**request_for(args, model, size), "kind": "balances", "partitions": args.partitions})
+            return dict(zip(args.partitions, answer["balances"], strict=True))
 
         def climb(peer: Peer, name: str, n: int, model: str, start: int) -> Iterator[dict[str, Any]]:
             """Yield a row for each size, up to the first that does not fit."""
@@ -137,9 +137,9 @@ def growth(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     most = max(args.partitions)
     planned = [
-        one
+        case
         for mode in MODES
-        for one in [
+        for case in [
             *(("m", m, most, mode) for m in args.chunks),
             *(("n", max(args.chunks), n, mode) for n in args.partitions),
         ]
@@ -184,32 +184,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def capacity(result: dict[str, Any]) -> str:
     """Return a table of the largest model that fits, for each experiment."""
     name, unit = ("MiB", MIB) if result["size"] == "small" else ("GiB", GIB)
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    largest_of: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in result["largest"]:
         key = row["model"], row["experiment"], row["peer"]
-        if row["fits"] or key not in found:
-            found[key] = row
+        if row["fits"] or key not in largest_of:
+            largest_of[key] = row
     lines: list[list[str]] = []
-    for (model, experiment, peer), row in found.items():
+    for (model, experiment, peer), row in largest_of.items():
         lines.append([model, experiment, peer, *["none", "-", "-", "-", "-"]])
         if row["fits"]:
             sums = (f"{sum(row[part]) / unit:.2f}" for part in ("kept", "activations"))
-            each = ", ".join(f"{one / unit:.2f}" for one in row["peak"])
-            lines[-1][3:] = ["({}, {})".format(*row["size"]), f"{row['parameters'] / 1e6:.2f}", *sums, each]
+            peaks = ", ".join(f"{peak / unit:.2f}" for peak in row["peak"])
+            lines[-1][3:] = ["({}, {})".format(*row["size"]), f"{row['parameters'] / 1e6:.2f}", *sums, peaks]
         theirs = PUBLISHED.get(model, {}).get(experiment, []) if peer in ("ours", "plain") else []
-        lines[-1].append(" / ".join("-" if one is None else f"{one:g}" for one in theirs) or "-")
+        lines[-1].append(" / ".join("-" if figure is None else f"{figure:g}" for figure in theirs) or "-")
     header = ["model", "experiment", "peer", "largest", "parameters, M", f"model, {name}", f"activations, {name}"]
     return table(lines, [*header, f"peak of each memory, {name}", "theirs, P40"])
 
 
 def capacity_growth(result: dict[str, Any]) -> str:
     rows = result["growth"]
-    most = max(row["n"] for row in rows)
+    most = max((row["n"] for row in rows), default=0)
     columns: dict[str, Any] = {"micro-batches": "m", "partitions": "n", "checkpoint": "mode"}
     columns |= {
         f"{name}, MiB": lambda row, name=name: peak_of(row[name])
         for name in ("ours", "original", "plain")
-        if name in rows[0]
+        if rows and name in rows[0]
     }
     return table_of([row for row in rows if row["axis"] == "m" or row["n"] != most], columns)
 
@@ -219,14 +219,7 @@ def peak_of(answer: Answer) -> str:
     return f"{max(answer['activations']) / MIB:.2f}" if "peak" in answer else f"- {answer['none']}"
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    told = {}
-    if result["largest"]:
-        told["the largest model that fits"] = capacity(result)
+def notes(result: dict[str, Any]) -> Iterator[str]:
     if result["devices"] == ["cpu"]:
         limit = f"a model fits if its peak is within {result['limit']:g} MiB a partition, all together."
-        told[f"The CPU has one memory for all partitions: {limit}"] = ""
-    if result["growth"]:
-        batch = result["growth"][0]["batch"]
-        told[f"resnet101, mini-batches of {batch}: activations at the peak"] = capacity_growth(result)
-    return told
+        yield f"The CPU has one memory for all partitions: {limit}"

@@ -13,17 +13,16 @@ copied between them as between GPUs.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import CHECKOUT
+from benchmarks.peers import examples_on_path
 from benchmarks.records import table_of
 
-__all__ = ["measure", "show", "skips"]
+__all__ = ["measure", "skips"]
 
 PARTITIONS = (2, 4, 8)
 WAYS = ("portals", "tuples")
@@ -74,15 +73,14 @@ def counted(args: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    if (examples := str(CHECKOUT / "examples")) not in sys.path:
-        sys.path.append(examples)
+    examples_on_path()
     asked = [args.devices] if len(args.devices) > 1 else [[f"cpu:{j}" for j in range(n)] for n in PARTITIONS]
     shape = dict(zip(("depth", "width", "size", "batch"), args.unet, strict=True))
     return {"unit": "bytes in a step", **shape, "chunks": CHUNKS, "rows": [counted(args, devices) for devices in asked]}
 
 
-def megabytes(way: str, what: str) -> Any:
-    return lambda row: f"{row[way][what] / 1e6:.2f}"
+def megabytes(way: str, key: str) -> Any:
+    return lambda row: f"{row[way][key] / 1e6:.2f}"
 
 
 def skips(result: dict[str, Any]) -> str:
@@ -91,16 +89,3 @@ def skips(result: dict[str, Any]) -> str:
     columns |= {f"busiest pair, {way}": megabytes(way, "busiest") for way in WAYS}
     columns["tuples / portals"] = lambda row: f"{row['tuples']['total'] / max(row['portals']['total'], 1):.2f}"
     return table_of(result["rows"], columns)
-
-
-def show(result: dict[str, Any]) -> dict[str, str]:
-    """Return a table of all sums, and one of what goes from each partition to each other with the middle balance."""
-    row = result["rows"][len(result["rows"]) // 2]
-    copied = {way: {(source, target): count for source, target, count in row[way]["copied"]} for way in WAYS}
-    pairs = sorted({*copied["portals"], *copied["tuples"]})
-    columns: dict[str, Any] = {"partitions": lambda pair: f"from {pair[0]} to {pair[1]}"}
-    columns |= {way: lambda pair, way=way: f"{copied[way].get(pair, 0) / 1e6:.2f}" for way in WAYS}
-    return {
-        f"MB copied in a step, layers {row['balance']}": table_of(pairs, columns),
-        "MB copied in a step": skips(result),
-    }

@@ -117,11 +117,11 @@ def peaks_of_a_step(peer: str, request: Request) -> Answer:
         if not request["accumulate"]:
             layers.zero_grad(set_to_none=True)
         figures.append(counted(forward, [device])[0])
-    worst = {key: max(each[key] for each in figures) for key in figures[0]}
+    worst = {key: max(of_step[key] for of_step in figures) for key in figures[0]}
     return {
         **worst,
         "peak": max(worst["forward"], worst["backward"]),
-        "same_each_step": all(each == figures[0] for each in figures),
+        "same_each_step": all(of_step == figures[0] for of_step in figures),
         "boundary": boundary,
     }
 
@@ -155,20 +155,20 @@ def balances(peer: str, request: Request) -> Answer:
 def footprint(peer: str, request: Request) -> Answer:
     """Return the number of parameters, and bytes; or the reason why there are none."""
     gc.collect()
-    own = memories(request["devices"])
-    if own[0].type == "cpu":
+    places = memories(request["devices"])
+    if places[0].type == "cpu":
         reports()
     elif request.get("limit") is not None:
-        for device in own:
+        for device in places:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, request["limit"] / total), device)
     try:
-        return footprint_of(peer, task_of(request), request, own)
+        return footprint_of(peer, task_of(request), request, places)
     except torch.OutOfMemoryError:
         return {"none": "out of memory"}
 
 
-def footprint_of(peer: str, task: Task, request: Request, own: list[torch.device]) -> Answer:
+def footprint_of(peer: str, task: Task, request: Request, places: list[torch.device]) -> Answer:
     torch.manual_seed(0)
     module = task.make()
     run = runner(peer, module, request)
@@ -183,18 +183,18 @@ def footprint_of(peer: str, task: Task, request: Request, own: list[torch.device
     torch.autograd.backward(forward())
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    above = peaks(forward, own)
+    above = peaks(forward, places)
 
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     tensors = [*module.parameters(), *module.buffers(), *state(optimizer), *gradients]
-    kept = [bytes_in(memory, tensors) for memory in own]
+    held = [bytes_in(memory, tensors) for memory in places]
     # The gradients are made by the step, and counted once.
-    activations = [most - bytes_in(memory, gradients) for most, memory in zip(above, own, strict=True)]
+    activations = [most - bytes_in(memory, gradients) for most, memory in zip(above, places, strict=True)]
     return {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "kept": kept,
+        "kept": held,
         "activations": activations,
-        "peak": [a + b for a, b in zip(kept, activations, strict=True)],
+        "peak": [a + b for a, b in zip(held, activations, strict=True)],
     }
 
 

@@ -16,26 +16,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from time import process_time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchgpipe
-from benchmarks.program import Command, Progress
-from benchmarks.records import shown, spread, table
-from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, kernels
+from benchmarks.program import Part, Program, Progress
+from benchmarks.records import Row, aim, shown, spread, table_of
+from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, inputs, kernels
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency, streamed
 
-__all__ = ["offload"]
-
-Row = dict[str, Any]
+__all__ = ["PARTS"]
 
 #: What such a card reaches in practice: products of matrices in bfloat16, memory, and the link to the host.
 CARD = {"flops": 165e12, "bandwidth": 0.9e12, "link": 25e9}
@@ -53,10 +50,6 @@ def pinned_block() -> nn.Module:
     for parameter in block.parameters():
         parameter.data = torch.empty_like(parameter, pin_memory=True)
     return block
-
-
-def inputs(rows: int, device: str = "late:0") -> Tensor:
-    return torch.empty(rows, TOKENS, GPTBlock.width, device=device, dtype=torch.bfloat16)
 
 
 def costs_of(rows: int) -> dict[str, float]:
@@ -83,7 +76,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
             options |= {"checkpoint": True, "schedule": "LayerMajor", "balance": [1] * blocks}
             options |= {"offload": offload, "slots": SLOTS} if offload else {}
             model: Any = torchgpipe.pipelined(plain, (inputs(1, "cpu"),), **options)
-            x, took = inputs(rows * chunks), []
+            x, steps = inputs(rows * chunks), []
             for _ in range(turns + 2):
                 model.zero_grad()
                 torch.accelerator.synchronize(0)
@@ -93,10 +86,10 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
                 host[offload] = min(host.get(offload, math.inf), process_time() - begun)
                 torch.accelerator.synchronize(0)
                 did = late.intervals()
-                busy = Busy([one for one in did if one.kind == "kernel"]).until(math.inf)
-                took.append((max(one.end for one in did) - start, busy))
+                busy = Busy([interval for interval in did if interval.kind == "kernel"]).until(math.inf)
+                steps.append((max(interval.end for interval in did) - start, busy))
         # Of the last way, with all of it in host memory.
-        seconds, memory = took[2:], runs_of(model).host_memory  # type: ignore[union-attr]
+        seconds, memory = steps[2:], runs_of(model).host_memory  # type: ignore[union-attr]
         assert memory is not None
     actions = program("LayerMajor", chunks, [0] * blocks)
     size = sum(parameter.nbytes for parameter in pinned_block().parameters())
@@ -113,7 +106,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
         "forward over upload": costs["F"] * chunks / upload,
         "should hide": should,
         "hides": spread(hidden),
-        "of what should": spread(one / should for one in hidden),
+        "of what should": spread(share / should for share in hidden),
         "seconds": spread(step for step, _ in seconds),
         "on paper": ideal.seconds + upload,
         "host of a cell": host[False] / (2 * chunks * blocks),
@@ -129,7 +122,7 @@ def measure(args: argparse.Namespace) -> Row:
     for chunks in args.chunks:
         progress(f"{args.blocks} blocks, {chunks} micro-batches of {args.rows} sequences")
         rows.append(measured(args.blocks, args.rows, chunks, args.turns))
-    return {"rows": rows, "aims": aims(rows)}
+    return {"unit": "seconds, simulated", "card": CARD, "rows": rows, "aims": aims(rows)}
 
 
 def aims(rows: Sequence[Row]) -> list[Row]:
@@ -137,52 +130,37 @@ def aims(rows: Sequence[Row]) -> list[Row]:
     shares = [row["of what should"]["median"] for row in rows]
     peak = max(row["weights on the device over the slots"] for row in rows)
     return [
-        {
-            "aim": "simulated: copies that hide over those that should, lowest",
-            "at least": AIM,
-            "reached": min(shares),
-            "met": min(shares) >= AIM,
-        },
-        {"aim": "weights on the device over the slots, highest", "at most": 1.0, "reached": peak, "met": peak <= 1},
+        aim("simulated: copies that hide over those that should, lowest", min(shares), least=AIM),
+        aim("weights on the device over the slots, highest", peak, most=1.0),
     ]
 
 
 def offload(result: Row) -> str:
     """Return a table of the numbers of micro-batches."""
-    lines = [
-        [
-            row["chunks"],
-            row["tokens"],
-            f"{row['forward over upload']:.2f}",
-            f"{row['should hide']:.2f}",
-            shown(row["hides"], 2),
-            shown(row["of what should"], 2),
-            f"{row['on paper'] * 1e3:.0f}",
-            shown({key: value * 1e3 for key, value in row["seconds"].items()}, 0),
-            f"{row['host of a cell'] * 1e6:.0f} / {row['host of a cell, offload'] * 1e6:.0f}",
-            f"{row['host of an upload'] * 1e6:.0f}",
-            f"{row['weights on the device over the slots']:.2f}",
-        ]
-        for row in result.get("rows", [])
-    ]
-    header = ["micro-batches", "tokens", "forward / upload", "should hide", "hides", "of what should", "on paper, ms"]
-    header += ["step, ms", "host of a cell, us: resident / offload", "of an upload, us", "weights / slots"]
-    return table(lines, header) if lines else ""
+    of_cells = "host of a cell, us: resident / offload"
+    columns: dict[str, Any] = {
+        **{"micro-batches": "chunks", "tokens": "tokens"},
+        **{"forward / upload": "forward over upload:.2f", "should hide": "should hide:.2f"},
+        **{"hides": "hides:2", "of what should": "of what should:2"},
+        "on paper, ms": lambda row: f"{row['on paper'] * 1e3:.0f}",
+        "step, ms": lambda row: shown(row["seconds"], 0, 1e3),
+        of_cells: lambda row: f"{row['host of a cell'] * 1e6:.0f} / {row['host of a cell, offload'] * 1e6:.0f}",
+        "of an upload, us": lambda row: f"{row['host of an upload'] * 1e6:.0f}",
+        "weights / slots": "weights on the device over the slots:.2f",
+    }
+    return table_of(result["rows"], columns)
+
+
+PARTS = {"offload": Part("offload", measure, {"simulated: weights in host memory": offload})}
 
 
 def main() -> None:
-    command = Command("offload", __doc__, show=lambda result: {"simulated: weights in host memory": offload(result)})
-    command.add("--blocks", type=int, default=8)
-    command.add("--rows", type=int, default=16, help="sequences of a micro-batch")
-    command.add("--chunks", nargs="+", type=int, default=[2, 4, 8, 16])
-    command.add("--turns", type=int, default=3)
-    args = command.parse()
-    torch.set_num_threads(1)
-    os.environ.setdefault("LATE_DEVICES", "1")
-    from tests import late
-
-    late.load()
-    command.finish(unit="seconds, simulated", card=CARD, **measure(args))
+    program_ = Program("offload", __doc__, PARTS)
+    program_.add("--blocks", type=int, default=8)
+    program_.add("--rows", type=int, default=16, help="sequences of a micro-batch")
+    program_.add("--chunks", nargs="+", type=int, default=[2, 4, 8, 16])
+    program_.add("--turns", type=int, default=3)
+    program_.run(begin)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-__all__ = ["PEERS", "Answer", "Case", "Peer", "Request", "install", "pipeline", "running", "serve"]
+__all__ = ["PEERS", "Answer", "Case", "Peer", "Request", "examples_on_path", "install", "pipeline", "running", "serve"]
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -41,6 +41,12 @@ INSTALLED = CHECKOUT / ".peers"
 #: A peer's name, and what pip calls it where it is not this checkout.
 REQUIREMENTS = {"original": "torchgpipe==0.0.7"}
 PEERS = ("ours", "original", "plain")
+
+
+def examples_on_path() -> None:
+    """Let this process import the examples, which import each other by their names alone."""
+    if (examples := str(CHECKOUT / "examples")) not in sys.path:
+        sys.path.append(examples)
 
 
 def install(name: str) -> Path:
@@ -131,7 +137,7 @@ def running(
     """Keep a process for each of these peers in a ``with`` block; all run one script, or each its own."""
     scripts = {name: script if isinstance(script, str) else script[name] for name in names}
     with ExitStack() as stack:
-        yield {name: stack.enter_context(Peer(name, own, environment)) for name, own in scripts.items()}
+        yield {name: stack.enter_context(Peer(name, child, environment)) for name, child in scripts.items()}
 
 
 def pipeline(layers: Any, request: Request) -> Any:
@@ -164,6 +170,6 @@ def _refuse_another(name: str) -> None:
     import torchgpipe
 
     expected = Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0]).resolve()
-    found = Path(str(torchgpipe.__file__)).resolve()
-    if found.parent.parent != expected:
-        raise ImportError(f"peer {name!r} found torchgpipe in {found.parent}, not in {expected}")
+    imported = Path(str(torchgpipe.__file__)).resolve()
+    if imported.parent.parent != expected:
+        raise ImportError(f"peer {name!r} found torchgpipe in {imported.parent}, not in {expected}")

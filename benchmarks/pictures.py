@@ -41,9 +41,10 @@ def panels(drawn: Mapping[str, Sequence[Curve]], x: str, y: str) -> Any:
     labels: dict[str, Any] = {}
     for axes, (title, curves) in zip(places, drawn.items()):
         for curve in curves:
-            along, figures = zip(*sorted(curve.points, key=lambda point: point[0]), strict=True)
-            middle = [one["median"] for one in figures]
-            error = [[abs(one["median"] - one.get(end, one["median"])) for one in figures] for end in ("low", "high")]
+            along, spreads = zip(*sorted(curve.points, key=lambda point: point[0]), strict=True)
+            middle = [turns["median"] for turns in spreads]
+            ends = [[turns.get(end, turns["median"]) for turns in spreads] for end in ("low", "high")]
+            error = [[abs(median - value) for median, value in zip(middle, values)] for values in ends]
             color = INK if curve.dashed else COLORS[names.index(curve.name) % len(COLORS)]
             style = {"linestyle": ":", "linewidth": 1} if curve.dashed else {"marker": "o", "markersize": 4}
             drawn_curve = axes.errorbar(along, middle, None if curve.dashed else error, color=color, capsize=3, **style)

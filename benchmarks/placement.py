@@ -20,8 +20,8 @@ def threaded(peer: str, threads: str, n: int, device: str = "cpu") -> list[str]:
     """
     if threads == "workers" and device == "cpu" and peer == "ours":
         return [f"cpu:{j}" for j in range(n)]
-    both = [device, "cpu"] if threads == "workers" and peer != "plain" else [device]
-    return [both[j % len(both)] for j in range(n)]
+    in_turn = [device, "cpu"] if threads == "workers" and peer != "plain" else [device]
+    return [in_turn[j % len(in_turn)] for j in range(n)]
 
 
 def even(layers: int, n: int) -> list[int]:

@@ -20,34 +20,21 @@ from benchmarks.plan_prediction import plan_memory, plan_prediction, prediction
 from benchmarks.plan_search import plan_search, search
 from benchmarks.plan_splits import plan_optimal, plan_splits, splits
 from benchmarks.program import Part, Program
-from benchmarks.records import aims_table
 
 PARTS = {
     "prediction": Part(
-        "plan/prediction",
+        "plan:prediction",
         prediction,
-        lambda result: {
-            "predicted and measured steps": plan_prediction(result),
-            "more than 20% off": ", ".join(result["beyond"]),
-            "predicted and counted activations": plan_memory(result),
-            "what was aimed at": aims_table(result),
-        },
+        {"predicted and measured steps": plan_prediction, "predicted and counted activations": plan_memory},
+        lambda result: [f"more than 20% off: {', '.join(result['beyond']) or 'none'}"],
     ),
-    "choice": Part(
-        "plan/choice",
-        choice,
-        lambda result: {"the planned way among all": plan_choice(result), "what was aimed at": aims_table(result)},
-    ),
+    "choice": Part("plan:choice", choice, {"the planned way among all": plan_choice}),
     "splits": Part(
-        "plan/splits",
+        "plan:splits",
         splits,
-        lambda result: {
-            "the search beside all choices": plan_optimal(result),
-            "balances of others, over ours": plan_splits(result),
-            "what was aimed at": aims_table(result),
-        },
+        {"the search beside all choices": plan_optimal, "balances of others, over ours": plan_splits},
     ),
-    "search": Part("plan/search", search, lambda result: {"the search": plan_search(result)}),
+    "search": Part("plan:search", search, {"the search": plan_search}),
 }
 
 

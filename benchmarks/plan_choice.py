@@ -14,13 +14,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import torch
-
 import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
-from benchmarks.plan_models import mean_of_squares, plan_model
+from benchmarks.plan_models import DEVICES, mean_of_squares, plan_of
 from benchmarks.program import Progress
-from benchmarks.records import aim, spread, table_of
+from benchmarks.records import Row, aim, spread, spread_of_turns, table_of
 from torchgpipe_balancing.planning.alternatives import problem_of
 from torchgpipe_balancing.planning.measure import timed
 from torchgpipe_balancing.planning.problem import Choice
@@ -28,7 +26,6 @@ from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
 
 __all__ = ["choice", "plan_choice"]
 
-DEVICES = ("cpu:0", "cpu:1")
 CHUNKS = (4, 8)
 SCHEDULES: tuple[Any, ...] = ("GPipe", "1F1B", "ZeroBubble")
 
@@ -44,25 +41,10 @@ MODELS = (("mlp", 100), ("mlp", 103), ("conv", 100), ("conv", 101))
 #: The planned way, as it is called the second time.
 AGAIN = "planned again"
 
-Row = dict[str, Any]
-
 
 def answer(peer: str, request: Request) -> Answer:
     """Plan for a model, and return the seconds of all ways, round by round, with what the plan predicts."""
-    torch.set_num_threads(2)  # One for each of two devices.
-    about = plan_model(request["family"], request["seed"], request["shrink"], layers=LAYERS)
-    plan = torchgpipe.plan(
-        about.model,
-        about.sample,
-        batch=about.batch,
-        devices=DEVICES,
-        optimizer=torch.optim.AdamW,
-        loss_fn=mean_of_squares,
-        schedule=SCHEDULES,
-        chunks=CHUNKS,
-        checkpoint=False,
-        seconds=request["seconds"],
-    )
+    about, plan = plan_of(request, schedule=SCHEDULES, chunks=CHUNKS, checkpoint=False)
     ways = {
         called(schedule, chunks, first): Way([first, LAYERS - first], plan.devices, chunks, schedule)
         for first in range(1, LAYERS)
@@ -92,13 +74,13 @@ def predicted(plan: torchgpipe.Plan, way: Way) -> float:
 
 def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, list[float]]:
     """Return for each way the median seconds of a step in each round. One more step runs before them."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    medians: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         for name in Random(turn).sample(list(ways), len(ways)):
             model, step = subject.pipeline(ways[name])
-            own = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
-            found[name].append(statistics.median(own[1:]))
-    return found
+            seconds = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
+            medians[name].append(statistics.median(seconds[1:]))
+    return medians
 
 
 # ---- The rows of the result.
@@ -110,36 +92,34 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
     progress = Progress(len(MODELS))
     for family, seed in MODELS:
         progress(f"choice: {family} {seed}")
-        request = {"family": family, "seed": seed, "shrink": args.shrink, "seconds": args.measure}
+        request = {"family": family, "seed": seed, "shrink": args.shrink, "seconds": args.measure, "layers": LAYERS}
         with running(["ours"], "plan_choice.py") as peers:
             rows.append(row(request, peers["ours"].ask({**request, "rounds": args.rounds, "steps": 2})))
     reached = max(row["chosen/best"] - row["noise"] for row in rows)
-    return {
-        "rows": rows,
-        "aims": [aim("planned way over the best of all, beyond the noise, highest model", reached, most=AIM)],
-    }
+    aims = [aim("planned way over the best of all, beyond the noise, highest model", reached, most=AIM)]
+    return {"rows": rows, "aims": aims}
 
 
-def row(request: Request, found: Answer) -> Row:
+def row(request: Request, answer: Answer) -> Row:
     """Return the row of a model. Ratios are of medians over rounds."""
-    middle = {name: statistics.median(own) for name, own in found["seconds"].items()}
-    planned, again = middle[found["planned"]], middle.pop(AGAIN)
+    middle = {name: statistics.median(seconds) for name, seconds in answer["seconds"].items()}
+    planned, repeated = middle[answer["planned"]], middle.pop(AGAIN)
     best = min(middle, key=middle.__getitem__)
-    others = sorted(middle.values())
+    ordered = sorted(middle.values())
     return {
         "model": f"{request['family']} {request['seed']}",
-        "batch": found["batch"],
+        "batch": answer["batch"],
         "ways": len(middle),
-        "planned": found["planned"],
+        "planned": answer["planned"],
         "best": best,
         "chosen/best": planned / middle[best],
-        "noise": max(planned, again) / min(planned, again) - 1,
-        "rank": 1 + others.index(planned),
-        "median/best": statistics.median(others) / others[0],
-        "worst/best": others[-1] / others[0],
-        "ratio": spread(found["predicted"][name] / own for name, own in middle.items()),
-        "predicted": found["predicted"],
-        "seconds": {name: {**spread(own), "turns": own} for name, own in found["seconds"].items()},
+        "noise": max(planned, repeated) / min(planned, repeated) - 1,
+        "rank": 1 + ordered.index(planned),
+        "median/best": statistics.median(ordered) / ordered[0],
+        "worst/best": ordered[-1] / ordered[0],
+        "ratio": spread(answer["predicted"][name] / seconds for name, seconds in middle.items()),
+        "predicted": answer["predicted"],
+        "seconds": {name: spread_of_turns(seconds) for name, seconds in answer["seconds"].items()},
     }
 
 

@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["FAMILIES", "PlanModel", "mean_of_squares", "plan_model"]
+import torchgpipe
+from benchmarks.models.gpt import Block
+from benchmarks.peers import Request
+
+__all__ = ["DEVICES", "FAMILIES", "PlanModel", "mean_of_squares", "plan_model", "plan_of"]
 
 #: Floating-point operations of a forward pass of a mini-batch, the least and the most. A step on two cores takes about
 #: 30 to 300 ms.
 OPERATIONS = (4e8, 1.6e9)
+
+#: What plans are for: two devices of a core each.
+DEVICES = ("cpu:0", "cpu:1")
 
 #: A mini-batch has a multiple of so many rows, the most micro-batches that plans try on two devices.
 ROWS = 32
@@ -60,6 +67,14 @@ def plan_model(family: str, seed: int, shrink: int = 1, *, layers: int | None = 
     operations = OPERATIONS[0] * (OPERATIONS[1] / OPERATIONS[0]) ** random.random() / shrink
     batch = ROWS * max(1, round(operations / _operations(model, sample) / ROWS))
     return PlanModel(f"{family} {seed}", model, sample, batch)
+
+
+def plan_of(request: Request, **options: Any) -> tuple[PlanModel, torchgpipe.Plan]:
+    """Return the model of a request, and its plan on two devices of a core each."""
+    torch.set_num_threads(2)
+    about = plan_model(request["family"], request["seed"], request["shrink"], layers=request.get("layers"))
+    options = {"devices": DEVICES, "optimizer": torch.optim.AdamW, "loss_fn": mean_of_squares, **options}
+    return about, torchgpipe.plan(about.model, about.sample, batch=about.batch, seconds=request["seconds"], **options)
 
 
 def mean_of_squares(output: Tensor, _target: Any = None) -> Tensor:
@@ -123,7 +138,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.place = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.ModuleList([Block(width, wide) for wide in hidden])
+        self.blocks = nn.ModuleList([Block(width, 4, wide) for wide in hidden])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words)
 
@@ -132,23 +147,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """Causal attention and a hidden layer, both beside the residual stream."""
-
-    def __init__(self, width: int, hidden: int, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
-        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.hidden = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-
-    def forward(self, input: Tensor) -> Tensor:
-        parts = self.project(self.norms[0](input)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
-        input = input + self.out(attended.transpose(1, 2).flatten(2))
-        return input + self.hidden(self.norms[1](input))  # type: ignore[no-any-return]
 
 
 #: By name, what makes a model and a sample.

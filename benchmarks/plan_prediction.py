@@ -17,13 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
-from benchmarks.plan_models import FAMILIES, mean_of_squares, plan_model
+from benchmarks.plan_models import FAMILIES, plan_of
 from benchmarks.program import Progress
-from benchmarks.records import MIB, aim, spread, table, table_of
+from benchmarks.records import MIB, Row, aim, spread, table, table_of
 from torchgpipe_balancing.planning.alternatives import alternatives
 
 __all__ = ["plan_memory", "plan_prediction", "prediction"]
@@ -43,32 +40,13 @@ SHARES = (0.6, 0.7, 0.8, 0.9)
 #: What models with a limit are planned with: smaller micro-batches would otherwise save the recomputation.
 NARROW: dict[str, Any] = {"schedule": "1F1B", "chunks": 8}
 
-Row = dict[str, Any]
-
-
-def planned(request: Request, **more: Any) -> tuple[Any, torchgpipe.Plan]:
-    """Return the model of a request, and its plan on two devices of a core each."""
-    about = plan_model(request["family"], request["seed"], request["shrink"])
-    plan = torchgpipe.plan(
-        about.model,
-        about.sample,
-        batch=about.batch,
-        devices=["cpu:0", "cpu:1"],
-        optimizer=torch.optim.AdamW,
-        loss_fn=mean_of_squares,
-        seconds=request["seconds"],
-        **more,
-    )
-    return about, plan
-
 
 def answer(peer: str, request: Request) -> Answer:
     """Return what a plan predicts and what is measured; or the memory of a model that has a limit."""
-    torch.set_num_threads(2)  # One for each of two devices.
     if request["kind"] == "limit":
         return limit(request)
     more = {**NARROW, "memory": request["memory"]} if request["memory"] else {}
-    about, plan = planned(request, **more)
+    about, plan = plan_of(request, **more)
     check = plan.check(about.model, steps=request["steps"])
     return {
         "layers": len(plan.question.costs.layers),
@@ -87,15 +65,15 @@ def answer(peer: str, request: Request) -> Answer:
 
 def limit(request: Request) -> Answer:
     """Return the memory of each device, and the share of the activations that the first has room for, if any."""
-    _, plan = planned(request, **NARROW, checkpoint=False, margin=0.0)
+    _, plan = plan_of(request, **NARROW, checkpoint=False, margin=0.0)
     outcome, devices = plan.outcome(), plan.question.devices
     state = outcome.partitions[0].state
     for share in SHARES:
         memory = [state + share * (outcome.memory[0] - state), *outcome.memory[1:]]
-        limited = tuple(replace(one, memory=own) for one, own in zip(devices, memory))
+        limited = tuple(replace(device, memory=size) for device, size in zip(devices, memory))
         if alternatives(replace(plan.question, devices=limited, recomputes=True), keep=1).fitting:
             # The margin that plans leave by default is on top.
-            return {"memory": [own / (1 - 0.1) * (1 + 1e-6) for own in memory], "share": share}
+            return {"memory": [size / (1 - 0.1) * (1 + 1e-6) for size in memory], "share": share}
     return {}
 
 
@@ -117,9 +95,9 @@ def prediction(args: argparse.Namespace) -> dict[str, Any]:
                 progress(f"prediction: {request['family']} {request['seed']}")
                 if not turn and request["seed"] % LIMITED == LIMITED - 1:
                     memories[k] = peers["ours"].ask({**request, "kind": "limit"})
-                own = {"kind": "check", "memory": memories[k].get("memory")}
-                answers[k].append(peers["ours"].ask({**request, **own}))
-    rows = [row(request, *both) for request, *both in zip(asked, memories, answers)]
+                check = {"kind": "check", "memory": memories[k].get("memory")}
+                answers[k].append(peers["ours"].ask({**request, **check}))
+    rows = [row(request, *answered) for request, *answered in zip(asked, memories, answers)]
     return {"rows": rows, **summary(rows)}
 
 
@@ -130,11 +108,11 @@ def row(request: Request, memory: Answer, turns: Sequence[Answer]) -> Row:
         "layers": turns[0]["layers"],
         "batch": turns[0]["batch"],
         "limit": memory.get("share"),
-        "ratio": spread(one["predicted"] / one["measured"] for one in turns),
+        "ratio": spread(turn["predicted"] / turn["measured"] for turn in turns),
         "off bytes": max(
             abs(apart(predicted, measured))
-            for one in turns
-            for predicted, measured in zip(one["predicted_bytes"], one["measured_bytes"])
+            for turn in turns
+            for predicted, measured in zip(turn["predicted_bytes"], turn["measured_bytes"])
         ),
         "turns": list(turns),
     }
@@ -148,27 +126,20 @@ def apart(predicted: float, measured: float) -> float:
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the aims, and the names of the models whose time is far off."""
     off = {row["model"]: abs(row["ratio"]["median"] - 1) for row in rows}
-    beyond = [name for name, own in off.items() if own > EACH]
+    beyond = [name for name, difference in off.items() if difference > EACH]
     least, median = math.ceil(MOST * len(rows)), statistics.median(off.values())
     free, limited = ([row["off bytes"] for row in rows if bool(row["limit"]) is kind] for kind in (False, True))
-    exact = sum(own <= BYTES for own in free)
+    exact = sum(difference <= BYTES for difference in free)
     within = len(rows) - len(beyond)
-    return {
-        "beyond": beyond,
-        "aims": [
-            aim("predicted / measured step, off 1 in the median", median, most=MEDIAN),
-            aim(f"models of {len(rows)} whose step is predicted within 20%", within, least=least),
-            aim(
-                "models that recompute nothing, activations predicted within 5% on every device",
-                exact,
-                least=len(free),
-            ),
-            *[
-                aim("predicted / counted activations where layers are recomputed, off 1, any device", own, most=BYTES)
-                for own in [max(limited, default=0.0)][: len(limited)]
-            ],
-        ],
-    }
+    aims = [
+        aim("predicted / measured step, off 1 in the median", median, most=MEDIAN),
+        aim(f"models of {len(rows)} whose step is predicted within 20%", within, least=least),
+        aim("models that recompute nothing, activations predicted within 5% on every device", exact, least=len(free)),
+    ]
+    if limited:
+        what = "predicted / counted activations where layers are recomputed, off 1, any device"
+        aims.append(aim(what, max(limited), most=BYTES))
+    return {"beyond": beyond, "aims": aims}
 
 
 # ---- Tables.
@@ -181,7 +152,7 @@ def plan_prediction(result: dict[str, Any]) -> str:
         return lambda row: row["turns"][-1]["choice"][key]
 
     def milliseconds(key: str) -> Callable[[Row], str]:
-        return lambda row: f"{statistics.median(one[key] for one in row['turns']) * 1e3:.1f}"
+        return lambda row: f"{statistics.median(turn[key] for turn in row['turns']) * 1e3:.1f}"
 
     columns: dict[str, Any] = {
         **{"model": "model", "layers": "layers", "rows": "batch"},
@@ -200,12 +171,12 @@ def plan_memory(result: dict[str, Any]) -> str:
     lines = []
     for row in rows:
         last = row["turns"][-1]
-        both = [" / ".join(f"{own / MIB:.2f}" for own in last[f"{key}_bytes"]) for key in ("predicted", "measured")]
+        sizes = [" / ".join(f"{size / MIB:.2f}" for size in last[f"{key}_bytes"]) for key in ("predicted", "measured")]
         recomputed = f"{last['choice']['recomputed']} of {row['layers']}"
-        lines.append([row["model"], f"{row['limit']:.0%}", recomputed, *both, f"{row['off bytes']:.1%}"])
-    others = [row["off bytes"] for row in result["rows"] if not row["limit"]]
-    if others:
-        lines.append([f"{len(others)} others", "-", "-", "-", "-", f"{max(others):.1%}"])
+        lines.append([row["model"], f"{row['limit']:.0%}", recomputed, *sizes, f"{row['off bytes']:.1%}"])
+    differences = [row["off bytes"] for row in result["rows"] if not row["limit"]]
+    if differences:
+        lines.append([f"{len(differences)} others", "-", "-", "-", "-", f"{max(differences):.1%}"])
     header = ["model", "memory", "recomputed", "predicted, MiB", "counted, MiB", "largest difference"]
     return table(lines, header)
 

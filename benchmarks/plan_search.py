@@ -38,14 +38,14 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
     layers = []
     for k, cost in enumerate(random_costs(kind, made, size)):
         backward, kept = made.uniform(1.5, 2.5), made.randint(1, 50) << 16
-        again = kept // made.randint(2, 8)
+        shared = kept // made.randint(2, 8)
 
         samples = []
         for rows in ROWS:
             forward = cost * rows * 1e-6
             halves = backward * forward / 2
             times = forward, 2 * halves, halves, halves
-            samples.append(Layer(*times, kept=kept * rows, again=again * rows, input=again * rows))
+            samples.append(Layer(*times, kept=kept * rows, again=shared * rows, input=shared * rows))
         parameters = made.randint(1, 50) << 16
         layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(samples)))
     cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)
@@ -53,17 +53,21 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
     return Question(costs, tuple(Device(str(k)) for k in range(devices)), BATCH, 3.0)
 
 
-def asked(size: int, devices: int) -> list[dict[str, Any]]:
-    """Return a row for each question: seconds, and the step, for each kind of costs and each limit."""
+def search(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row for each question: seconds, and the step, for each kind of costs and each limit.
+
+    Args:
+        args: `search`, the numbers of layers and devices
+    """
     rows = []
     progress = Progress(len(KINDS))
     for kind in KINDS:
-        progress(f"{size} layers on {devices} devices: {kind}")
-        question = random_question(size, devices, kind)
+        progress(f"{args.search[0]} layers on {args.search[1]} devices: {kind}")
+        question = random_question(*args.search, kind)
         needs = math.inf
         for share in SHARES:
             if share < math.inf:
-                limited = tuple(replace(one, memory=share * needs) for one in question.devices)
+                limited = tuple(replace(device, memory=share * needs) for device in question.devices)
                 question = replace(question, devices=limited)
             start = process_time()
             tried = alternatives(question)
@@ -71,25 +75,20 @@ def asked(size: int, devices: int) -> list[dict[str, Any]]:
             if share == math.inf:
                 needs = max(tried.fitting[0].memory)
             rows.append({"kind": kind, "memory": None if share == math.inf else share, **told(tried, seconds)})
-    return rows
+    return {"rows": rows}
 
 
 def told(tried: Tried, seconds: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"seconds": seconds, "fitting": len(tried.fitting), "misfits": len(tried.misfits)}
-    if not tried.fitting:
-        return found | {"schedule": None, "recomputed": None, "step": None, "balances": None}
-    best = tried.fitting[0]
-    found |= {"schedule": f"{best.schedule}, {best.chunks} chunks", "recomputed": len(best.choice.recomputed)}
-    return found | {"step": best.seconds, "balances": sum(one.tried for one in tried.fitting)}
-
-
-def search(args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds of the search, for each question.
-
-    Args:
-        args: `search`, the numbers of layers and devices
-    """
-    return {"rows": asked(*args.search)}
+    best = tried.fitting[0] if tried.fitting else None
+    return {
+        "seconds": seconds,
+        "fitting": len(tried.fitting),
+        "misfits": len(tried.misfits),
+        "schedule": best and f"{best.schedule}, {best.chunks} chunks",
+        "recomputed": best and len(best.choice.recomputed),
+        "step": best and best.seconds,
+        "balances": best and sum(alternative.tried for alternative in tried.fitting),
+    }
 
 
 def plan_search(result: dict[str, Any]) -> str:

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise
 from typing import Any
 
-from benchmarks.balance import KINDS, random_costs
+from benchmarks.balance import KINDS, optimum, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
-from benchmarks.records import aim, spread, table, table_of
+from benchmarks.records import aim, spread, table_of
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
@@ -57,7 +57,8 @@ def random_problem(name: ScheduleName, made: random.Random, size: int, devices: 
         )
         for cost in costs
     )
-    memory = share * (min(m, devices) * sum(one.kept for one in layers) + sum(one.state for one in layers)) / devices
+    kept, state = (sum(getattr(layer, name) for layer in layers) for name in ("kept", "state"))
+    memory = share * (min(m, devices) * kept + state) / devices
     return Problem(
         layers,
         tuple(Device(str(k), memory) for k in range(devices)),
@@ -94,10 +95,10 @@ def checked(count: int) -> list[dict[str, Any]]:
             problem = random_problem(name, made, size, devices, made.randint(1, 5), made.uniform(0.4, 1.5))
             outcomes = (problem.outcome(choice) for choice in choices(problem))
             best = min([outcome.seconds for outcome in outcomes if problem.fits(outcome)], default=math.inf)
-            found = solve(problem)
-            row["wrong"] += found.fits != problem.fits(found.outcome) or (best < math.inf) != found.fits
-            if found.fits:
-                ratio = found.outcome.seconds / best
+            search = solve(problem)
+            row["wrong"] += search.fits != problem.fits(search.outcome) or (best < math.inf) != search.fits
+            if search.fits:
+                ratio = search.outcome.seconds / best
                 row["optimal"] += ratio <= 1 + NEAR
                 row["near"] += ratio <= NEARLY
                 row["worst"] = max(row["worst"], ratio)
@@ -108,41 +109,29 @@ def checked(count: int) -> list[dict[str, Any]]:
 
 
 def halved(costs: Sequence[int], partitions: int) -> list[int]:
-    """Return a balance by halving the largest load: each trial fills partitions from the left, by the sums of costs."""
-    sums = list(accumulate(costs, initial=0))
-
-    def filled(load: float) -> list[int]:
-        cuts = [0]
-        for j in range(partitions - 1):
-            most = bisect_right(sums, sums[cuts[-1]] + load) - 1
-            # Every partition has a layer here, unlike there.
-            cuts.append(min(max(most, cuts[-1] + 1), len(costs) - (partitions - 1 - j)))
-        return [*cuts, len(costs)]
-
-    def largest(cuts: list[int]) -> int:
-        return max(sums[end] - sums[start] for start, end in pairwise(cuts))
-
-    low, high = sums[-1] // partitions, sums[-1]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if largest(filled(middle)) <= middle else (middle + 1, high)
-    return [end - start for start, end in pairwise(filled(high))]
+    """Return a balance by halving the largest load: it fills partitions from the left, each with a layer at least."""
+    sums, cuts = list(accumulate(costs, initial=0)), [0]
+    bound = optimum(costs, partitions)
+    for j in range(1, partitions):
+        most = bisect_right(sums, sums[cuts[-1]] + bound) - 1
+        cuts.append(min(most, len(costs) - (partitions - j)))
+    return [end - start for start, end in pairwise([*cuts, len(costs)])]
 
 
 def by_original(tables: list[tuple[list[int], int]], limit: float) -> list[list[int] | None]:
     """Return the balances of torchgpipe 0.0.7; None for all if it is not there, or for one if it takes too long."""
-    found: list[list[int] | None] = [None] * len(tables)
+    balances: list[list[int] | None] = [None] * len(tables)
     try:
         with running(["original"], "splits.py") as peers:
             for partitions in sorted({partitions for _, partitions in tables}):
-                own = [k for k, one in enumerate(tables) if one[1] == partitions]
-                vectors = [tables[k][0] for k in own]
+                indices = [k for k, (_, count) in enumerate(tables) if count == partitions]
+                vectors = [tables[k][0] for k in indices]
                 request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
-                for k, balance in zip(own, peers["original"].ask(request)["balances"], strict=True):
-                    found[k] = balance
+                for k, balance in zip(indices, peers["original"].ask(request)["balances"], strict=True):
+                    balances[k] = balance
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"torchgpipe 0.0.7 is left out: {error}")
-    return found
+    return balances
 
 
 def compared(count: int, limit: float) -> dict[str, Any]:
@@ -161,23 +150,22 @@ def compared(count: int, limit: float) -> dict[str, Any]:
         parameters.append([round(cost * made.lognormvariate(0, 1)) for cost in costs])
     ways: dict[str, list[list[int] | None]] = {
         "an even number of layers": [even(len(costs), partitions) for costs, partitions in tables],
-        "by parameters": [partition(own, one[1]) for own, one in zip(parameters, tables)],
+        "by parameters": [partition(counts, n) for counts, (_, n) in zip(parameters, tables)],
         "by time, torchgpipe 0.0.7": by_original(tables, limit),
-        "by time, halving": [halved(*one) for one in tables],
-        "by time, balance_by_time": [partition(*one) for one in tables],
+        "by time, halving": [halved(costs, n) for costs, n in tables],
+        "by time, balance_by_time": [partition(costs, n) for costs, n in tables],
     }
     ours = []
     progress = Progress(len(problems) // 100 + 1)
     for index, problem in enumerate(problems):
         if index % 100 == 0:
             progress("balances of 1F1B")
-        found = solve(problem)
-        ours.append(found)
+        ours.append(solve(problem))
     rows = []
     for way, balances in ways.items():
         ratios = [
-            problem.outcome(Choice(tuple(balance))).seconds / one.outcome.seconds
-            for problem, balance, one in zip(problems, balances, ours, strict=True)
+            problem.outcome(Choice(tuple(balance))).seconds / search.outcome.seconds
+            for problem, balance, search in zip(problems, balances, ours, strict=True)
             if balance is not None and 0 not in balance
         ]
         empty = sum(balance is not None and 0 in balance for balance in balances)
@@ -207,7 +195,7 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
 
 def plan_optimal(result: dict[str, Any]) -> str:
     """Return a table of the small problems, all of whose choices were compared."""
-    columns = {
+    columns: dict[str, Any] = {
         "schedule": "schedule",
         "problems": "problems",
         "nothing fits": "misfits",
@@ -221,10 +209,9 @@ def plan_optimal(result: dict[str, Any]) -> str:
 
 def plan_splits(result: dict[str, Any]) -> str:
     """Return a table of balances that are found in other ways."""
-    lines = []
-    for row in result["compared"]["rows"]:
-        ratio = row["ratio"]
-        shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
-        lines.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
-    header = ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
-    return table(lines, header)
+    columns: dict[str, Any] = {
+        **{"balance": "way", "tables": "tables", "an empty partition": "empty", "slower than ours": "slower"},
+        "median ratio": lambda row: f"{row['ratio']['median']:.3f}" if row["ratio"] else "-",
+        "worst ratio": lambda row: f"{row['ratio']['high']:.3f}" if row["ratio"] else "-",
+    }
+    return table_of(result["compared"]["rows"], columns)

@@ -1,18 +1,15 @@
 """The command line of a benchmark, what it prints, and the files that it writes.
 
-    command = Command("speed", __doc__, show=show, draw=draw, sizes=TASKS, devices=True)
-    command.add("--scale", type=int, default=1, help="...")
-    args = command.parse()
-    command.finish(unit="samples/s", rows=measure(args))
+A benchmark is a `Program` of parts, each of which answers a question and has a result of its own:
+
+    PARTS = {"speed": Part("speed", measure, {"samples/s": speed}, draw=draw), "step": ...}
+
+    program = Program("training", __doc__, PARTS, ("speed",), sizes=TASKS, devices=True)
+    program.add("--turns", type=int, default=5)
+    program.run()
 
 A result is written to `results/NAME.json`, or to --json, with what it was measured on; its picture beside it.
 With --draw nothing is measured: the tables and the picture are made of the JSON that is there.
-
-A benchmark that answers several questions is a `Program` of parts, and each part has a result of its own:
-
-    program = Program("training", __doc__, {"speed": Part("speed", measure, show, draw), "step": ...}, devices=True)
-    program.add("--turns", type=int, default=5)
-    program.run()
 """
 
 from __future__ import annotations
@@ -32,21 +29,87 @@ import torch
 
 from benchmarks.peers import Answer, Case, Peer, running
 from benchmarks.pictures import save
-from benchmarks.records import RESULTS, environment, write
+from benchmarks.records import RESULTS, aims_table, environment, write
 
-__all__ = ["Budget", "Command", "Part", "Program", "Progress", "ask_in_turn"]
+__all__ = ["Budget", "Part", "Program", "Progress", "ask_in_turn"]
 
 Result = dict[str, Any]
 
 
-class Command:
-    """A benchmark, as it is started from a shell.
+#: The options that each part of a program has in its result.
+ABOUT = ("size", "scale", "device", "devices", "turns", "steps")
+
+
+class Part(NamedTuple):
+    """A question that a program answers.
+
+    Attributes:
+        result: the file of the answer in `results/`; ``"step:host"`` is the part `host` of `step.json`
+        measure: returns the answer, given the options; or yields it as it grows, and each state is written
+        tables: what makes a table of an answer, by the title; a page calls the table by the name of this function
+        notes: returns what else is to be told of an answer
+        draw: makes a figure of an answer, or None if there is nothing to draw
+        cpu: whether it is only for the CPU
+    """
+
+    result: str
+    measure: Callable[[argparse.Namespace], Result | Iterable[Result]]
+    tables: Mapping[str, Callable[[Result], str]]
+    notes: Callable[[Result], Iterable[str]] = lambda answer: ()
+    draw: Callable[[Result], Any] | None = None
+    cpu: bool = False
+
+    def path(self, folder: Path = RESULTS, suffix: str = "") -> Path:
+        """Return the file of the answer."""
+        return folder / f"{self.result.partition(':')[0]}{suffix}.json"
+
+    def read(self, path: Path) -> Result:
+        """Return the answer in a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        answer: Result = json.loads(path.read_text())
+        if ":" in self.result:
+            key = self.result.partition(":")[2]
+            if key not in answer["parts"]:
+                raise FileNotFoundError(f"{path.name} has no part {key}")
+            answer = answer["parts"][key]
+        return answer
+
+    def write(self, path: Path, answer: Result) -> None:
+        """Write an answer into a file, beside the other parts that are there."""
+        if ":" in self.result:
+            known = json.loads(path.read_text()) if path.exists() else {}
+            parts = {**known.get("parts", {}), self.result.partition(":")[2]: answer}
+            answer = {"environment": answer["environment"], "parts": parts}
+        write(path, answer)
+
+    def present(self, answer: Result, picture: Path) -> None:
+        """Print the tables of an answer, what it was aimed at and the notes, and draw its picture if it has one."""
+        for title, table in {**self.tables, "what was aimed at": aims_table}.items():
+            if text := table(answer):
+                print(f"\n{title}\n\n{text}")
+        for note in self.notes(answer):
+            print(f"\n{note}")
+        if self.draw is None:
+            return
+        if find_spec("matplotlib") is None:  # Figures are worth having without their picture.
+            print(f"\nnot drawn, for Matplotlib is missing: {picture.name}")
+        elif (figure := self.draw(answer)) is None:
+            print("\nnothing was measured that can be drawn")
+        else:
+            save(figure, picture)
+
+
+class Program:
+    """A benchmark, as it is started from a shell. Parts that were measured before stay in their results.
 
     Args:
-        name: of the benchmark, and of its result
+        name: of the program
         about: the docstring of its module, whose first line is shown as help
-        show: makes tables of a result, by their titles
-        draw: makes a figure of a result, or None if there is nothing to draw
+        parts: by name
+        usual: the parts that are measured unless --only or --all is given; all by default
         sizes: choices of --size, the default first
         peers: choices of --peers, all of them by default
         devices: whether there is an option --devices, by default all GPUs, or the CPU
@@ -58,156 +121,42 @@ class Command:
         self,
         name: str,
         about: str | None,
+        parts: Mapping[str, Part],
+        usual: Iterable[str] = (),
         *,
-        show: Callable[[Result], dict[str, str]] = lambda result: {},
-        draw: Callable[[Result], Any] | None = None,
         sizes: Iterable[str] = (),
         peers: Sequence[str] = (),
         devices: bool = False,
         device: bool = False,
         seconds: str = "",
     ) -> None:
-        self._name, self._show, self._draw = name, show, draw
-        # A benchmark may describe an option in its own words.
-        parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0], conflict_handler="resolve")
-        self.add, self.error = parser.add_argument, parser.error
-        self._parse = parser.parse_args
+        self._parts, usual = parts, list(usual or parts)
+        parser = argparse.ArgumentParser(prog=name, description=(about or "").partition("\n")[0])
+        self.add, self._error, self._parse = parser.add_argument, parser.error, parser.parse_args
         if sizes := list(sizes):
             self.add("--size", choices=sizes, default=sizes[0])
         if peers:
             self.add("--peers", nargs="+", choices=peers, default=list(peers), help="all of them by default")
         if devices:
-            found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-            self.add("--devices", nargs="+", default=found or ["cpu"], help="all GPUs by default, or the CPU")
+            gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+            self.add("--devices", nargs="+", default=gpus or ["cpu"], help="all GPUs by default, or the CPU")
         if device:
             self.add("--device", default="cpu")
         if seconds:
             self.add("--seconds", type=Budget, default=Budget(), help=f"start no further {seconds} after so many")
-        self.add("--json", type=Path, help="where the result is written; of a program with parts also a folder")
+        self.add("--json", type=Path, help="where the result is written; of several parts a folder")
         self.add("--draw", action="store_true", help="measure nothing, show and draw the results that are there")
-
-    def parse(self) -> argparse.Namespace:
-        """Return the options, unless there is only something to draw."""
-        args = self._parse()
-        cuda = "" if getattr(args, "device", "cpu") == "cpu" else "-cuda"
-        self._path: Path = args.json or RESULTS / f"{self._name}{cuda}.json"
-        args.json = self._path
-        if args.draw:
-            self._present(json.loads(self._path.read_text()))  # Without it, this raises.
-            raise SystemExit
-        self.environment = environment()
-        return args
-
-    def known(self) -> Result:
-        """Return the result that is there already, or nothing."""
-        result: Result = json.loads(self._path.read_text()) if self._path.exists() else {}
-        return result
-
-    def write(self, **content: Any) -> Result:
-        """Write and return a result, with the environment as it was when the benchmark started."""
-        result = {"environment": self.environment, **content}
-        write(self._path, result)
-        return result
-
-    def finish(self, **content: Any) -> None:
-        """Write a result, print its tables and draw its picture."""
-        self._present(self.write(**content))
-
-    def _present(self, result: Result) -> None:
-        present(result, self._show, self._draw, self._path.with_suffix(".svg"))
-
-
-def present(
-    result: Result,
-    show: Callable[[Result], dict[str, str]],
-    draw: Callable[[Result], Any] | None,
-    picture: Path,
-) -> None:
-    """Print the tables of a result, and draw its picture if it has one."""
-    for title, text in show(result).items():
-        print(f"\n{title}\n\n{text}" if text else f"\n{title}")
-    if draw is None:
-        return
-    if find_spec("matplotlib") is None:  # Figures are worth having without their picture.
-        print(f"\nnot drawn, for Matplotlib is missing: {picture.name}")
-    elif (figure := draw(result)) is None:
-        print("\nnothing was measured that can be drawn")
-    else:
-        save(figure, picture)
-
-
-#: The options that each part of a program has in its result.
-ABOUT = ("size", "scale", "device", "devices", "turns", "steps")
-
-
-class Part(NamedTuple):
-    """A question that a program answers.
-
-    Attributes:
-        result: the file of the answer in `results/`; ``"step/host"`` is the part `host` of `step.json`
-        measure: returns the answer, given the options
-        show: makes tables of an answer, by their titles
-        draw: makes a figure of an answer, or None if there is nothing to draw
-        cpu: whether it is only for the CPU
-    """
-
-    result: str
-    measure: Callable[[argparse.Namespace], Result]
-    show: Callable[[Result], dict[str, str]]
-    draw: Callable[[Result], Any] | None = None
-    cpu: bool = False
-
-    def path(self, folder: Path = RESULTS, suffix: str = "") -> Path:
-        """Return the file of the answer."""
-        return folder / f"{self.result.partition('/')[0]}{suffix}.json"
-
-    def read(self, path: Path) -> Result:
-        """Return the answer in a file.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
-        found: Result = json.loads(path.read_text())
-        if "/" in self.result:
-            key = self.result.partition("/")[2]
-            if key not in found["parts"]:
-                raise FileNotFoundError(f"{path.name} has no part {key}")
-            found = found["parts"][key]
-        return found
-
-    def write(self, path: Path, answer: Result) -> None:
-        """Write an answer into a file, beside the other parts that are there."""
-        if "/" in self.result:
-            known = json.loads(path.read_text()) if path.exists() else {}
-            parts = {**known.get("parts", {}), self.result.partition("/")[2]: answer}
-            answer = {"environment": answer["environment"], "parts": parts}
-        write(path, answer)
-
-
-class Program(Command):
-    """A benchmark of several parts. Parts that were measured before stay in their results.
-
-    Args:
-        name: of the program
-        about: the docstring of its module, whose first line is shown as help
-        parts: by name
-        usual: the parts that are measured unless --only or --all is given
-        **options: as of `Command`
-    """
-
-    def __init__(
-        self, name: str, about: str | None, parts: Mapping[str, Part], usual: Iterable[str], **options: Any
-    ) -> None:
-        super().__init__(name, about, **options)
-        self._parts, usual = parts, list(usual)
         self.add("--only", nargs="+", choices=list(parts), default=usual, help=f"parts; {', '.join(usual)} by default")
         self.add("--all", action="store_true", help="all parts")
 
-    def run(self, adapt: Callable[[argparse.Namespace], None] = lambda args: None) -> None:
+    def run(self, adapt: Callable[[argparse.Namespace], None] = lambda args: None) -> Result:
         """Measure, write, show and draw the parts that are wanted.
 
         Args:
             adapt: completes the options
+
+        Returns:
+            the answer of each part
         """
         args = self._parse()
         measured_on = environment()
@@ -216,23 +165,30 @@ class Program(Command):
         if not on_cpu:
             wanted = [name for name in wanted if not self._parts[name].cpu]
             if not wanted:
-                self.error("these parts are only for the CPU; leave --device out for them")
+                self._error("these parts are only for the CPU; leave --device out for them")
         into: Path | None = args.json
         one_file = into is not None and into.suffix == ".json"
         if one_file and len({self._parts[name].path() for name in wanted}) != 1:
-            self.error(f"{into} would hold the result of one of {', '.join(wanted)}: give a folder, or --only one part")
+            self._error(
+                f"{into} would hold the result of one of {', '.join(wanted)}: give a folder, or --only one part"
+            )
         if not args.draw:
             adapt(args)
+        answers: Result = {}
         for name in wanted:
             part = self._parts[name]
             path = into if one_file else part.path(into or RESULTS, "" if on_cpu else "-cuda")
             if args.draw:
-                answer = part.read(path)
+                answers[name] = part.read(path)
             else:
+                args.json = path
                 about = {name: getattr(args, name) for name in ABOUT if hasattr(args, name)}
-                answer = {"environment": measured_on, **about, **part.measure(args)}
-                part.write(path, answer)  # Now, so that a run that is cut short leaves the parts before.
-            present(answer, part.show, part.draw, path.with_suffix(".svg"))
+                measured = part.measure(args)
+                for outcome in [measured] if isinstance(measured, dict) else measured:
+                    answers[name] = {"environment": measured_on, **about, **outcome}
+                    part.write(path, answers[name])  # Now, so that a run that is cut short leaves what it has.
+            part.present(answers[name], path.with_suffix(".svg"))
+        return answers
 
 
 class Progress:
@@ -241,9 +197,9 @@ class Progress:
     def __init__(self, total: int) -> None:
         self._done, self._total = 0, total
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, task: str) -> None:
         """Print that this begins."""
-        print(f"[{self._done}/{self._total}] {what}", flush=True)
+        print(f"[{self._done}/{self._total}] {task}", flush=True)
         self._done += 1
 
 

@@ -43,7 +43,7 @@ def random_model(seed: int) -> RandomModel:
     layers, x = random.choice([mlp, convolutions, transformer])(random, random.choice([4, 6, 8, 12]), rows)
     n = random.choice([1, 2, 3, 4])
     cuts = [0, *sorted(random.sample(range(1, len(layers)), n - 1)), len(layers)]
-    name, parameters = type(layers[1]).__name__, sum(one.numel() for one in layers.parameters())
+    name, parameters = type(layers[1]).__name__, sum(parameter.numel() for parameter in layers.parameters())
     about = f"{len(layers)} layers ({name}, ...), {parameters} parameters, input {tuple(x.shape)}"
     balance = [end - start for start, end in pairwise(cuts)]
     return RandomModel(about, layers, x, balance, m, random.choice(["always", "except_last"]), random.random() < 0.5)

@@ -7,6 +7,7 @@ turn, and then their median: the load of a shared machine moves both sides of a 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -23,11 +24,13 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
-    "PARTS",
+    "PASSES",
     "RESULTS",
+    "Row",
     "aim",
     "aims_table",
     "environment",
+    "named_way",
     "ratios",
     "shown",
     "spread",
@@ -37,12 +40,20 @@ __all__ = [
     "write",
 ]
 
+#: A row of a result, or of its table.
+Row = dict[str, Any]
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
-#: Of a step, as they are timed.
-PARTS = ("forward", "backward")
+#: The passes of a step, as they are timed.
+PASSES = ("forward", "backward")
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def named_way(way: str) -> str:
+    """Return the name of a way to train in a table: that of a schedule is its own."""
+    return {"call": "forward and backward"}.get(way, way)
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -62,28 +73,27 @@ def ratios(small: Sequence[float], large: Sequence[float]) -> dict[str, float]:
     return spread(b / a for a, b in zip(small, large, strict=True))
 
 
-def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
-    """Return a spread as the cell of a table; a dash if there is none."""
+def shown(figures: dict[str, float] | None, digits: int = 1, scale: float = 1.0) -> str:
+    """Return a spread, times a scale, as the cell of a table; a dash if there is none."""
     if figures is None:
         return "-"
-    return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
+    median, low, high = (f"{figures[end] * scale:.{digits}f}" for end in ("median", "low", "high"))
+    return f"{median} ({low}-{high})"
 
 
-def aim(what: str, reached: float, *, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+def aim(name: str, reached: float, *, least: float = -math.inf, most: float = math.inf) -> dict[str, Any]:
     """Return what was aimed at, as a lowest or a highest value, and what was reached."""
-    if most is None:
-        assert least is not None, "an aim has a bound"
-        return {"aim": what, "at least": least, "reached": reached, "met": reached >= least}
-    return {"aim": what, "at most": most, "reached": reached, "met": reached <= most}
+    bound = {"at most": most} if math.isfinite(most) else {"at least": least}
+    return {"aim": name, **bound, "reached": reached, "met": least <= reached <= most}
 
 
 def aims_table(result: dict[str, Any]) -> str:
     """Return a table of what all parts of a result, or one of them, have aimed at and reached."""
     lines = []
     for part in result.get("parts", {"": result}).values():
-        for one in part.get("aims", ()):
-            bound = next(f"{words} {one[words]}" for words in ("at least", "at most") if words in one)
-            lines.append([one["aim"], bound, f"{one['reached']:.2f}", "yes" if one["met"] else "no"])
+        for aimed in part.get("aims", ()):
+            bound = next(f"{words} {aimed[words]}" for words in ("at least", "at most") if words in aimed)
+            lines.append([aimed["aim"], bound, f"{aimed['reached']:.2f}", "yes" if aimed["met"] else "no"])
     return table(lines, ["aim", "bound", "reached", "met"])
 
 

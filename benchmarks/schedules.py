@@ -47,23 +47,14 @@ import torchgpipe
 from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import KIB, aim, spread, table_of
+from benchmarks.records import KIB, Row, aim, named_way, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Simulation, program, simulate
 from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.held import HeldBytes, Saved
 
-__all__ = [
-    "Sleeping",
-    "pipelined_memory",
-    "pipelined_sleeping",
-    "side_by_side",
-    "step_memory",
-    "step_sleeping",
-]
-
-Row = dict[str, Any]
+__all__ = ["PARTS", "Sleeping"]
 Step = Callable[[], object]
 
 #: The ways of a step of a pipelined module.
@@ -149,11 +140,11 @@ def sleeping(args: argparse.Namespace) -> dict[str, Any]:
 
     def row(schedule: Any, n: int) -> Row:
         at = usual_places(schedule, n)
-        each = args.sleep * n / len(at)
+        seconds = args.sleep * n / len(at)
         # With a gradient of the input, I takes time in the first partition as well.
         x = torch.zeros(args.micro_batches, 1, requires_grad=True)
-        step = stepping([Sleeping(each) for _ in at], cpus(at), schedule, args.micro_batches)
-        return {"schedule": schedule, "n": n, **slept(schedule, at, each, partial(step, x), args)}
+        step = stepping([Sleeping(seconds) for _ in at], cpus(at), schedule, args.micro_batches)
+        return {"schedule": schedule, "n": n, **slept(schedule, at, seconds, partial(step, x), args)}
 
     return all_slept(args, NAMES, row, "schedule", SLEEPING_AIMS)
 
@@ -175,7 +166,7 @@ def all_slept(
     args: argparse.Namespace,
     names: Sequence[Any],
     row: Callable[[Any, int], Row],
-    what: str,
+    kind: str,
     bounds: Mapping[int, float],
 ) -> dict[str, Any]:
     """Return the rows of each name on each number of devices, and the aims."""
@@ -187,7 +178,7 @@ def all_slept(
             rows.append(row(name, n))
     aims = [
         aim(
-            f"simulated / measured, {n} devices, lowest {what}",
+            f"simulated / measured, {n} devices, lowest {kind}",
             min(row["simulated/measured"]["median"] for row in rows if row["n"] == n),
             least=bounds.get(n, 0.95),
         )
@@ -200,18 +191,18 @@ def slept(schedule: Any, at: Sequence[int], seconds: float, step: Step, args: ar
     """Return the seconds and the bubbles of a simulated step, and of steps that run; another one runs before them."""
     simulated = simulated_sleep(schedule, args.micro_batches, at, seconds)
     step()
-    found = []
+    measured = []
     for _ in range(args.turns):
         start = perf_counter()
         step()
-        found.append(perf_counter() - start)
+        measured.append(perf_counter() - start)
     return {
         "m": args.micro_batches,
         "simulated": simulated.seconds,
         "bubble": simulated.bubble,
-        "measured": spread(found),
-        "measured bubble": 1 - statistics.fmean(simulated.busy) / statistics.median(found),
-        "simulated/measured": spread(simulated.seconds / one for one in found),
+        "measured": spread(measured),
+        "measured bubble": 1 - statistics.fmean(simulated.busy) / statistics.median(measured),
+        "simulated/measured": spread(simulated.seconds / seconds for seconds in measured),
     }
 
 
@@ -233,14 +224,10 @@ def step_sleeping(result: dict[str, Any]) -> str:
 
 def pipelined_sleeping(result: dict[str, Any]) -> str:
     """Return the same table of blocks of a pipelined module."""
-    return table_of(result["rows"], {"devices": "n", "step": _named, **SLEPT})
+    return table_of(result["rows"], {"devices": "n", "step": lambda row: named_way(row["way"]), **SLEPT})
 
 
 SLEPT = {"simulated, s": "simulated:.3f", "measured, s": "measured:3", "ratio": "simulated/measured:3"}
-
-
-def _named(row: Row) -> str:
-    return "forward and backward" if row["way"] == "call" else str(row["way"])
 
 
 # ---- Activations, counted in a child.
@@ -255,17 +242,17 @@ class Counted(nn.Sequential):
 
     Attributes:
         device: where they are counted
-        given: a tensor of the caller, which does not count
+        mini_batch: the caller's, which does not count
     """
 
     device: HeldBytes
-    given: Tensor
+    mini_batch: Tensor
 
     def forward(self, input: Any) -> Any:
-        own = {one.untyped_storage().data_ptr() for one in (self.given, *self.parameters())}
+        uncounted = {tensor.untyped_storage().data_ptr() for tensor in (self.mini_batch, *self.parameters())}
 
         def pack(tensor: Tensor) -> Saved:
-            return Saved(tensor, None if tensor.untyped_storage().data_ptr() in own else self.device)
+            return Saved(tensor, None if tensor.untyped_storage().data_ptr() in uncounted else self.device)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             return super().forward(input)
@@ -277,12 +264,12 @@ def answer(peer: str, request: Request) -> Answer:
     schedule = request["schedule"] if way is None else order(way)
     at = list(range(n)) if way else usual_places(schedule, n)
     torch.manual_seed(0)
-    each = LAYERS * n // len(at)
-    layers = [Counted(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(each)]) for _ in at]
+    count = LAYERS * n // len(at)
+    layers = [Counted(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]) for _ in at]
     x = torch.randn(m * ROWS, WIDTH)
     units, value = [], x[:ROWS]
     for layer in layers:  # What each saves of a micro-batch.
-        layer.device, layer.given = HeldBytes(), x
+        layer.device, layer.mini_batch = HeldBytes(), x
         value = layer(value).detach().requires_grad_()
         units.append(layer.device.peak)
     devices = [HeldBytes() for _ in range(n)]
@@ -300,7 +287,7 @@ def answer(peer: str, request: Request) -> Answer:
         saved.append([device.peak for device in devices])
     return {
         "saved": saved[0],
-        "same_each_step": all(one == saved[0] for one in saved),
+        "same_each_step": all(peaks == saved[0] for peaks in saved),
         "allocated": max(together),
         "simulated": simulate(program(schedule, m, at), memory=units).peaks,
     }
@@ -310,10 +297,11 @@ def activations(args: argparse.Namespace) -> dict[str, Any]:
     """Count every schedule without checkpointing, and 'GPipe' with it, on four devices."""
     wanted = [*({"schedule": schedule, "mode": "never"} for schedule in NAMES), {"schedule": "GPipe", "mode": "always"}]
     rows = all_counted(args, wanted)
-    kept = {row["schedule"]: row for row in rows if row["mode"] == "never"}
+    by_schedule = {row["schedule"]: row for row in rows if row["mode"] == "never"}
+    split = most_saved(by_schedule["ZeroBubble"])
     aims = [
-        *kept_aims(kept, "schedules"),
-        aim("ZeroBubble / 1F1B, activations", most_saved(kept["ZeroBubble"]) / most_saved(kept["1F1B"]), most=1.5),
+        *kept_aims(by_schedule, "schedules"),
+        aim("ZeroBubble / 1F1B, activations", split / most_saved(by_schedule["1F1B"]), most=1.5),
     ]
     return {"rows": rows, "aims": aims}
 
@@ -328,9 +316,9 @@ def all_counted(args: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
     rows = []
     progress = Progress(len(wanted))
     with running(["ours"], "schedules.py") as peers:
-        for one in wanted:
-            progress(f"activations, {', '.join(one.values())}")
-            shape = {"n": DEVICES, "m": args.micro_batches, **one}
+        for way in wanted:
+            progress(f"activations, {', '.join(way.values())}")
+            shape = {"n": DEVICES, "m": args.micro_batches, **way}
             rows.append({**shape, **peers["ours"].ask({**shape, "steps": args.steps})})
     return rows
 
@@ -339,12 +327,12 @@ def most_saved(row: Row) -> float:
     return float(max(row["saved"]))
 
 
-def kept_aims(rows: Mapping[str, Row], what: str) -> list[dict[str, Any]]:
+def kept_aims(rows: Mapping[str, Row], kind: str) -> list[dict[str, Any]]:
     """Return the aims with what was reached: ratios of the devices that keep the most."""
     over = max(a / b for row in rows.values() for a, b in zip(row["saved"], row["simulated"], strict=True))
     return [
         aim("1F1B / GPipe, activations", most_saved(rows["1F1B"]) / most_saved(rows["GPipe"]), most=0.35),
-        aim(f"activations / simulated, highest device of all {what}", over, most=1.05),
+        aim(f"activations / simulated, highest device of all {kind}", over, most=1.05),
     ]
 
 
@@ -360,7 +348,7 @@ def step_memory(result: dict[str, Any]) -> str:
 
 def pipelined_memory(result: dict[str, Any]) -> str:
     """Return the same table of a pipelined module."""
-    return table_of(result["rows"], {"step": _named, **SAVED})
+    return table_of(result["rows"], {"step": lambda row: named_way(row["way"]), **SAVED})
 
 
 SAVED: dict[str, Callable[[Row], str]] = {
@@ -408,20 +396,16 @@ def side_by_side(result: dict[str, Any]) -> str:
     return table_of(seconds.items(), {"a step": lambda row: row[0], "time": lambda row: f"{row[1] * 1e3:.0f} ms"})
 
 
-def showing(title: str, tabled: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    return lambda result: {title: tabled(result)}
-
-
 PARTS = {
-    "sleeping": Part("step/sleeping", sleeping, showing("layers that sleep", step_sleeping)),
+    "sleeping": Part("step:sleeping", sleeping, {"layers that sleep": step_sleeping}),
     "pipelined_sleeping": Part(
-        "pipelined/sleeping", sleeping_pipelined, showing("blocks of a pipelined module that sleep", pipelined_sleeping)
+        "pipelined:sleeping", sleeping_pipelined, {"blocks of a pipelined module that sleep": pipelined_sleeping}
     ),
-    "activations": Part("step/memory", activations, showing("activations", step_memory)),
+    "activations": Part("step:memory", activations, {"activations": step_memory}),
     "pipelined_activations": Part(
-        "pipelined/memory", activations_pipelined, showing("activations of a pipelined module", pipelined_memory)
+        "pipelined:memory", activations_pipelined, {"activations of a pipelined module": pipelined_memory}
     ),
-    "recorded": Part("side_by_side", recorded, showing("a step of blocks that sleep", side_by_side)),
+    "recorded": Part("side_by_side", recorded, {"a step of blocks that sleep": side_by_side}),
 }
 
 

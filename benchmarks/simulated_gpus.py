@@ -19,29 +19,30 @@ import os
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models.gpt import Block
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import aim, aims_table, shown, spread, table
+from benchmarks.records import Row, aim, shown, spread, table, table_of
 from benchmarks.schedules import stepping
 from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
 
-__all__ = ["simulated_blocks", "simulated_cards", "simulated_devices"]
-
-Row = dict[str, Any]
+__all__ = ["PARTS"]
 
 #: What such cards reach in practice: products of matrices in bfloat16, memory, and the link between two of them.
 CARDS = {
     "A100-like": {"flops": 200e12, "bandwidth": 1.4e12, "link": 200e9},
     "consumer": {"flops": 80e12, "bandwidth": 0.8e12, "link": 20e9},
 }
+
+ABOUT = {"unit": "seconds, simulated", "cards": CARDS}
 
 #: Tokens of a sequence; a micro-batch has as many sequences as make a block take its time.
 TOKENS = 128
@@ -55,23 +56,13 @@ BESIDE = 1.05
 WAYS = ("forward", "step", "pipelined")
 
 
-class GPTBlock(nn.Module):
+class GPTBlock(Block):
     """Causal attention and a feedforward network, each behind a norm and beside a residual."""
 
     width, heads = 2048, 16
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(self.width), nn.LayerNorm(self.width)
-        self.qkv, self.out = nn.Linear(self.width, 3 * self.width), nn.Linear(self.width, self.width)
-        self.up, self.down = nn.Linear(self.width, 4 * self.width), nn.Linear(4 * self.width, self.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(b, t, -1))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        super().__init__(self.width, self.heads)
 
 
 class MLPBlock(nn.Module):
@@ -95,8 +86,8 @@ def block(kind: str) -> nn.Module:
         return BLOCKS[kind]().to(torch.bfloat16)
 
 
-def inputs(rows: int) -> Tensor:
-    return torch.empty(rows, TOKENS, GPTBlock.width, device="late:0", dtype=torch.bfloat16)
+def inputs(rows: int, device: str = "late:0") -> Tensor:
+    return torch.empty(rows, TOKENS, GPTBlock.width, device=device, dtype=torch.bfloat16)
 
 
 # ---- The ideal.
@@ -119,7 +110,7 @@ def kernels(run: Callable[[], object]) -> float:
 
     late.intervals()
     run()
-    return sum(one.end - one.start for one in late.intervals() if one.kind == "kernel")
+    return sum(interval.end - interval.start for interval in late.intervals() if interval.kind == "kernel")
 
 
 def costs_of(kind: str, milliseconds: float, card: dict[str, float]) -> Costs:
@@ -173,7 +164,7 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
         x.requires_grad_()
         for _ in range(2):
             train(x)
-        found = []
+        steps = []
         for _ in range(turns):
             x.grad = None
             for device in range(n):
@@ -184,7 +175,7 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
             host = process_time() - host
             for device in range(n):
                 torch.accelerator.synchronize(device)
-            found.append(outcome(late.intervals(), start, host, n))
+            steps.append(outcome(late.intervals(), start, host, n))
     ideal = simulate(program(schedule, m, places), costs.actions, transfer=costs.copy)
     cells = m * len(places)
     of_cell = costs.actions["F"] + costs.actions["B"]
@@ -198,29 +189,30 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
         "block": costs.actions["F"],
         "ideal": ideal.seconds,
         "ideal bubble": ideal.bubble,
-        "seconds": spread(one["seconds"] for one in found),
-        "share": spread(ideal.seconds / one["seconds"] for one in found),
-        "bubble": statistics.median(one["bubble"] for one in found),
-        "in the shadow": statistics.median(one["in the shadow"] for one in found),
-        "host of a cell": spread(one["host"] / cells for one in found),
+        "seconds": spread(step["seconds"] for step in steps),
+        "share": spread(ideal.seconds / step["seconds"] for step in steps),
+        "bubble": statistics.median(step["bubble"] for step in steps),
+        "in the shadow": statistics.median(step["in the shadow"] for step in steps),
+        "host of a cell": spread(step["host"] / cells for step in steps),
         "host of a plain cell": costs.host,
         "device of a cell": of_cell,
         # One host launches for all devices.
-        "host over devices": spread(one["host"] / cells * n / of_cell for one in found),
+        "host over devices": spread(step["host"] / cells * n / of_cell for step in steps),
     }
 
 
 def outcome(intervals: Sequence[Any], start: float, host: float, n: int) -> Row:
     """Return what a step took, and for which share of the time of copies the device that sends computes."""
-    busy = [Busy([one for one in intervals if one.device == k and one.kind == "kernel"]) for k in range(n)]
-    copies = [one for one in intervals if one.kind == "copy"]
-    seconds = max(one.end for one in intervals) - start
-    covered = sum(busy[one.device].until(one.end) - busy[one.device].until(one.start) for one in copies)
-    copied = sum(one.end - one.start for one in copies)
+    kernels = [interval for interval in intervals if interval.kind == "kernel"]
+    busy = [Busy([kernel for kernel in kernels if kernel.device == k]) for k in range(n)]
+    copies = [interval for interval in intervals if interval.kind == "copy"]
+    seconds = max(interval.end for interval in intervals) - start
+    covered = sum(busy[copy.device].until(copy.end) - busy[copy.device].until(copy.start) for copy in copies)
+    copied = sum(copy.end - copy.start for copy in copies)
     return {
         "seconds": seconds,
         "host": host,
-        "bubble": 1 - sum(own.until(math.inf) for own in busy) / (n * seconds),
+        "bubble": 1 - sum(of_device.until(math.inf) for of_device in busy) / (n * seconds),
         "in the shadow": covered / copied if copied else 1.0,
     }
 
@@ -229,9 +221,9 @@ class Busy:
     """How long a device has computed until a time."""
 
     def __init__(self, kernels: Sequence[Any]) -> None:
-        kernels = sorted(kernels, key=lambda one: one.start)
-        self._starts = [one.start for one in kernels]
-        self._lengths = [one.end - one.start for one in kernels]
+        kernels = sorted(kernels, key=lambda kernel: kernel.start)
+        self._starts = [kernel.start for kernel in kernels]
+        self._lengths = [kernel.end - kernel.start for kernel in kernels]
         self._before = [0.0, *accumulate(self._lengths)]
 
     def until(self, time: float) -> float:
@@ -242,66 +234,67 @@ class Busy:
 # ---- The parts.
 
 
+#: A model, a card, the number of devices, milliseconds of a block, a schedule and a way to train.
+Case: TypeAlias = tuple[str, str, int, float, Any, str]
+
+
+def all_measured(cases: Sequence[Case], turns: int) -> list[Row]:
+    progress, rows = Progress(len(cases)), []
+    for kind, card, n, milliseconds, schedule, way in cases:
+        progress(f"{kind}, {card}, {n} devices, blocks of {milliseconds} ms, {schedule}, {way}")
+        rows.append(measured(kind, card, n, milliseconds, schedule, way, turns))
+    return rows
+
+
 def devices(args: argparse.Namespace) -> Row:
     """Measure every schedule and way on each number of devices, with blocks of the sizes of the aims."""
-    some = [(n, ms, schedule, way) for n in args.partitions for ms in AIMS for way in WAYS for schedule in NAMES]
-    some = [one for one in some if one[3] != "forward" or one[2] == "GPipe"]
-    progress = Progress(len(some))
-    rows = []
-    for n, ms, schedule, way in some:
-        progress(f"GPT, A100-like, {n} devices, blocks of {ms} ms, {schedule}, {way}")
-        rows.append(measured("GPT", "A100-like", n, ms, schedule, way, args.turns))
-    return {"rows": rows, "aims": aims(rows)}
+    cases: list[Case] = [
+        ("GPT", "A100-like", n, milliseconds, schedule, way)
+        for n, milliseconds, way, schedule in product(args.partitions, AIMS, WAYS, NAMES)
+        if way != "forward" or schedule == "GPipe"
+    ]
+    rows = all_measured(cases, args.turns)
+    return {**ABOUT, "rows": rows, "aims": aims(rows)}
 
 
 def blocks(args: argparse.Namespace) -> Row:
     """Measure blocks of many sizes on the most devices: from which size on is the host no longer the limit?"""
-    some = [(ms, schedule) for ms in args.milliseconds for schedule in args.schedules]
-    progress = Progress(len(some))
-    rows = []
-    for ms, schedule in some:
-        progress(f"GPT, A100-like, blocks of {ms} ms, {schedule}")
-        rows.append(measured("GPT", "A100-like", max(args.partitions), ms, schedule, "step", args.turns))
-    return {"rows": rows}
+    most = max(args.partitions)
+    sizes = product(args.milliseconds, args.schedules)
+    cases: list[Case] = [("GPT", "A100-like", most, milliseconds, schedule, "step") for milliseconds, schedule in sizes]
+    return {**ABOUT, "rows": all_measured(cases, args.turns)}
 
 
 def cards(args: argparse.Namespace) -> Row:
     """Measure both cards and models on the most devices."""
-    some = [(card, kind, ms, way) for card in CARDS for kind in BLOCKS for ms in AIMS for way in WAYS]
-    progress = Progress(len(some))
-    rows = []
-    for card, kind, ms, way in some:
-        progress(f"{kind}, {card}, blocks of {ms} ms, {way}")
-        schedule = "GPipe" if way == "forward" else "1F1B"
-        rows.append(measured(kind, card, max(args.partitions), ms, schedule, way, args.turns))
-    return {"rows": rows}
+    most = max(args.partitions)
+    cases: list[Case] = [
+        (kind, card, most, milliseconds, "GPipe" if way == "forward" else "1F1B", way)
+        for card, kind, milliseconds, way in product(CARDS, BLOCKS, AIMS, WAYS)
+    ]
+    return {**ABOUT, "rows": all_measured(cases, args.turns)}
 
 
 def aims(rows: Sequence[Row]) -> list[Row]:
     """Return what was aimed at: the lowest share of the ideal, and the most that `pipelined` takes over GPipe."""
-    found = []
+    made = []
     most = max(row["n"] for row in rows)
-    own = [row for row in rows if row["n"] == most]
     for ms, bound in AIMS.items():
+        alike = [row for row in rows if row["n"] == most and near(row["block"], ms)]
         for way in WAYS:
-            some = [row for row in own if row["way"] == way and near(row["block"], ms)]
-            if some:
-                reached = min(row["share"]["median"] for row in some)
-                what = f"simulated: share of the ideal, {most} devices, blocks of {ms:g} ms, lowest of {way}"
-                found.append(aim(what, reached, least=bound))
-        pairs = [
-            row["seconds"]["median"] / other["seconds"]["median"]
-            for row in own
-            for other in own
-            if (row["way"], other["way"]) == ("pipelined", "step")
-            and row["schedule"] == other["schedule"]
-            and near(row["block"], ms)
-            and near(other["block"], ms)
-        ]
-        if pairs:
-            what = f"simulated: pipelined over GPipe, {most} devices, blocks of {ms:g} ms, highest schedule"
-            found.append(aim(what, max(pairs), most=BESIDE))
-    return found
+            shares = [row["share"]["median"] for row in alike if row["way"] == way]
+            if shares:
+                name = f"simulated: share of the ideal, {most} devices, blocks of {ms:g} ms, lowest of {way}"
+                made.append(aim(name, min(shares), least=bound))
+        of_pipelined, of_step = (
+            {row["schedule"]: row["seconds"]["median"] for row in alike if row["way"] == way}
+            for way in ("pipelined", "step")
+        )
+        over = [seconds / of_step[schedule] for schedule, seconds in of_pipelined.items() if schedule in of_step]
+        if over:
+            name = f"simulated: pipelined over GPipe, {most} devices, blocks of {ms:g} ms, highest schedule"
+            made.append(aim(name, max(over), most=BESIDE))
+    return made
 
 
 def near(seconds: float, milliseconds: float) -> bool:
@@ -317,32 +310,26 @@ def simulated_devices(result: Row) -> str:
     by_key: dict[Any, dict[str, Row]] = {}
     for row in result["rows"]:
         by_key.setdefault((row["n"], f"{row['block'] * 1e3:.1f}", row["schedule"]), {})[row["way"]] = row
-    for (n, ms, schedule), own in by_key.items():
-        step = own["step"]
+    for (n, ms, schedule), by_way in by_key.items():
+        step = by_way["step"]
         bubble = f"{step['ideal bubble']:.0%} / {step['bubble']:.0%}"
-        shares = [shown(own[way]["share"] if way in own else None, 2) for way in WAYS]
+        shares = [shown(by_way[way]["share"] if way in by_way else None, 2) for way in WAYS]
         lines.append([n, ms, schedule, *shares, bubble, f"{step['in the shadow']:.0%}"])
     header = ["devices", "block, ms", "schedule", *WAYS, "bubble, ideal / step", "copied in the shadow"]
     return table(lines, header)
 
 
 def _of_cells(result: Row, *first: str) -> str:
-    lines = [
-        [
-            *[row[key] for key in first],
-            f"{row['block'] * 1e3:.2f}",
-            row["schedule"],
-            row["way"],
-            shown(row["share"], 2),
-            shown({key: value * 1e3 for key, value in row["host of a cell"].items()}, 2),
-            f"{row['host of a plain cell'] * 1e3:.2f}",
-            f"{row['device of a cell'] * 1e3:.2f}",
-            shown(row["host over devices"], 2),
-        ]
-        for row in result["rows"]
-    ]
-    figures = ["share of the ideal", "host of a cell, ms", "plain, ms", "device, ms", "host / devices"]
-    return table(lines, [*first, "block, ms", "schedule", "way", *figures])
+    columns: dict[str, Any] = {
+        **{name: name for name in first},
+        "block, ms": lambda row: f"{row['block'] * 1e3:.2f}",
+        **{"schedule": "schedule", "way": "way", "share of the ideal": "share:2"},
+        "host of a cell, ms": lambda row: shown(row["host of a cell"], 2, 1e3),
+        "plain, ms": lambda row: f"{row['host of a plain cell'] * 1e3:.2f}",
+        "device, ms": lambda row: f"{row['device of a cell'] * 1e3:.2f}",
+        "host / devices": "host over devices:2",
+    }
+    return table_of(result["rows"], columns)
 
 
 def simulated_blocks(result: Row) -> str:
@@ -355,30 +342,17 @@ def simulated_cards(result: Row) -> str:
     return _of_cells(result, "card", "model")
 
 
-def showing(
-    measure: Callable[[argparse.Namespace], Row], title: str, tabled: Callable[[Row], str]
-) -> tuple[Callable[[argparse.Namespace], Row], Callable[[Row], dict[str, str]]]:
-    """Return what measures a part, and what shows it."""
-    return (
-        lambda args: {"unit": "seconds, simulated", "cards": CARDS, **measure(args)},
-        lambda result: {
-            title: tabled(result),
-            **({"what was aimed at": aims_table(result)} if "aims" in result else {}),
-        },
-    )
-
-
 PARTS = {
-    "devices": Part("simulated_gpus/devices", *showing(devices, "simulated: share of the ideal", simulated_devices)),
-    "blocks": Part("simulated_gpus/blocks", *showing(blocks, "simulated: sizes of a block", simulated_blocks)),
-    "cards": Part("simulated_gpus/cards", *showing(cards, "simulated: cards and models", simulated_cards)),
+    "devices": Part("simulated_gpus:devices", devices, {"simulated: share of the ideal": simulated_devices}),
+    "blocks": Part("simulated_gpus:blocks", blocks, {"simulated: sizes of a block": simulated_blocks}),
+    "cards": Part("simulated_gpus:cards", cards, {"simulated: cards and models": simulated_cards}),
 }
 
 
 def begin(args: argparse.Namespace) -> None:
     """Load the simulated devices."""
     torch.set_num_threads(1)
-    os.environ.setdefault("LATE_DEVICES", str(max(args.partitions)))
+    os.environ.setdefault("LATE_DEVICES", str(max(getattr(args, "partitions", [1]))))
     from tests import late
 
     late.load()

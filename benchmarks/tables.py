@@ -17,32 +17,31 @@ from typing import Any
 from benchmarks import (
     balance,
     distributed,
-    host_proof,
     host_time,
-    host_timeline,
     mechanisms,
     memory,
-    memory_capacity,
-    memory_copies,
     offload,
-    plan_choice,
-    plan_prediction,
-    plan_search,
-    plan_splits,
+    plan,
     schedules,
     simulated_gpus,
-    training_accuracy,
+    training,
     training_cores,
-    training_speed,
 )
 from benchmarks.campaigns import faults, packages, robustness
-from benchmarks.campaigns.architectures import report
+from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.gpu import gpu_table
-from benchmarks.records import MIB, PARTS, RESULTS, aims_table, table
+from benchmarks.program import Part
+from benchmarks.records import MIB, PASSES, RESULTS, aims_table, table
 
 README = Path(__file__).resolve().parent / "README.md"
 #: The page of all tables.
 RESULTS_PAGE = RESULTS / "README.md"
+
+#: Whose parts have tables.
+BENCHMARKS = (
+    *(balance, distributed, host_time, mechanisms, memory, offload, plan, schedules, simulated_gpus, training),
+    *(faults, packages, robustness),
+)
 
 
 def render(text: str) -> str:
@@ -63,7 +62,7 @@ def summary() -> str:
     pair = ("ours", "original")
     rows = []
     cells = {(row["threads"], row["mode"]): row for row in _result("overhead")["modes"]}
-    for part in PARTS:
+    for part in PASSES:
         figures = [f"{cells['inline', 'except_last'][part][peer]['median']:.0f} us" for peer in pair]
         rows.append([f"host time of a cell, {part}", *figures, _link("overhead")])
     keys = ("mode", "n", "m", "threads", "gradients")
@@ -91,20 +90,16 @@ def figures() -> str:
 
     def cell(threads: str) -> str:
         row = cells[threads, "except_last"]
-        each = {peer: sum(row[part][peer]["median"] for part in PARTS) for peer in ("ours", "original", "plain")}
-        return " / ".join(f"{microseconds:.0f}" for microseconds in each.values()) + " us"
+        times = {peer: sum(row[part][peer]["median"] for part in PASSES) for peer in ("ours", "original", "plain")}
+        return " / ".join(f"{microseconds:.0f}" for microseconds in times.values()) + " us"
 
     step, pipelined, plan_ = (_result(name)["parts"] for name in ("step", "pipelined", "plan"))
     calls = {
         threads: [row["step/call"]["median"] for row in step["host"]["rows"] if row["threads"] == threads]
         for threads in ("inline", "workers")
     }
-    own = [
-        row["micro-batch"]["median"]
-        for threads in ("inline", "workers")
-        for row in pipelined["host"]["costs"]
-        if (row["threads"], row["way"]) == (threads, "step")
-    ]
+    costs = pipelined["host"]["costs"]  # In one thread, then with workers.
+    of_micro_batch = [row["micro-batch"]["median"] for row in costs if row["way"] == "step"]
     random = _result("random_memory")["counts"]
     speed = step["speed"]["rows"]
     alike = [row["over the same"][name]["median"] for row in speed for name in ("GPipe", "1F1B")]
@@ -126,7 +121,7 @@ def figures() -> str:
         ],
         [
             "host time of a micro-batch of a pipelined module, one thread / workers",
-            " / ".join(f"{microseconds:.0f}" for microseconds in own) + " us",
+            " / ".join(f"{microseconds:.0f}" for microseconds in of_micro_batch) + " us",
             "pipelined",
         ],
         [
@@ -148,7 +143,7 @@ def figures() -> str:
             "balance",
         ],
     ]
-    lines = [[what, figure, f"[{name}.json](results/{name}.json)"] for what, figure, name in rows]
+    lines = [[measured, figure, f"[{name}.json](results/{name}.json)"] for measured, figure, name in rows]
     return table(lines, ["measured", "figures", "result"])
 
 
@@ -165,78 +160,36 @@ def _result(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def _of(name: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """Return what makes a table of a result; ``"step/host"`` is the part `host` of `step.json`."""
-    file, _, part = name.partition("/")
-
-    def made() -> str:
-        result = _result(file)
-        return make(result["parts"].get(part, {"rows": [], "costs": []}) if part else result)
-
-    return made
+def _of(part: Part, table_of_part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    return lambda: table_of_part(part.read(part.path()))
 
 
-#: By the name that a page calls a table by.
+def _whole(name: str, table_of_result: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    return lambda: table_of_result(_result(name))
+
+
+#: By the name that a page calls a table by: that of the function which makes it.
 TABLES: dict[str, Callable[[], str]] = {
-    name: _of(result, make)
-    for name, (result, make) in {
-        "host_time": ("overhead", host_time.host_time),
-        "host_time_by_mode": ("overhead", host_time.host_time_by_mode),
-        "several": ("overhead", host_time.several),
-        "growth": ("overhead", host_time.growth),
-        "deep": ("overhead", host_time.deep),
-        "step_host": ("step/host", host_time.step_host),
-        "pipelined_host": ("pipelined/host", host_time.pipelined_host),
-        "pipelined_times": ("pipelined/host", host_time.pipelined_times),
-        "pipelined_proof": ("pipelined/proof", host_proof.pipelined_proof),
-        "timeline": ("timeline", host_timeline.timeline),
-        "memory": ("memory", memory.memory),
-        "memory_by_mode": ("memory", memory.memory_by_mode),
-        "random_memory": ("random_memory", memory.random_memory),
-        "capacity": ("capacity", memory_capacity.capacity),
-        "capacity_growth": ("capacity", memory_capacity.capacity_growth),
-        "skips": ("skips", memory_copies.skips),
-        "step_sleeping": ("step/sleeping", schedules.step_sleeping),
-        "step_memory": ("step/memory", schedules.step_memory),
-        "pipelined_sleeping": ("pipelined/sleeping", schedules.pipelined_sleeping),
-        "pipelined_memory": ("pipelined/memory", schedules.pipelined_memory),
-        "speed": ("speed", training_speed.speed_ups),
-        "speed_targets": ("speed", training_speed.speed_targets),
-        "speed_published": ("speed", training_speed.speed_published),
-        "step_speed": ("step/speed", training_cores.step_speed),
-        "step_aims": ("step", aims_table),
-        "pipelined_speed": ("pipelined/speed", training_cores.pipelined_speed),
-        "pipelined_splits": ("pipelined/splits", training_cores.pipelined_splits),
-        "pipelined_aims": ("pipelined", aims_table),
-        "transparency": ("transparency", training_accuracy.transparency),
-        "ablation": ("ablation", mechanisms.ablation),
-        "batchnorm": ("batchnorm", mechanisms.batchnorm),
-        "balance_vectors": ("balance", balance.balance_vectors),
-        "balance_reality": ("balance", balance.balance_reality),
-        "distributed": ("distributed", distributed.distributed),
-        "simulated_blocks": ("simulated_gpus/blocks", simulated_gpus.simulated_blocks),
-        "simulated_devices": ("simulated_gpus/devices", simulated_gpus.simulated_devices),
-        "simulated_cards": ("simulated_gpus/cards", simulated_gpus.simulated_cards),
-        "simulated_aims": ("simulated_gpus", aims_table),
-        "offload": ("offload", offload.offload),
-        "plan_prediction": ("plan/prediction", plan_prediction.plan_prediction),
-        "plan_memory": ("plan/prediction", plan_prediction.plan_memory),
-        "plan_choice": ("plan/choice", plan_choice.plan_choice),
-        "plan_optimal": ("plan/splits", plan_splits.plan_optimal),
-        "plan_splits": ("plan/splits", plan_splits.plan_splits),
-        "plan_search": ("plan/search", plan_search.plan_search),
-        "plan_aims": ("plan", aims_table),
-        "faults": ("faults", faults.faults),
-        "robustness": ("robustness", robustness.robustness),
-        "endurance": ("robustness", robustness.endurance_table),
-        "architectures": ("architectures", report.counts),
-        "supported_models": ("architectures", report.supported_models),
-        "unsupported_models": ("architectures", report.unsupported_models),
-        "packages": ("packages", packages.packages),
-        "import_times": ("packages", packages.import_times),
-    }.items()
+    table_of_part.__name__: _of(part, table_of_part)
+    for benchmark in BENCHMARKS
+    for part in benchmark.PARTS.values()
+    for table_of_part in part.tables.values()
 }
-TABLES |= {"gpu": gpu_table, "summary": summary, "figures": figures}
+TABLES |= {
+    f"{name}_aims": _whole(result, aims_table)
+    for name, result in (
+        ("step", "step"),
+        ("pipelined", "pipelined"),
+        ("plan", "plan"),
+        ("simulated", "simulated_gpus"),
+    )
+}
+TABLES |= {
+    table_of_models.__name__: _whole("architectures", table_of_models)
+    for table_of_models in (architectures, supported_models, unsupported_models)
+}
+TABLES |= {"robustness": _whole("robustness", robustness.robustness), "gpu": gpu_table}
+TABLES |= {"summary": summary, "figures": figures}
 
 #: What stands above a table as soon as it is measured.
 PICTURES = {

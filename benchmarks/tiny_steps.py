@@ -144,7 +144,7 @@ def lowest(runs: Mapping[str, Callable[[], object]], turns: int, start: Callable
         timed(run)
     with uncollected():
         times = [[timed(run) for run in runs.values()] for _ in range(turns)]
-    return {name: min(own) for name, own in zip(runs, zip(*times))}
+    return {name: min(seconds) for name, seconds in zip(runs, zip(*times))}
 
 
 # ---- What can be asked.
@@ -167,7 +167,7 @@ def cells(peer: str, request: Request) -> Answer:
     count = m * len(request["balance"])
     answer: Answer = {}
     for name in times[0]:
-        seconds = [each[name] for each in times]
+        seconds = [step[name] for step in times]
         answer[name] = min(seconds) / count * 1e6
         answer[f"{name}_typical"] = statistics.median(seconds) / count * 1e6
     return answer
@@ -216,7 +216,7 @@ def step(peer: str, request: Request) -> Answer:
         model.zero_grad(set_to_none=True)
         synchronize(devices)
 
-    return {name: own / (m * n) * 1e6 for name, own in lowest(runs, request["steps"], start).items()}
+    return {name: seconds / (m * n) * 1e6 for name, seconds in lowest(runs, request["steps"], start).items()}
 
 
 def one_by_one(model: Model, x: Tensor, m: int) -> Callable[[], None]:
@@ -255,8 +255,8 @@ def pipelined(peer: str, request: Request) -> Answer:
         split = split_by_export(made(), x[:ROWS], {f"blocks.{count // 2}": 1})
         runs["export"] = one_by_one(lambda part: split(part)[0], x, m)  # It makes a tuple of the output.
 
-    found = lowest(runs, request["steps"], start=lambda: None)
-    return {name: own / m * 1e6 for name, own in found.items()}
+    quickest = lowest(runs, request["steps"], start=lambda: None)
+    return {name: seconds / m * 1e6 for name, seconds in quickest.items()}
 
 
 KINDS = {"cells": cells, "deep": deep, "step": step, "pipelined": pipelined}

@@ -6,9 +6,7 @@ and through a pipeline with `deferred_batch_norm=True`, which tracks running sta
 with three sizes of mini-batches, the learning rate growing with them. torchgpipe asked the same of ResNet-101 on
 ImageNet.
 
-    python -m benchmarks.training --only accuracy                       # scikit-learn's handwritten digits, on the CPU
-    python -m benchmarks.training --only accuracy --cifar10 FOLDER      # with the files of "CIFAR-10 binary version"
-    python -m benchmarks.training --only accuracy --size paper --cifar10 FOLDER   # ResNet-101, mini-batches up to 4k
+    python -m benchmarks.training --only accuracy    # handwritten digits, on the CPU
 
 The digits come with scikit-learn. All random numbers depend on the seed, so on the CPU the figures can be reproduced.
 """
@@ -16,24 +14,23 @@ The digits come with scikit-learn. All random numbers depend on the seed, so on 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models import resnet, resnet101
+from benchmarks.models import resnet
 from benchmarks.placement import placed
 from benchmarks.program import Progress
 from benchmarks.records import spread, table_of
 from torchgpipe import GPipe
 from torchgpipe_balancing import balance_by_parameters
 
-__all__ = ["measure", "show", "transparency"]
+__all__ = ["measure", "transparency"]
 
 PEERS = ("plain", "ours")
 
@@ -41,7 +38,6 @@ PEERS = ("plain", "ours")
 class Data(NamedTuple):
     """Images of shape (count, 3, height, width), and their classes."""
 
-    name: str
     images: Tensor
     classes: Tensor
     test_images: Tensor
@@ -52,26 +48,18 @@ class Training(NamedTuple):
     """How a model is trained.
 
     Attributes:
-        make: makes the model, from the number of classes
         batches: the sizes of mini-batches
+        epochs: passes over the images
         chunks: the micro-batches that a pipeline splits each into
         partitions: of the pipeline
-        epochs: passes over the images
         rate: the learning rate for the smallest mini-batch; it grows in proportion
     """
 
-    make: Callable[[int], nn.Sequential]
     batches: Sequence[int]
-    chunks: int
-    partitions: int
     epochs: int
-    rate: float
-
-
-TRAININGS = {
-    "small": Training(lambda classes: resnet((1, 1), classes, width=8), (32, 64, 128), 4, 2, 6, 0.05),
-    "paper": Training(resnet101, (256, 1024, 4096), 8, 8, 90, 0.1),
-}
+    chunks: int = 4
+    partitions: int = 2
+    rate: float = 0.05
 
 
 def digits() -> Data:
@@ -79,30 +67,14 @@ def digits() -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise SystemExit("the digits come with scikit-learn: pip install scikit-learn, or give --cifar10") from error
-    found = load_digits()
-    images = torch.from_numpy(found.images).float().div(16).sub(0.5)
+        raise SystemExit("the digits come with scikit-learn: pip install scikit-learn") from error
+    read = load_digits()
+    images = torch.from_numpy(read.images).float().div(16).sub(0.5)
     images = F.interpolate(images[:, None], scale_factor=2).expand(-1, 3, -1, -1)
-    classes = torch.from_numpy(found.target).long()
+    classes = torch.from_numpy(read.target).long()
     # Other people wrote the last fifth.
     last = len(images) // 5
-    return Data("digits", images[:-last], classes[:-last], images[-last:], classes[-last:])
-
-
-def cifar10(folder: Path) -> Data:
-    """Return CIFAR-10 from its binary version, in which an image is a byte for its class and 3 x 32 x 32 pixels."""
-
-    def read(names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise SystemExit(
-                f"{folder} lacks {', '.join(missing)}; it is to hold the files of CIFAR-10's binary version"
-            )
-        rows = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]).reshape(-1, 1 + 3 * 32 * 32)
-        pixels = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32)).float().div(255)
-        return pixels.sub(0.5), torch.from_numpy(rows[:, 0].astype(np.int64))
-
-    return Data("CIFAR-10", *read([f"data_batch_{k}.bin" for k in range(1, 6)]), *read(["test_batch.bin"]))
+    return Data(images[:-last], classes[:-last], images[-last:], classes[-last:])
 
 
 def wrapped(peer: str, module: nn.Sequential, training: Training, devices: list[str]) -> tuple[nn.Module, str, str]:
@@ -126,13 +98,13 @@ def rate_at(epoch: float, training: Training, batch: int) -> float:
     warm = training.epochs / 20
     if epoch < warm:
         return top * epoch / warm
-    return top * 0.5 * (1 + float(np.cos(np.pi * (epoch - warm) / (training.epochs - warm))))
+    return top * 0.5 * (1 + math.cos(math.pi * (epoch - warm) / (training.epochs - warm)))
 
 
 def train(peer: str, data: Data, training: Training, batch: int, seed: int, devices: list[str]) -> float:
     """Return the share of test images that are classified right in the end."""
     torch.manual_seed(seed)
-    model, first, last = wrapped(peer, training.make(10), training, devices)
+    model, first, last = wrapped(peer, resnet((1, 1), 10, width=8), training, devices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4, nesterov=True)
     order = torch.Generator().manual_seed(seed)
     count = len(data.images) // batch  # The rest would be a smaller mini-batch, so it is left out of this epoch.
@@ -152,12 +124,9 @@ def train(peer: str, data: Data, training: Training, batch: int, seed: int, devi
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Train both ways with each size of mini-batches, from several seeds."""
-    if args.size == "paper" and args.cifar10 is None:
-        raise SystemExit("--size paper is for larger images than the digits: give --cifar10 FOLDER")
-    training = TRAININGS["paper" if args.size == "paper" else "small"]
-    training = training._replace(batches=args.batches or training.batches, epochs=args.epochs or training.epochs)
+    training = Training(args.batches, args.epochs)
     torch.set_num_threads(1)
-    data = digits() if args.cifar10 is None else cifar10(args.cifar10)
+    data = digits()
     peers = [name for name in PEERS if name in args.peers]
     rows: list[dict[str, Any]] = []
     progress = Progress(len(peers) * len(training.batches) * args.seeds)
@@ -172,7 +141,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows.append({"experiment": name, "peer": peer, "batch": batch, **figures, **mean_of(accuracies)})
     return {
         "unit": "share of test images that are classified right",
-        **{"data": data.name, "seeds": args.seeds},
+        **{"data": "digits", "seeds": args.seeds},
         **{name: getattr(training, name) for name in ("chunks", "partitions", "epochs", "rate")},
         "rows": rows,
         "differences": differences(rows),
@@ -186,20 +155,20 @@ def mean_of(values: Sequence[float]) -> dict[str, float]:
 def differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what the pipeline gains or loses, seed by seed."""
     by_batch = {(row["peer"], row["batch"]): row for row in rows}
-    found = []
+    gained = []
     for (peer, batch), row in by_batch.items():
         if peer == "ours" and ("plain", batch) in by_batch:
             pairs = zip(row["accuracies"], by_batch["plain", batch]["accuracies"], strict=True)
-            found.append({"batch": batch, **mean_of([ours - plain for ours, plain in pairs])})
-    return found
+            gained.append({"batch": batch, **mean_of([ours - plain for ours, plain in pairs])})
+    return gained
 
 
 def transparency(result: dict[str, Any]) -> str:
     gained = {row["batch"]: row for row in result["differences"]}
 
     def beside(row: dict[str, Any]) -> str:
-        one = gained.get(row["batch"]) if row["peer"] == "ours" else None
-        return "-" if one is None else f"{one['mean'] * 100:+.2f} ± {one['deviation'] * 100:.2f}"
+        difference = gained.get(row["batch"]) if row["peer"] == "ours" else None
+        return "-" if difference is None else f"{difference['mean'] * 100:+.2f} ± {difference['deviation'] * 100:.2f}"
 
     columns = {
         **{"experiment": "experiment", "mini-batch": "batch"},
@@ -209,8 +178,3 @@ def transparency(result: dict[str, Any]) -> str:
         "pipeline - plain, points": beside,
     }
     return table_of(result["rows"], columns)
-
-
-def show(result: dict[str, Any]) -> dict[str, str]:
-    about = f"{result['data']}, {result['seeds']} seeds, {result['epochs']} epochs"
-    return {f"{about}: accuracy on test images, mean ± standard deviation": transparency(result)}

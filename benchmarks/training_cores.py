@@ -32,13 +32,11 @@ from benchmarks.language_models import OURS, language_models
 from benchmarks.peers import Answer, Case, Request, running
 from benchmarks.pictures import Curve, panels
 from benchmarks.program import Progress, ask_in_turn
-from benchmarks.records import aim, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.records import Row, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
 from benchmarks.tasks import TASKS
 from benchmarks.training_speed import KEEP_MEMORY
 
 __all__ = ["draw_step", "pipelined", "pipelined_speed", "pipelined_splits", "splits", "step", "step_speed"]
-
-Row = dict[str, Any]
 
 #: By model, the layers of two partitions and of four; halves take the same time.
 BALANCES = {"mlp": {2: [4, 4], 4: [2, 2, 2, 2]}, "gpt": {2: [5, 6], 4: [3, 2, 2, 4]}}
@@ -100,21 +98,21 @@ def ways(args: argparse.Namespace, model: str, m: int) -> Case:
     on_cpu = args.device == "cpu"
     pairs = [("cpu:0", "cpu:1")] if on_cpu else [(args.device, args.device), (args.device, "cpu")]
     threads = {"whole, 1 thread": 1, "whole, 2 threads": 2} if on_cpu else {"whole": 1}
-    found = {name: ("plain", asked("whole", threads=count)) for name, count in threads.items()}
-    found["micro-batches"] = "plain", asked("micro-batches")
+    case = {name: ("plain", asked("whole", threads=count)) for name, count in threads.items()}
+    case["micro-batches"] = "plain", asked("micro-batches")
     if on_cpu:
-        found["halves"] = "plain", asked("halves")
+        case["halves"] = "plain", asked("halves")
     for pair in pairs:
         for schedule, places in PLACES.items():
             if len(set(pair)) == 1 and len(places) > 2:  # All partitions are neighbours on one device.
                 continue
             more = {"schedule": schedule, "balance": BALANCES[model][len(places)], "threads": 2}
             name = schedule if on_cpu else f"{schedule} on {', '.join(pair)}"
-            found[name] = "ours", asked("step", devices=[pair[k] for k in places], **more)
+            case[name] = "ours", asked("step", devices=[pair[k] for k in places], **more)
     if on_cpu:
         for schedule in ALIKE.values():
-            found[schedule] = schedule, asked("train", units=BALANCES[model][2], devices=["cpu", "cpu"])
-    return found
+            case[schedule] = schedule, asked("train", units=BALANCES[model][2], devices=["cpu", "cpu"])
+    return case
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,45 +123,48 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     )
     cases = list(asked.values())
     answers = ask_in_turn(cases, scripts, args.turns, args.seconds.spent, environment=KEEP_MEMORY)
-    rows = [step_row(args, model, m, found) for (model, m), found in zip(asked, answers)]
+    rows = [step_row(args, model, m, answered) for (model, m), answered in zip(asked, answers)]
     return {"rows": rows, "aims": step_aims(rows) if args.device == "cpu" else []}
 
 
 def step_row(args: argparse.Namespace, model: str, m: int, answers: dict[str, list[Answer]]) -> Row:
     """Return the row of a model in ``m`` micro-batches."""
     verify_losses(model, answers)
-    found: Row = {"model": model, "m": m, "batch": TASKS["step"][model].batch // args.shrink, "ideal": 2 * m / (m + 1)}
+    row: Row = {"model": model, "m": m, "batch": TASKS["step"][model].batch // args.shrink, "ideal": 2 * m / (m + 1)}
     halves = answers.pop("halves", [])
     seconds = medians(answers, "seconds")
     plain = seconds["micro-batches"]
-    found["seconds"] = {name: spread_of_turns(turns) for name, turns in seconds.items()}
-    found["speed-up"] = {name: ratios(turns, plain) for name, turns in seconds.items() if name != "micro-batches"}
+    row["seconds"] = {name: spread_of_turns(turns) for name, turns in seconds.items()}
+    row["speed-up"] = {name: ratios(turns, plain) for name, turns in seconds.items() if name != "micro-batches"}
     if halves:
-        each = [{name: statistics.median(own) for name, own in turn["seconds"].items()} for turn in halves]
-        gains = [turn["one"] / turn["two"] for turn in each]
-        found["limit"] = spread(gains)
-        found["first/second"] = spread(turn["first"] / turn["second"] for turn in each)
-        found["of allowed"] = {name: of_allowed(seconds[name], plain, gains, m) for name in ALIKE}
-        found["over the same"] = {mine: ratios(seconds[mine], seconds[other]) for mine, other in ALIKE.items()}
+        medians_of = [
+            {name: statistics.median(seconds_of_half) for name, seconds_of_half in turn["seconds"].items()}
+            for turn in halves
+        ]
+        gains = [turn["one"] / turn["two"] for turn in medians_of]
+        row["limit"] = spread(gains)
+        row["first/second"] = spread(turn["first"] / turn["second"] for turn in medians_of)
+        row["of allowed"] = {name: of_allowed(seconds[name], plain, gains, m) for name in ALIKE}
+        row["over the same"] = {mine: ratios(seconds[mine], seconds[theirs]) for mine, theirs in ALIKE.items()}
         # The schedules that are the fastest in the median: the fastest in each turn would gain by chance.
-        best = [min(names, key=lambda name: found["seconds"][name]["median"]) for names in (PLACES, ALIKE.values())]
-        found["best"] = best
-        found["best over best"] = ratios(seconds[best[0]], seconds[best[1]])
-    return found
+        best = [min(names, key=lambda name: row["seconds"][name]["median"]) for names in (PLACES, ALIKE.values())]
+        row["best"] = best
+        row["best over best"] = ratios(seconds[best[0]], seconds[best[1]])
+    return row
 
 
 def step_aims(rows: list[Row]) -> list[dict[str, Any]]:
     """Return the aims with what was reached: medians of ratios within a turn."""
-    found = []
-    for name, other in ALIKE.items():
+    aims = []
+    for name, theirs in ALIKE.items():
         over = [row["over the same"][name]["median"] for row in rows]
-        found.append(aim(f"{name} over {other}, geometric mean", geometric_mean(over), least=1.0))
-        found.append(aim(f"{name} over {other}, lowest row", min(over), least=0.92))
+        aims.append(aim(f"{name} over {theirs}, geometric mean", geometric_mean(over), least=1.0))
+        aims.append(aim(f"{name} over {theirs}, lowest row", min(over), least=0.92))
         allowed = min(row["of allowed"][name]["median"] for row in rows)
-        found.append(aim(f"{name} of what two threads allow, lowest row", allowed, least=0.85))
+        aims.append(aim(f"{name} of what two threads allow, lowest row", allowed, least=0.85))
     best = geometric_mean([row["best over best"]["median"] for row in rows])
-    found.append(aim("best schedule over PyTorch's best, geometric mean", best, least=1.05))
-    return found
+    aims.append(aim("best schedule over PyTorch's best, geometric mean", best, least=1.05))
+    return aims
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -174,10 +175,6 @@ def allowed_speed_up(row: Row) -> dict[str, float]:
     return {key: value * row["m"] / (row["m"] + 1) for key, value in row["limit"].items()}
 
 
-def milliseconds(seconds: dict[str, float], digits: int) -> str:
-    return shown({key: seconds[key] * 1e3 for key in ("median", "low", "high")}, digits)
-
-
 def step_speed(result: dict[str, Any]) -> str:
     """Return a table of all ways of a step: milliseconds, and the speed-up over the plain micro-batches."""
     lines = []
@@ -185,7 +182,7 @@ def step_speed(result: dict[str, Any]) -> str:
         for name, seconds in row["seconds"].items():
             over = shown(row.get("over the same", {}).get(name), 2)
             up = shown(row["speed-up"].get(name), 2)
-            lines.append([row["model"], row["m"], name, milliseconds(seconds, 1), up, over])
+            lines.append([row["model"], row["m"], name, shown(seconds, 1, 1e3), up, over])
         if "limit" in row:
             lines.append([row["model"], row["m"], "what two threads allow", "-", shown(allowed_speed_up(row), 2), "-"])
     return table(lines, ["model", "m", "step", "ms", "over micro-batches", "over PyTorch's own"])
@@ -196,11 +193,11 @@ def draw_step(result: dict[str, Any]) -> Any:
     drawn: dict[str, list[Curve]] = {}
     rows = [row for row in result["rows"] if "limit" in row]
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        curves = [Curve("ideal", [(row["m"], {"median": row["ideal"]}) for row in own], dashed=True)]
-        curves.append(Curve("what two threads allow", [(row["m"], allowed_speed_up(row)) for row in own]))
-        names = [name for name in own[0]["speed-up"] if not name.startswith("whole")]
-        curves += [Curve(name, [(row["m"], row["speed-up"][name]) for row in own]) for name in names]
+        of_model = [row for row in rows if row["model"] == model]
+        curves = [Curve("ideal", [(row["m"], {"median": row["ideal"]}) for row in of_model], dashed=True)]
+        curves.append(Curve("what two threads allow", [(row["m"], allowed_speed_up(row)) for row in of_model]))
+        names = [name for name in of_model[0]["speed-up"] if not name.startswith("whole")]
+        curves += [Curve(name, [(row["m"], row["speed-up"][name]) for row in of_model]) for name in names]
         drawn[model] = curves
     return panels(drawn, "micro-batches", "speed-up over micro-batches in one thread")
 
@@ -230,10 +227,10 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
         {way: ("ours", language_request(args, model, way=way, **more)) for way in WAYS} for model in models
     ]
     answers = ask_in_turn(cases, "language_models.py", args.turns, args.seconds.spent, environment=KEEP_MEMORY)
-    rows = [pipelined_row(args, model, found) for model, found in zip(models, answers)]
+    rows = [pipelined_row(args, model, answered) for model, answered in zip(models, answers)]
     aims = [
         aim(
-            f"{_named(way)} over naive placement, two cores, lowest model",
+            f"{named_way(way)} over naive placement, two cores, lowest model",
             min(row["over naive"][way]["median"] for row in rows),
             least=GAIN,
         )
@@ -258,10 +255,6 @@ def pipelined_row(args: argparse.Namespace, model: str, answers: dict[str, list[
     }
 
 
-def _named(way: str) -> str:
-    return "forward and backward" if way == "call" else way
-
-
 def pipelined_speed(result: dict[str, Any]) -> str:
     """Return a table of all ways of a step."""
     columns = {
@@ -271,7 +264,7 @@ def pipelined_speed(result: dict[str, Any]) -> str:
         "cpu / micro-batches": "CPU / micro-batches",
     }
     lines = [
-        [row["model"], row["m"], _named(way), milliseconds(seconds, 0)]
+        [row["model"], row["m"], named_way(way), shown(seconds, 0, 1e3)]
         + [shown(row[key].get(way), 2) for key in columns]
         for row in result["rows"]
         for way, seconds in row["seconds"].items()
@@ -294,8 +287,8 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
 def pipelined_splits(result: dict[str, Any]) -> str:
     """Return a table of what can be split, and how long it takes."""
 
-    def told(one: Row) -> str:
-        return one["fails"] if "fails" in one else f"{one['seconds']:.2f} s, returns {one['output']}"
+    def told(outcome: Row) -> str:
+        return outcome["fails"] if "fails" in outcome else f"{outcome['seconds']:.2f} s, returns {outcome['output']}"
 
     ways = {"split by export": "export", "pipelined": "pipelined"}
     return table_of(

@@ -38,7 +38,7 @@ from benchmarks.program import ask_in_turn
 from benchmarks.records import MIB, ratios, shown, spread, table
 from benchmarks.tasks import TASKS, TINY
 
-__all__ = ["KEEP_MEMORY", "MODELS", "draw", "measure", "show", "speed_published", "speed_targets", "speed_ups"]
+__all__ = ["KEEP_MEMORY", "MODELS", "draw", "measure", "speed", "speed_published", "speed_targets", "throughput"]
 
 PIPELINES = ("ours", "original")
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
@@ -118,7 +118,9 @@ def proposal(peer: Peer, args: argparse.Namespace, model: str, partitions: list[
     return Proposal(dict(zip(partitions, answer["balances"], strict=True)), answer["segments"])
 
 
-def request_for(args: argparse.Namespace, model: str, experiment: str, n: int, mode: str, found: Proposal) -> Request:
+def request_for(
+    args: argparse.Namespace, model: str, experiment: str, n: int, mode: str, proposed: Proposal
+) -> Request:
     """Return the request to a peer."""
     task = TASKS[args.size][model]
     return {
@@ -126,9 +128,9 @@ def request_for(args: argparse.Namespace, model: str, experiment: str, n: int, m
         "size": args.size,
         "model": model,
         "batch": batch_size(args, model),
-        "m": found.chunks(experiment, task.chunks),
+        "m": proposed.chunks(experiment, task.chunks),
         "mode": mode,
-        **found.balances.get(n, {}),
+        **proposed.balances.get(n, {}),
         "split": experiment == SPLIT,
         "devices": placed(args.devices, n),
         "warm_up": 1 if args.size == "small" else 2,
@@ -142,32 +144,34 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     partitions = args.partitions or list(PARTITIONS[args.size])
     planned = list(experiments(args.peers, partitions, args.checkpoint))
     rows: list[dict[str, Any]] = []
-    found: dict[str, Proposal] = {}
+    proposals: dict[str, Proposal] = {}
     scripts = {name: "pytorch_pipelines.py" if name in SCHEDULES else "training_steps.py" for name in PEERS}
     with running(dict.fromkeys([*args.peers, "ours"]), scripts, KEEP_MEMORY) as peers:
         for k, model in enumerate(models, 1):
             print(model)
             task = TASKS[args.size][model]
-            found[model] = proposal(peers["ours"], args, model, partitions)
+            proposals[model] = proposal(peers["ours"], args, model, partitions)
             cases: list[Case] = [
-                {peer: (peer, request_for(args, model, name, n, mode, found[model])) for peer in own}
-                for name, n, mode, own in planned
+                {peer: (peer, request_for(args, model, name, n, mode, proposals[model])) for peer in of_experiment}
+                for name, n, mode, of_experiment in planned
             ]
             share = k / len(models)
             answers = ask_in_turn(cases, peers, args.turns, lambda share=share: args.seconds.spent(share))  # type: ignore[misc]
-            rows += summary(model, batch_size(args, model), task.chunks, found[model], planned, answers)
-    add_memory(args, rows, found)
+            rows += summary(model, batch_size(args, model), task.chunks, proposals[model], planned, answers)
+    add_memory(args, rows, proposals)
     published = {"by": "torchgpipe 0.0.3, in its documentation", "on": "Tesla P40", "samples/s": PUBLISHED}
     return {"unit": "samples/s", "published": published, "rows": rows, "targets": targets(rows)}
 
 
-def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], found: dict[str, Proposal]) -> None:
+def add_memory(args: argparse.Namespace, rows: list[dict[str, Any]], proposals: dict[str, Proposal]) -> None:
     """Add the memory of a step to the rows of one device. It is counted after the times, in processes of its own."""
     with running([name for name in args.peers if name not in SCHEDULES], "memory_steps.py") as peers:
         for row in rows:
             for name, peer in peers.items():
                 if row["n"] == 1 and "throughput" in row.get(name, {}):
-                    request = request_for(args, row["model"], row["experiment"], 1, row["mode"], found[row["model"]])
+                    request = request_for(
+                        args, row["model"], row["experiment"], 1, row["mode"], proposals[row["model"]]
+                    )
                     answer = peer.ask({**request, "kind": "footprint"})
                     if "peak" in answer:
                         row[name]["peak"] = answer["peak"][0]
@@ -177,7 +181,7 @@ def summary(
     model: str,
     batch: int,
     m: int,
-    found: Proposal,
+    proposed: Proposal,
     planned: list[tuple[str, int, str, list[str]]],
     answers: list[dict[str, list[Answer]]],
 ) -> list[dict[str, Any]]:
@@ -198,10 +202,10 @@ def summary(
 
     rows = []
     for (name, n, mode, peers), of_peers, answered in zip(planned, seconds, answers, strict=True):
-        own_m = found.chunks(name, m)
+        own_m = proposed.chunks(name, m)
         row: dict[str, Any] = {"model": model, "experiment": name, "mode": mode, "n": n, "m": own_m, "batch": batch}
         if mode in MODES:
-            row["balance"] = found.balances[n]["balance"]
+            row["balance"] = proposed.balances[n]["balance"]
             row["ideal"] = ideal_speed_up(n, own_m, mode, forward)
         if mode in ("-", "except_last") and name in PUBLISHED.get(model, {}):
             row["published"] = PUBLISHED[model][name]
@@ -243,11 +247,11 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each aim with what was reached: medians of ratios, turn by turn."""
     reached = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        ours = [row for row in own if "throughput" in row.get("ours", {})]
+        of_model = [row for row in rows if row["model"] == model]
+        ours = [row for row in of_model if "throughput" in row.get("ours", {})]
         alone = [row for row in ours if row["experiment"] == "pipeline-1"]
 
-        split = next((row["plain"] for row in own if row["experiment"] == SPLIT), {})
+        split = next((row["plain"] for row in of_model if row["experiment"] == SPLIT), {})
         for row in alone:
             if "speed-up" in row["ours"]:
                 share = {key: value / row["ideal"] for key, value in row["ours"]["speed-up"].items()}
@@ -257,12 +261,12 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 share = {key: value / row["ideal"] for key, value in over.items()}
                 reached.append(_target("split", model, f"pipeline-1, {row['mode']}", share))
 
-        other = next((row["checkpoint_sequential"] for row in own if "checkpoint_sequential" in row), {})
-        if "peak" in other:
-            frugal = [row for row in ours if row["ours"].get("peak", float("inf")) <= EQUAL * other["peak"]]
-            found = [(row, ratios(row["ours"]["seconds"], other["seconds"])) for row in frugal]
-            if found:
-                row, best = max(found, key=lambda one: one[1]["median"])
+        sequential = next((row["checkpoint_sequential"] for row in of_model if "checkpoint_sequential" in row), {})
+        if "peak" in sequential:
+            frugal = [row for row in ours if row["ours"].get("peak", float("inf")) <= EQUAL * sequential["peak"]]
+            frugal_ratios = [(row, ratios(row["ours"]["seconds"], sequential["seconds"])) for row in frugal]
+            if frugal_ratios:
+                row, best = max(frugal_ratios, key=lambda pair: pair[1]["median"])
                 where = f"{row['experiment']}, {row['mode']}"
                 reached.append(_target("checkpoint_sequential", model, where, best))
 
@@ -283,7 +287,7 @@ def _target(aim: str, model: str, where: str, figures: dict[str, float]) -> dict
 # ---- Tables and the picture of a result.
 
 
-def speed_ups(result: dict[str, Any]) -> str:
+def speed(result: dict[str, Any]) -> str:
     """Return a table of median speed-ups over naive-1."""
     lines = []
     for row in result["rows"]:
@@ -309,28 +313,29 @@ def _median(figures: dict[str, float] | None) -> str:
     return "-" if figures is None else f"{figures['median']:.2f}"
 
 
-def throughput(rows: list[dict[str, Any]]) -> str:
-    """Return a table of the rows of one model."""
+def throughput(result: dict[str, Any]) -> str:
+    """Return a table of what each peer has reached."""
     lines = []
-    for row in rows:
+    for row in result["rows"]:
         for peer in (peer for peer in PEERS if peer in row):
-            of = row[peer]
-            lines.append([row["experiment"], row["mode"], peer])
-            lines[-1] += [f"- {of['none']}" if "none" in of else shown(of.get("throughput"))]
-            lines[-1] += [shown(of.get("speed-up"), 2), f"{of['peak'] / MIB:.1f}" if "peak" in of else "-"]
-    return table(lines, ["experiment", "checkpoint", "peer", "samples/s", "speed-up", "peak, MiB"])
+            answer = row[peer]
+            lines.append([row[key] for key in ("model", "batch", "m", "experiment", "mode")] + [peer])
+            lines[-1] += [f"- {answer['none']}" if "none" in answer else shown(answer.get("throughput"))]
+            lines[-1] += [shown(answer.get("speed-up"), 2), f"{answer['peak'] / MIB:.1f}" if "peak" in answer else "-"]
+    header = ["model", "mini-batch", "m", "experiment", "checkpoint", "peer", "samples/s", "speed-up", "peak, MiB"]
+    return table(lines, header)
 
 
 def speed_targets(result: dict[str, Any]) -> str:
     """Return a table: for each aim and model how often it was met, and the lowest and the highest."""
     lines, reached = [], result["targets"]
     for aim, (least, words) in AIMS.items():
-        for model in dict.fromkeys(one["model"] for one in reached):
-            own = [one for one in reached if (one["aim"], one["model"]) == (aim, model)]
-            if own:
-                own.sort(key=lambda one: one["reached"]["median"])
-                ends = [f"{shown(one['reached'], 2)}, {one['where']}" for one in (own[0], own[-1])]
-                met = f"{sum(one['met'] for one in own)} of {len(own)}"
+        for model in dict.fromkeys(target["model"] for target in reached):
+            of_aim = [target for target in reached if (target["aim"], target["model"]) == (aim, model)]
+            if of_aim:
+                of_aim.sort(key=lambda target: target["reached"]["median"])
+                ends = [f"{shown(target['reached'], 2)}, {target['where']}" for target in (of_aim[0], of_aim[-1])]
+                met = f"{sum(target['met'] for target in of_aim)} of {len(of_aim)}"
                 lines.append([f"{least} {words}", model, met, *ends])
     return table(lines, ["aim, at least", "model", "met", "lowest", "highest"])
 
@@ -343,19 +348,6 @@ def speed_published(result: dict[str, Any]) -> str:
     return table(lines, ["model", "experiment", "samples/s", "speed-up"])
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    told = {}
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        own = [row for row in result["rows"] if row["model"] == model]
-        about = f"{model}: mini-batches of {own[0]['batch']} in {own[0]['m']} micro-batches"
-        told[f"{about}; median of turns (lowest-highest)"] = throughput(own)
-    told["speed-up over the plain model on one device"] = speed_ups(result)
-    if result["targets"]:
-        told["what was aimed at"] = speed_targets(result)
-    told["torchgpipe 0.0.3's own figures, of models of full size on Tesla P40"] = speed_published(result)
-    return told
-
-
 def draw(result: dict[str, Any]) -> Any:
     """Draw the speed-up over the number of partitions, a panel for each model but the host-bound ones."""
     drawn: dict[str, list[Curve]] = {}
@@ -366,7 +358,7 @@ def draw(result: dict[str, Any]) -> Any:
         points |= {f"{peer}, {row['mode']}": row[peer]["speed-up"] for peer in PEERS if "speed-up" in row.get(peer, {})}
         for name, figures in points.items():
             curves = drawn.setdefault(row["model"], [])
-            curve = next((one for one in curves if one.name == name), None)
+            curve = next((earlier for earlier in curves if earlier.name == name), None)
             if curve is None:
                 curves.append(curve := Curve(name, [], dashed=name.startswith("ideal")))
             curve.points.append((row["n"], figures))

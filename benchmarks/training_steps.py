@@ -194,7 +194,7 @@ def side_by_side(*functions: Callable[[], None]) -> None:
 def halves(module: nn.Sequential, x: Tensor, request: Request) -> Answer:
     """Return the seconds of each half, of both in this thread, and of both in two threads, step by step."""
     first, second = both_halves(module, x, request)
-    found: dict[str, list[float]] = {"first": [], "second": [], "one": [], "two": []}
+    seconds: dict[str, list[float]] = {"first": [], "second": [], "one": [], "two": []}
     for turn in range(request["warm_up"] + request["steps"]):
         module.zero_grad()
         times = [perf_counter()]
@@ -207,11 +207,11 @@ def halves(module: nn.Sequential, x: Tensor, request: Request) -> Answer:
         side_by_side(first, second)
         end = perf_counter()
         if turn >= request["warm_up"]:
-            found["first"].append(times[1] - times[0])
-            found["second"].append(times[2] - times[1])
-            found["one"].append(times[2] - times[0])
-            found["two"].append(end - start)
-    return {"seconds": found}
+            seconds["first"].append(times[1] - times[0])
+            seconds["second"].append(times[2] - times[1])
+            seconds["one"].append(times[2] - times[0])
+            seconds["two"].append(end - start)
+    return {"seconds": seconds}
 
 
 def step(peer: str, request: Request) -> Answer:
@@ -226,11 +226,11 @@ def step(peer: str, request: Request) -> Answer:
             return halves(module, x, request)
         if request["kind"] != "step":
             module.to(devices[0])
-        own = scheduled(module, x, request) if request["kind"] == "step" else one_by_one(module, x, request)
+        step_of = scheduled(module, x, request) if request["kind"] == "step" else one_by_one(module, x, request)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
 
         def trained() -> Tensor:
-            value = own()
+            value = step_of()
             optimizer.step()
             return value
 

@@ -122,12 +122,12 @@ class _SizeCounter:
         with saved_tensors_hooks(lambda tensor: Saved(tensor, held), lambda saved: saved.tensor):
             output = run(layer, input)
 
-        kept = dict(held.memories)  # A tensor that autograd has dropped before the layer returned is not kept.
-        new = kept.keys() - storages_of(chain(layer.parameters(), layer.buffers())).keys() - self._counted
+        memories = dict(held.memories)  # A tensor that autograd has dropped before the layer returned is not kept.
+        new = memories.keys() - storages_of(chain(layer.parameters(), layer.buffers())).keys() - self._counted
         # Without skips: they move to the host, and a later tensor can get their address.
         self._counted = (self._counted | new) & storages_of(tensors_in(output.value)).keys()
         sizes = Sizes(
-            activations=sum(kept[key] for key in new),
+            activations=sum(memories[key] for key in new),
             parameters=bytes_of(layer.parameters()),
             buffers=bytes_of(layer.buffers()),
             output=bytes_of(tensors_in(output)),

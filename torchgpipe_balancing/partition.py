@@ -83,7 +83,7 @@ def partition(
     cuts = best_split(
         costs=_whole(cost),
         sizes=memory[: len(cost)],
-        slowness=_whole([1 / one for one in speed or [Fraction(1)] * n]),
+        slowness=_whole([1 / factor for factor in speed or [Fraction(1)] * n]),
         limits=memory[len(cost) :],
     )
     if cuts is None:

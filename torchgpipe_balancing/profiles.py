@@ -214,7 +214,7 @@ class Profile:
         figures = [name for name, show in columns.items() if show is not str]
         rows.append({"layer": "total", "type": "", **{name: sum(row[name] for row in rows) for name in figures}})
         header, *lines, total = table(
-            [[*columns], *[[show(row[name]) for name, show in columns.items()] for row in rows]], left=(0, 1)
+            [[*columns], *[[show(row[name]) for name, show in columns.items()] for row in rows]], words=(0, 1)
         )
         rule = "-" * len(header)
         recomputed = sum(layer.times.recompute for layer in self.layers) / (sum(self.costs()) or 1.0)

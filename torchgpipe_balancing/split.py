@@ -84,21 +84,21 @@ class _Split:
         least: list[float] = [inf] * len(rest)
         best_end = [0] * len(rest)
 
-        def search(first: int, last: int, left: int, right: int) -> None:
-            """Find the best ends of the starts from `first` to `last`, all of which lie from `left` to `right`."""
+        def search(first: int, last: int, low: int, high: int) -> None:
+            """Find the best ends of the starts from `first` to `last`, all of which lie from `low` to `high`."""
             if first > last:
                 return
             start = (first + last) // 2
             # Without any end here, starts further left have no end beyond this start either.
             best_end[start] = start
-            for end in range(max(left, start + 1), min(right, self._farthest_end(j, start, bound)) + 1):
+            for end in range(max(low, start + 1), min(high, self._farthest_end(j, start, bound)) + 1):
                 if rest[end] < least[start]:  # Otherwise this end is no better: joining never makes less of `rest`.
                     load = self.load(j, start, end)
                     joined = max(load, rest[end]) if bound is None else load * load + rest[end]
                     if joined < least[start]:
                         least[start], best_end[start] = joined, end
-            search(first, start - 1, left, best_end[start])
-            search(start + 1, last, best_end[start], right)
+            search(first, start - 1, low, best_end[start])
+            search(start + 1, last, best_end[start], high)
 
         # Each partition before this one, and each one after it, needs a layer.
         layers, after = len(rest) - 1, len(self._slowness) - 1 - j

@@ -11,12 +11,12 @@ __all__ = ["WIDTH", "table"]
 WIDTH = 92
 
 
-def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), indent: int = 0) -> list[str]:
+def table(rows: Sequence[Sequence[str]], words: Collection[int] = (0,), indent: int = 0) -> list[str]:
     """Return the lines of a table.
 
     Args:
         rows: the cells of each row
-        left: the columns that are aligned to the left; the last column is wrapped where a line would be too long
+        words: the columns that are aligned to the left; the last column is wrapped where a line would be too long
         indent: the spaces before each line
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -24,7 +24,7 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), indent: i
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if k in left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths))
+            cell.ljust(width) if k in words else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths))
         ]
         wrapped = textwrap.wrap(cells.pop(), max(20, WIDTH - start), drop_whitespace=False) or [""]
         lines.append(" " * indent + "  ".join([*cells, wrapped[0]]))

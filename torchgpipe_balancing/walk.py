@@ -66,7 +66,7 @@ def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Meas
 
     def visit(layer: nn.Module, value: Any) -> tuple[Any, T]:
         popped = {key: skips.pop(key) for key in skips_of(layer.modules(), "poppable_names") if key in skips}
-        arguments = value if _is_several(module, layer, value, first=not found) else (value,)
+        arguments = value if _is_several(module, layer, value, first=not measurements) else (value,)
         input = Input(arguments, _cut(_placed(popped, device)))
         output, measured = measure(copied(layer).to(device).train(), input)
         skips.update(_placed(output.skips, "cpu"))
@@ -74,7 +74,7 @@ def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Meas
 
     value = _cut(_placed(sample, device))
     skips: Skips = {}  # on the host, to leave the device's memory to the layers in between
-    found: list[T] = []
+    measurements: list[T] = []
     for name, layer in layers_of(module).items():
         try:
             value, measured = visit(layer, value)
@@ -84,8 +84,8 @@ def walk(module: nn.Sequential, sample: Any, device: torch.device, measure: Meas
                 f"from a sample of {shapes_of(sample)}, on {device}"
             )
             raise
-        found.append(measured)
-    return found
+        measurements.append(measured)
+    return measurements
 
 
 def run(layer: nn.Module, input: Input) -> Output:

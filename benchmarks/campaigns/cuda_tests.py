@@ -13,6 +13,7 @@ are there and not needed stay unused.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import json
 import math
@@ -92,11 +93,11 @@ def lines(notes: Path) -> list[dict[str, Any]]:
 
 def outcomes(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the last note of each test; of a test that has failed, the note of the failure."""
-    found: dict[str, dict[str, Any]] = {}
+    notes_of: dict[str, dict[str, Any]] = {}
     for line in lines:
-        if "test" in line and found.get(line["test"], {}).get("outcome") != "failed":
-            found[line["test"]] = line
-    return found
+        if "test" in line and notes_of.get(line["test"], {}).get("outcome") != "failed":
+            notes_of[line["test"]] = line
+    return notes_of
 
 
 def settings() -> str:
@@ -145,31 +146,32 @@ def run(paths: list[str], notes: Path, seconds: float) -> bool:
     return False
 
 
-def main() -> int:
-    from benchmarks.program import Command
-
-    command = Command("gpu/tests", __doc__)
-    command.add("paths", nargs="*", help="tests, as pytest takes them; all, if none is given")
-    command.add("--seconds", type=float, default=math.inf, help="what is not through by then waits")
-    args = command.parse()
-
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     args.json.parent.mkdir(parents=True, exist_ok=True)
     notes = args.json.with_suffix(".jsonl")
     through = run(args.paths, notes, args.seconds)
-    found = outcomes(lines(notes))
-    failed = {test: line["told"] for test, line in found.items() if line["outcome"] == "failed"}
-    counts = Counter(line["outcome"] for line in found.values())
-    slowest = sorted(found.values(), key=lambda line: line.get("seconds", 0.0), reverse=True)[:10]
-    command.finish(
-        unit="tests",
-        through=through,
-        counts={name: counts[name] for name in ("passed", "failed", "skipped")},
-        failed=failed,
-        slowest={line["test"]: line.get("seconds") for line in slowest},
-    )
+    noted = outcomes(lines(notes))
     if through:
         notes.unlink()  # Started again, it runs all tests.
-    return 0 if through and not failed and found else 1
+    counts = Counter(line["outcome"] for line in noted.values())
+    slowest = sorted(noted.values(), key=lambda line: line.get("seconds", 0.0), reverse=True)[:10]
+    return {
+        "unit": "tests",
+        "through": through,
+        "counts": {name: counts[name] for name in ("passed", "failed", "skipped")},
+        "failed": {test: line["told"] for test, line in noted.items() if line["outcome"] == "failed"},
+        "slowest": {line["test"]: line.get("seconds") for line in slowest},
+    }
+
+
+def main() -> int:
+    from benchmarks.program import Part, Program
+
+    program = Program("cuda_tests", __doc__, {"tests": Part("gpu/tests", measure, {})})
+    program.add("paths", nargs="*", help="tests, as pytest takes them; all, if none is given")
+    program.add("--seconds", type=float, default=math.inf, help="what is not through by then waits")
+    result = program.run()["tests"]
+    return 0 if result["through"] and not result["failed"] and any(result["counts"].values()) else 1
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ layer, while it saves a checkpoint, or between two steps. torchrun starts all of
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 
 from benchmarks.campaigns.interrupted import STEPS, TIMEOUT, Harm
 from benchmarks.peers import CHECKOUT
-from benchmarks.program import Command
+from benchmarks.program import Part, Program
 from benchmarks.records import spread, table
 
 __all__ = ["lines", "main", "tells", "trial"]
@@ -76,7 +78,9 @@ def trial(processes: int, harm: Harm) -> dict[str, Any]:
         "runs": len(pids) // processes,
         "resumed_at": begins[-1],
         "others": processes - 1,
-        "others_that_told": sum(any(map(tells, found, [rank] * len(found))) for rank, found in errors.items()),
+        "others_that_told": sum(
+            any(map(tells, errors_of, [rank] * len(errors_of))) for rank, errors_of in errors.items()
+        ),
         "left_behind": sum(alive(pid) for pid in pids),
         "seconds": round(seconds, 1),
         "losses": [loss for _, loss in sorted({line["step"]: line["loss"] for line in steps}.items())],
@@ -91,10 +95,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def tells(error: dict[str, Any], rank: int) -> bool:
     """Return whether an error names its process, and the awaited process or the checkpoint that could not be saved."""
     text = error["error"]
-    own = re.match(rf"rank {rank}, stage {rank} of \d", text)
+    names_itself = re.match(rf"rank {rank}, stage {rank} of \d", text)
     waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
     saving = re.search(r"could not save the checkpoint of step \d+ .* together with all other processes", text)
-    return bool(own and (waited or saving))
+    return bool(names_itself and (waited or saving))
 
 
 def alive(pid: int) -> bool:
@@ -139,13 +143,8 @@ def faults(result: dict[str, Any]) -> str:
     return table(sorted(lines), header)
 
 
-def main() -> None:
-    command = Command("faults", __doc__, show=lambda result: {"what has come of the trials": faults(result)})
-    command.add("--trials", type=int, default=24, help="the first 20 of them are kills")
-    command.add("--processes", type=int, default=2)
-    command.add("--at-once", type=int, default=2, help="trials that run side by side")
-    args = command.parse()
-
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the outcomes of the trials so far."""
     about = {"steps": STEPS, "timeout": TIMEOUT, "trials_wanted": args.trials}
     expected = trial(args.processes, Harm("none"))["losses"]
     assert len(expected) == STEPS
@@ -155,8 +154,18 @@ def main() -> None:
             row["same_losses"] = row.pop("losses") == expected
             rows.append(row)
             print(row, flush=True)
-            command.write(**about, **summary(rows))  # Now, so that a run that is cut short leaves a result.
-    command.finish(**about, **summary(rows))
+            yield {**about, **summary(rows)}
+
+
+PARTS = {"faults": Part("faults", measure, {"what has come of the trials": faults})}
+
+
+def main() -> None:
+    program = Program("faults", __doc__, PARTS)
+    program.add("--trials", type=int, default=24, help="the first 20 of them are kills")
+    program.add("--processes", type=int, default=2)
+    program.add("--at-once", type=int, default=2, help="trials that run side by side")
+    program.run()
 
 
 if __name__ == "__main__":

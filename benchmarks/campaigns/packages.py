@@ -11,6 +11,7 @@ distribution, with the extra `dev`. A pair's row replaces its former row, and th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -22,8 +23,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.program import Command, Progress
-from benchmarks.records import KIB, shown, spread, table
+from benchmarks.program import Part, Program, Progress
+from benchmarks.records import KIB, environment, shown, spread, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,17 +117,17 @@ def imports(
         for statement in statements:
             times[statement].append(json.loads(call(python, "-c", TIMED.format(statement), folder=folder, **variables)))
     return {
-        statement: {name: spread(1e3 * one[k] for one in found) for k, name in enumerate(("wall", "cpu"))}
-        for statement, found in times.items()
+        statement: {name: spread(1e3 * turn[k] for turn in of_turns) for k, name in enumerate(("wall", "cpu"))}
+        for statement, of_turns in times.items()
     }
 
 
 def run_tests(python: Path, source: Path) -> dict[str, Any]:
     """Run the tests of the unpacked source distribution, and return how they have ended."""
     # What PyTorch has brought stays: an older one may not allow the versions of `constraints.txt`.
-    there = re.findall(r"^(\S+)==(\S+)$", call(python, "-m", "pip", "freeze", "--all", folder=source), re.MULTILINE)
+    installed = re.findall(r"^(\S+)==(\S+)$", call(python, "-m", "pip", "freeze", "--all", folder=source), re.MULTILINE)
     pinned = re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pins = {name: version for name, version in pinned if not name.startswith("torch")} | dict(there)
+    pins = {name: version for name, version in pinned if not name.startswith("torch")} | dict(installed)
     (source / "pins.txt").write_text("\n".join([f"{name}=={version}" for name, version in pins.items()]))
     call(python, "-m", "pip", "install", "-q", "--constraint", "pins.txt", f"{source}[dev]", folder=source)
     options = ["-q", "--numprocesses", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "--show-capture=no"]
@@ -134,12 +135,26 @@ def run_tests(python: Path, source: Path) -> dict[str, Any]:
     options += ["--deselect", "tests/test_docs.py::test_tables_are_those_of_the_results"]
     said = call(python, "-m", "pytest", *options, folder=source, check=False)
     counts = {
-        what: int(count) for count, what in re.findall(r"(\d+) ([a-z]+)", said.splitlines()[-1].partition(" in ")[0])
+        outcome: int(count)
+        for count, outcome in re.findall(r"(\d+) ([a-z]+)", said.splitlines()[-1].partition(" in ")[0])
     }
     return {**counts, "not passed": re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)}
 
 
-def measure(args: Any, progress: Progress, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the contents of the distributions, and the rows of all pairs of Python and PyTorch so far."""
+    with tempfile.TemporaryDirectory() as folder:
+        distributions, row = try_pair(args, Progress(6 if args.tests else 5), Path(folder))
+    measured_on = environment()
+    row |= {name: measured_on[name] for name in ("date", "commit", "load_average")}
+    before = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    pair = row["torch"], row["python"]
+    rows = [*(earlier for earlier in before if (earlier["torch"], earlier["python"]) != pair), row]
+    rows.sort(key=lambda row: [*map(int, re.findall(r"\d+", f"{row['torch'].partition('+')[0]}.{row['python']}"))])
+    return {"unit": "milliseconds", **distributions, "rows": rows}
+
+
+def try_pair(args: argparse.Namespace, progress: Progress, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of the distributions, and the row of a pair of Python and PyTorch."""
     progress("build")
     call(args.python, "-m", "venv", folder / "builder", folder=folder)
@@ -152,10 +167,10 @@ def measure(args: Any, progress: Progress, folder: Path) -> tuple[dict[str, Any]
     python = home / "bin/python"
     install = (python, "-m", "pip", "install", "-q")
     row = {}
-    for one in (archive, wheel):
-        progress(f"install and run {one.name}")
-        call(*install, "--force-reinstall", "--no-deps", one, folder=folder)
-        call(*install, f"torch=={args.torch}", one, folder=folder)
+    for distribution in (archive, wheel):
+        progress(f"install and run {distribution.name}")
+        call(*install, "--force-reinstall", "--no-deps", distribution, folder=folder)
+        call(*install, f"torch=={args.torch}", distribution, folder=folder)
         row = smoke(python, folder)
     progress("imports")
     row["imports"] = imports(python, folder, IMPORTS + ASKED_FOR, args.turns)
@@ -175,8 +190,8 @@ def packages(result: dict[str, Any]) -> str:
         tests = row.get("tests")
         counts = ["-"] * 3
         if tests:
-            counts = [str(tests.get(what, 0)) for what in ("passed", "skipped")]
-            counts += [str(sum(tests.get(what, 0) for what in ("failed", "error", "errors")))]
+            counts = [str(tests.get(outcome, 0)) for outcome in ("passed", "skipped")]
+            counts += [str(sum(tests.get(outcome, 0) for outcome in ("failed", "error", "errors")))]
         lines.append([row["torch"].partition("+")[0], row["python"], *counts])
         lines[-1].append(shown(row["imports"]["import torchgpipe"]["cpu"]))
     return table(lines, ["PyTorch", "Python", "tests passed", "skipped", "failed", "import torchgpipe, ms"])
@@ -192,34 +207,24 @@ def import_times(result: dict[str, Any]) -> str:
     return table(lines, ["PyTorch", "Python", "import", "CPU time, ms", "time, ms"])
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
+def notes(result: dict[str, Any]) -> list[str]:
     sizes = {name: f"{result[name]['bytes'] / KIB:.0f} KiB" for name in ("wheel", "sdist")}
-    return {
-        f"the wheel has {sizes['wheel']}, the source distribution {sizes['sdist']}": packages(result),
-        "imports, after that of PyTorch": import_times(result),
-    }
+    return [f"the wheel has {sizes['wheel']}, the source distribution {sizes['sdist']}"]
+
+
+PARTS = {
+    "packages": Part("packages", measure, {"packages": packages, "imports, after that of PyTorch": import_times}, notes)
+}
 
 
 def main() -> None:
-    command = Command("packages", __doc__, show=show)
-    command.add("--torch", default="2.13.0", help="the version of PyTorch")
-    command.add("--python", default=sys.executable, help="the interpreter")
-    command.add("--tests", action="store_true", help="also run all tests")
-    command.add("--turns", type=int, default=11, help="processes for each import")
-    command.add("--keep", type=Path, help="keep the environment in this folder")
-    args = command.parse()
-    with tempfile.TemporaryDirectory() as folder:
-        found, row = measure(args, Progress(6 if args.tests else 5), Path(folder))
-    about = {name: command.environment[name] for name in ("date", "commit", "load_average")}
-    rows = [
-        old for old in command.known().get("rows", []) if (old["torch"], old["python"]) != (row["torch"], row["python"])
-    ]
-    rows.append({**row, **about})
-    order = sorted(
-        rows,
-        key=lambda row: [int(part) for part in re.findall(r"\d+", f"{row['torch'].partition('+')[0]}.{row['python']}")],
-    )
-    command.finish(unit="milliseconds", **found, rows=order)
+    program = Program("packages", __doc__, PARTS)
+    program.add("--torch", default="2.13.0", help="the version of PyTorch")
+    program.add("--python", default=sys.executable, help="the interpreter")
+    program.add("--tests", action="store_true", help="also run all tests")
+    program.add("--turns", type=int, default=11, help="processes for each import")
+    program.add("--keep", type=Path, help="keep the environment in this folder")
+    program.run()
 
 
 if __name__ == "__main__":

@@ -10,18 +10,20 @@ The last part trains in one process, inline and at times through workers, with a
 what the process holds: memory, tensors, threads, open files.
 
     python -m benchmarks.campaigns.robustness                    # some hours on two cores
-    python -m benchmarks.campaigns.robustness --parts models     # beside another part, in a process of its own
+    python -m benchmarks.campaigns.robustness --only models     # beside another part, in a process of its own
     python -m benchmarks.campaigns.robustness --models 1000 --faults 100 --programs 100 --cells 10000   # some minutes
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import CHECKOUT
-from benchmarks.program import Command, Progress
+from benchmarks.program import Part, Program, Progress
 from benchmarks.records import MIB, table
 from torchgpipe import GPipe
 
@@ -42,7 +44,6 @@ MODELS = [
 ]
 FAULTS = ["tests/test_faults.py::test_any_faults"]
 PROGRAMS = ["tests/frames/test_random_models.py::test_any_program"]
-QUESTIONS = ("endurance", "faults", "models", "programs")
 PARTITIONS, CHUNKS = 8, 32
 #: In steps. Every second fault comes to workers.
 WORKERS_EVERY, FAULT_EVERY = 4, 10
@@ -52,8 +53,8 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
     """Try properties with about so many random examples in all."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=campaign"]
 
-    def run(*options: str, each: int) -> str:
-        variables = {"HYPOTHESIS_EXAMPLES": str(each), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    def run(*options: str, count: int) -> str:
+        variables = {"HYPOTHESIS_EXAMPLES": str(count), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         done = subprocess.run(
             [*command, *options, *tests], cwd=CHECKOUT, env={**os.environ, **variables}, capture_output=True, text=True
         )
@@ -61,17 +62,17 @@ def properties(tests: list[str], examples: int) -> dict[str, Any]:
             raise SystemExit(done.stdout[-8000:] + done.stderr[-2000:])
         return done.stdout
 
-    variants = sum("::" in line for line in run("--collect-only", each=100).splitlines())
-    each = max(4, -(-examples // variants))  # some properties take a quarter of it
+    variants = sum("::" in line for line in run("--collect-only", count=100).splitlines())
+    count = max(4, -(-examples // variants))  # some properties take a quarter of it
     start = perf_counter()
     # Hypothesis tells how many it has tried: fewer, where a property has no more.
-    report = run("--timeout=0", "--hypothesis-show-statistics", "-n=auto", "--maxschedchunk=1", each=each)
+    report = run("--timeout=0", "--hypothesis-show-statistics", "-n=auto", "--maxschedchunk=1", count=count)
     tried = [int(count) for count in re.findall(r"(\d+) passing\b", report)]
-    found = {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
+    outcome = {"variants": variants, "examples": sum(tried), "failures": 0, "seconds": perf_counter() - start}
     shares = re.findall(r"\* +([\d.]+)%, (right|refused)", report)  # of each variant; they have as many examples
     for kind in sorted({kind for _, kind in shares}):
-        found[kind] = round(sum([float(share) for share, own in shares if own == kind]) / 100 / variants, 3)
-    return found
+        outcome[kind] = round(sum([float(share) for share, verdict in shares if verdict == kind]) / 100 / variants, 3)
+    return outcome
 
 
 class Fault(nn.Module):
@@ -92,7 +93,7 @@ def held() -> dict[str, int]:
     return {"memory": resident, "tensors": tensors, "threads": len(os.listdir("/proc/self/task")), "files": files}
 
 
-def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
+def train_long(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
     """Train, and yield what is held after the warm-up and `looks` times on the way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -129,50 +130,47 @@ def endurance(cells: int, looks: int = 10) -> Iterator[dict[str, Any]]:
 
 
 def robustness(result: dict[str, Any]) -> str:
-    tried = [(name, result[name]) for name in ("models", "faults", "programs") if name in result]
-    refused = [f"{one['refused']:.0%}" if "refused" in one else "" for _, one in tried]
+    tried = [(name, part) for name, part in result["parts"].items() if "examples" in part]
+    refused = [f"{part['refused']:.0%}" if "refused" in part else "" for _, part in tried]
     return table(
-        [[name, f"{one['examples']:,}", one["failures"], share] for (name, one), share in zip(tried, refused)],
+        [[name, f"{part['examples']:,}", part["failures"], share] for (name, part), share in zip(tried, refused)],
         ["random", "tried", "failed", "refused"],
     )
 
 
-def endurance_table(result: dict[str, Any]) -> str:
+def endurance(result: dict[str, Any]) -> str:
     """Return a table of what one process holds at the start of its cells, soon after, and at their end."""
     counted = ("faults", "tensors", "threads", "files")
     lines = [
-        [f"{row['cells']:,}", f"{row['memory'] / MIB:.1f}", *(row[name] for name in counted)]
-        for row in result.get("endurance", [])
+        [f"{row['cells']:,}", f"{row['memory'] / MIB:.1f}", *(row[name] for name in counted)] for row in result["rows"]
     ]
     return table(lines[:2] + lines[-1:], ["cells", "memory, MiB", "faults", "tensors", "threads", "open files"])
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    return {"random examples": robustness(result), "what the process holds": endurance_table(result)}
+def try_properties(kind: str, tests: list[str]) -> Callable[[argparse.Namespace], dict[str, Any]]:
+    return lambda args: {"tests": tests, **properties(tests, getattr(args, kind))}
+
+
+PARTS = {
+    "models": Part("robustness:models", try_properties("models", MODELS), {}),
+    "faults": Part("robustness:faults", try_properties("faults", FAULTS), {}),
+    "programs": Part("robustness:programs", try_properties("programs", PROGRAMS), {}),
+    "endurance": Part(
+        "robustness:endurance",
+        lambda args: {"rows": list(train_long(args.cells))},
+        {"what the process holds": endurance},
+    ),
+}
 
 
 def main() -> None:
-    command = Command("robustness", __doc__, show=show)
-    command.add(
-        "--parts", nargs="+", choices=QUESTIONS, default=QUESTIONS, help="the others stay as they are in --json"
-    )
-    command.add("--models", type=int, default=100_000)
-    command.add("--faults", type=int, default=10_000)
-    command.add("--programs", type=int, default=100_000)
-    command.add("--cells", type=int, default=1_000_000)
-    args = command.parse()
-
-    for part in args.parts:
-        if part == "endurance":
-            outcome: Any = list(endurance(args.cells))
-        else:
-            tests = {"faults": FAULTS, "models": MODELS, "programs": PROGRAMS}[part]
-            outcome = {"tests": tests, **properties(tests, getattr(args, part))}
-        # Read only now: another process may have run another part meanwhile.
-        result = command.known()
-        environments = {**result.get("environments", {}), part: command.environment}
-        content = {"environment": command.environment, "environments": environments, part: outcome}
-        command.finish(**{**result, **content})
+    program = Program("robustness", __doc__, PARTS)
+    program.add("--models", type=int, default=100_000)
+    program.add("--faults", type=int, default=10_000)
+    program.add("--programs", type=int, default=100_000)
+    program.add("--cells", type=int, default=1_000_000)
+    program.run()
+    print(f"\n{robustness(json.loads(PARTS['models'].path().read_text()))}")
 
 
 if __name__ == "__main__":

@@ -235,13 +235,13 @@ def _fitting(channels: int, output: int, halve: bool) -> nn.Module:
 
 
 def _nodes(genotype: Genotype, channels: int) -> Iterator[tuple[str, nn.Module]]:
-    there = [0, 1]
+    alive = [0, 1]
     for state, node in enumerate(genotype.nodes, start=2):
         left, right = (
             OPERATIONS[name](channels, 2 if genotype is REDUCTION and operand < 2 else 1) for name, operand in node
         )
-        kept = [other for other in there if other in genotype.needed_after(state)]
-        operands = (there.index(node.left[1]), there.index(node.right[1]))
-        yield f"node{state}", Node(left, right, operands, [there.index(other) for other in kept])
-        there = [*kept, state]
+        passed_on = [operand for operand in alive if operand in genotype.needed_after(state)]
+        operands = (alive.index(node.left[1]), alive.index(node.right[1]))
+        yield f"node{state}", Node(left, right, operands, [alive.index(operand) for operand in passed_on])
+        alive = [*passed_on, state]
     yield "concat", Concat()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["gpt"]
+__all__ = ["Attention", "Block", "Embedding", "FeedForward", "gpt"]
 
 
 class Embedding(nn.Module):
@@ -41,22 +41,35 @@ class Attention(nn.Module):
         batch, length, width = input.shape
         heads = self.queries_keys_values(self.norm(input)).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        output: Tensor = input + self.output(seen.transpose(1, 2).reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        output: Tensor = input + self.output(attended.transpose(1, 2).reshape(batch, length, width))
         return output
 
 
 class FeedForward(nn.Module):
-    """The same for every place."""
+    """The same for every place; the hidden layer is four times as wide unless it is told otherwise."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
+        hidden = hidden or 4 * width
         self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.output = nn.Linear(4 * width, width)
+        self.wide = nn.Linear(width, hidden)
+        self.output = nn.Linear(hidden, width)
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = input + self.output(F.gelu(self.wide(self.norm(input))))
+        return output
+
+
+class Block(nn.Module):
+    """Both as one layer."""
+
+    def __init__(self, width: int, heads: int, hidden: int | None = None) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(width, heads), FeedForward(width, hidden)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.feed_forward(self.attention(input))
         return output
 
 

@@ -92,7 +92,7 @@ TINY = [
     ("host_time", "timeline", "--turns 1 --steps 1", "recording at most", ""),
     ("memory", "peaks", "--steps 1 --models mlp --peers ours plain", "| mlp   | present   | always ", ""),
     ("memory", "random", "--seeds 1 3", "at most 1.001", ""),
-    ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "from 0 to 2 ", ""),
+    ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "tuples / portals", ""),
     (
         "memory",
         "capacity",

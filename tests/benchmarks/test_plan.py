@@ -12,6 +12,7 @@ from torch import nn
 pytest.importorskip("matplotlib")
 
 from benchmarks import plan, plan_choice, plan_models, plan_prediction, plan_search, plan_splits
+from benchmarks.records import aims_table
 from tests.benchmarks.test_benchmarks import run_parts
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def test_parts_are_run_one_by_one(
     result = run_parts("plan", TINY, monkeypatch, tmp_path, "--only", "splits", "prediction")
     parts = result["parts"]
     assert {*parts} == {*plan.PARTS}
-    assert all(part.show(parts[name])["what was aimed at"] for name, part in plan.PARTS.items() if name != "search")
+    assert all(aims_table(answer) for name, answer in parts.items() if name != "search")
     (row,) = parts["prediction"]["rows"]
     assert row["limit"] in (None, *plan_prediction.SHARES)
     assert sum(row["turns"][0]["choice"]["balance"]) == row["layers"]

@@ -43,7 +43,6 @@ class Alternative:
         choice: the balance, and the layers that are recomputed
         seconds: the predicted time of a step; 0 if no times are known
         memory: for each device, the most bytes that it needs
-        activations: for each device, those of them that are held for backward
         bubble: the share of the devices' time in which they are idle
         working: seconds in which devices compute, all together, without recomputation
         recomputing: seconds in which devices recompute
@@ -57,7 +56,6 @@ class Alternative:
     choice: Choice
     seconds: float
     memory: tuple[float, ...]
-    activations: tuple[float, ...]
     bubble: float
     working: float
     recomputing: float
@@ -94,7 +92,7 @@ class Question:
 
     def with_memory(self, more: float) -> Question:
         """Return the question for devices with so many more bytes each."""
-        return replace(self, devices=tuple(replace(one, memory=one.memory + more) for one in self.devices))
+        return replace(self, devices=tuple(replace(device, memory=device.memory + more) for device in self.devices))
 
     def with_devices(self, n: int) -> Question:
         """Return the question for so many devices; the new ones are like the last."""
@@ -125,30 +123,31 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
     counts = question.chunks or default_chunks(question.batch, len(question.devices))
     schedules = [schedule for schedule in question.schedules if question.can_run(schedule)]
     searches = [Search(problem_of(question, schedule, chunks)) for chunks in counts for schedule in schedules]
-    fitting = sorted([one for one in searches if one.fits], key=lambda one: one.predicted)[:keep]
+    fitting = sorted([search for search in searches if search.fits], key=lambda search: search.predicted)[:keep]
     for search in fitting:
         if search.predicted <= _FAR * fitting[0].predicted:
             search.improve()
-    made = sorted(map(_alternative, fitting), key=lambda one: (one.seconds, max(one.memory)))
-    nearest = sorted([one for one in searches if not one.fits], key=lambda one: one.excess)[:_NEAREST]
-    limits = [device.memory for device in question.devices]
-    return Tried(
-        made,
-        [
-            (one, tuple([max(0.0, need - limit) for need, limit in zip(one.memory, limits)]))
-            for one in map(_alternative, nearest)
-        ],
-    )
+    misfits = sorted([search for search in searches if not search.fits], key=lambda search: search.excess)
+    nearest = list(map(_alternative, misfits[:_NEAREST]))
+    lacking = [
+        tuple([max(0.0, need - device.memory) for need, device in zip(alternative.memory, question.devices)])
+        for alternative in nearest
+    ]
+    quickest = sorted(map(_alternative, fitting), key=lambda made: (made.seconds, max(made.memory)))
+    return Tried(quickest, list(zip(nearest, lacking)))
 
 
 def _alternative(search: Search) -> Alternative:
     problem, choice, outcome = search.problem, search.choice, search.outcome
-    m = 1 + max(action.i for own in problem.program for action in own)
+    m = 1 + max(action.i for actions in problem.program for action in actions)
     recomputing = m * sum(problem.layers[k].forward for k in choice.recomputed)
-    seconds = problem.predicted(outcome.seconds)
     return Alternative(
-        *(problem.schedule, problem.chunks, problem.places, choice, seconds, tuple(outcome.memory)),
-        activations=tuple(outcome.simulation.peaks),
+        schedule=problem.schedule,
+        chunks=problem.chunks,
+        places=problem.places,
+        choice=choice,
+        seconds=problem.predicted(outcome.seconds),
+        memory=tuple(outcome.memory),
         bubble=outcome.simulation.bubble,
         working=sum(outcome.simulation.busy) - recomputing,
         recomputing=recomputing,
@@ -164,8 +163,8 @@ def rows_of(batch: int, chunks: int) -> int:
 def default_chunks(batch: int, n: int) -> tuple[int, ...]:
     """Return the numbers of micro-batches to try: powers of two, from about one to 16 for each device."""
     least = 1 << max(0, n - 1).bit_length()
-    found = [count for count in (least << k for k in range(5)) if count <= batch]
-    return tuple(found or [batch])
+    counts = [least << k for k in range(5)]
+    return tuple([count for count in counts if count <= batch]) or (batch,)
 
 
 def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Problem:

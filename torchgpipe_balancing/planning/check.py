@@ -58,8 +58,8 @@ class Check:
         if not self.predicted:
             step = ["a step", "-", step[2], "no times were known"]
         sizes = zip(self.devices, self.predicted_bytes, self.measured_bytes)
-        held = [_row(name, predicted / 2**20, found / 2**20, "{:.1f} MiB") for name, predicted, found in sizes]
-        return "\n".join(table([["", "predicted", "measured", "predicted / measured"], step, *held], left=()))
+        held = [_row(name, predicted / 2**20, measured / 2**20, "{:.1f} MiB") for name, predicted, measured in sizes]
+        return "\n".join(table([["", "predicted", "measured", "predicted / measured"], step, *held], words=()))
 
 
 def _row(name: str, predicted: float, measured: float, form: str) -> list[str]:
@@ -67,10 +67,11 @@ def _row(name: str, predicted: float, measured: float, form: str) -> list[str]:
     return [name, form.format(predicted), form.format(measured), ratio]
 
 
-def way_of(question: Question, one: Alternative) -> Way:
+def way_of(question: Question, alternative: Alternative) -> Way:
     """Return how to pipeline a model for an alternative."""
-    devices = [torch.device(question.devices[place].name) for place in one.places]
-    return Way(one.choice.balance, devices, one.chunks, one.schedule, one.choice.recomputed)
+    devices = [torch.device(question.devices[place].name) for place in alternative.places]
+    choice = alternative.choice
+    return Way(choice.balance, devices, alternative.chunks, alternative.schedule, choice.recomputed)
 
 
 def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternative], count: int) -> list[Alternative]:
@@ -82,57 +83,58 @@ def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternativ
         fitting: the alternatives, the best predicted ones first
         count: how many of them to run at most; one alone is not run
     """
-    near = [one for one in fitting[:count] if one.seconds <= _FAR * fitting[0].seconds]
+    near = [candidate for candidate in fitting[:count] if candidate.seconds <= _FAR * fitting[0].seconds]
     if len(near) < 2:
         return list(fitting)
     seconds: list[list[float]] = [[] for _ in near]
     failed: set[int] = set()
     for _ in range(_TURNS):
-        for k, one in enumerate(near):
+        for k, candidate in enumerate(near):
             if k not in failed:
                 try:
-                    way = way_of(question, one)
+                    way = way_of(question, candidate)
                     model, step = subject.pipeline(way)
                     seconds[k] += timed(partial(step, question.batch), way.devices, 1 + _STEPS, model)[1:]
                 except torch.OutOfMemoryError:  # The margin was too small for it.
                     failed.add(k)
-    ran = [replace(one, measured=statistics.median(seconds[k])) for k, one in enumerate(near) if k not in failed]
-    return [*sorted(ran, key=lambda one: one.measured), *fitting[len(near) :]]
+    ran = [replace(near[k], measured=statistics.median(seconds[k])) for k in range(len(near)) if k not in failed]
+    return [*sorted(ran, key=lambda candidate: candidate.measured), *fitting[len(near) :]]
 
 
-def checked(subject: Subject, question: Question, one: Alternative, steps: int) -> Check:
+def checked(subject: Subject, question: Question, alternative: Alternative, steps: int) -> Check:
     """Run steps, and return what they took.
 
     Args:
         subject: the model
         question: what was planned for
-        one: the alternative to run
+        alternative: the alternative to run
         steps: the number of steps that are measured; another one runs before them
     """
-    way, names = way_of(question, one), [device.name for device in question.devices]
+    way, names = way_of(question, alternative), [device.name for device in question.devices]
     model, step = subject.pipeline(way)
     run = partial(step, question.batch)
     accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
     timed(run, way.devices, 1, model)
     for device in accelerators:
         torch.accelerator.reset_peak_memory_stats(device)
-    predicted = one.seconds if question.costs.has_times else 0.0
+    predicted = alternative.seconds if question.costs.has_times else 0.0
     seconds = tuple(timed(run, way.devices, steps, model))
-    of_layers = [place for place, count in zip(one.places, way.balance) for _ in range(count)]
+    of_layers = [place for place, count in zip(alternative.places, way.balance) for _ in range(count)]
     if accelerators:
         states = [0.0] * len(names)
         for layer, place in zip(question.costs.layers, of_layers):
             states[place] += layer.trained * (question.states - 1)
-        needs = [need - own for device, need, own in zip(names, one.memory, states) if not device.startswith("cpu")]
-        found = [float(device_module(device).max_memory_allocated(device)) for device in accelerators]
-        return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(needs), tuple(found))
+        needs = zip(names, alternative.memory, states)
+        expected = [need - of_optimizer for name, need, of_optimizer in needs if not name.startswith("cpu")]
+        allocated = [float(device_module(device).max_memory_allocated(device)) for device in accelerators]
+        return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(expected), tuple(allocated))
     counted = activation_peaks(subject, of_layers, way.recomputed, run)
     model.zero_grad()
-    return Check(predicted, seconds, tuple(names), tuple(_held(question, one)), tuple(map(float, counted)))
+    return Check(predicted, seconds, tuple(names), tuple(_held(question, alternative)), tuple(map(float, counted)))
 
 
-def _held(question: Question, one: Alternative) -> list[float]:
+def _held(question: Question, alternative: Alternative) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
-    problem = problem_of(question, one.schedule, one.chunks)
+    problem = problem_of(question, alternative.schedule, alternative.chunks)
     layers = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
-    return replace(problem, layers=layers).outcome(one.choice).memory
+    return replace(problem, layers=layers).outcome(alternative.choice).memory

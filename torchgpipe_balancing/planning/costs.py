@@ -76,14 +76,14 @@ class Costs:
         """
         layers = []
         for layer in self.layers:
-            took = _between(self.rows, layer.samples, rows)
+            fields = _between(self.rows, layer.samples, rows)
             if len(self.rows) == 1:
-                took = in_proportion(layer.samples[0], rows, self.rows[0])
-            first = took.pop("first") / m
-            took["backward"] += first
-            took["weights"] += first
-            took["state"] = layer.parameters + layer.trained * states + layer.buffers
-            layers.append(Layer(**took))
+                fields = in_proportion(layer.samples[0], rows, self.rows[0])
+            first = fields.pop("first") / m
+            fields["backward"] += first
+            fields["weights"] += first
+            fields["state"] = layer.parameters + layer.trained * states + layer.buffers
+            layers.append(Layer(**fields))
         return tuple(layers)
 
     def cells_at(self, rows: float) -> CellCosts:

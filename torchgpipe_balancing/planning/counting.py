@@ -35,9 +35,9 @@ def counted(subject: Subject, run: Callable[[], Any]) -> list[Layer]:
     """
     with _Counter(subject) as counter:
         loss = run()  # Whose graph is alive as long as it is.
-        found = counter.result()
+        layers = counter.result()
         del loss
-    return found
+    return layers
 
 
 def activation_peaks(
@@ -64,7 +64,7 @@ class _Watch(ExitStack):
         super().__init__()
         self._running = threading.local()
         self._places = places
-        self._owned = set(storages_of([tensor for own in subject.owned() for tensor in own]))
+        self._owned = set(storages_of([tensor for owned in subject.owned() for tensor in owned]))
         for k, names in enumerate(subject.layers):
             for module in map(subject.module, names):
                 self.callback(module.register_forward_pre_hook(partial(self._enter, k), with_kwargs=True).remove)
@@ -72,7 +72,8 @@ class _Watch(ExitStack):
 
     def _enter(self, k: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.layer = k
-        tensors = {storage_key(one): one for _, one in each((args, kwargs)) if one.layout is torch.strided}
+        found = each((args, kwargs))
+        tensors = {storage_key(tensor): tensor for _, tensor in found if tensor.layout is torch.strided}
         if k == 0:
             self._owned |= tensors.keys()  # The mini-batch is the caller's.
         self._entered(k, tensors)
@@ -92,22 +93,21 @@ class _Counter(_Watch):
     """Count for each layer, at the end of forward: what autograd has dropped until then is not kept."""
 
     def __init__(self, subject: Subject) -> None:
-        layers = range(len(subject.layers))
         self._kept: list[dict[int, int]] | None = None
-        self._inputs: list[dict[int, int] | None] = [None for _ in layers]
-        self._waiting = [0 for _ in layers]
+        self._inputs: dict[int, dict[int, int]] = {}
+        self._waiting = [0] * len(subject.layers)
         self._lock = threading.Lock()
-        super().__init__(subject, [HeldBytes() for _ in layers])
+        super().__init__(subject, [HeldBytes() for _ in subject.layers])
         for k, names in enumerate(subject.layers):
             for child in [child for name in names for child in subject.module(name).modules()]:
                 if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
-                    self.callback(child.register_forward_hook(partial(self._left, k)).remove)
+                    self.callback(child.register_forward_hook(partial(self._add_waiting, k)).remove)
 
     def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
-        if self._inputs[k] is None:
+        if k not in self._inputs:
             self._inputs[k] = storages_of(inputs.values())
 
-    def _left(self, k: int, module: nn.Module, args: Any, output: Any) -> None:
+    def _add_waiting(self, k: int, module: nn.Module, args: Any, output: Any) -> None:
         # The gradient that waits for the second half of backward is as large as the output.
         self._waiting[k] += sum([tensor.nbytes for _, tensor in each(output) if tensor.requires_grad])
 
@@ -124,20 +124,22 @@ class _Counter(_Watch):
         """Return what was counted."""
         self._end_forward()
         assert self._kept is not None
-        of_layers = [{key: size for key, size in own.items() if key not in self._owned} for own in self._kept]
+        of_layers = [self._unowned(memories) for memories in self._kept]
+        inputs = [sum(self._unowned(self._inputs.get(k, {})).values()) for k in range(len(of_layers))]
         known: set[int] = set()
         kept, again = [], []
-        for k, own in enumerate(of_layers):
-            kept.append(sum([own[key] for key in own.keys() - known]))
+        for k, memories in enumerate(of_layers):
+            kept.append(sum([memories[key] for key in memories.keys() - known]))
             behind = {key: size for later in of_layers[k:] for key, size in later.items()}
             again.append(sum([behind[key] for key in behind.keys() & known]))
-            known |= own.keys()
-        inputs = [sum([size for key, size in (own or {}).items() if key not in self._owned]) for own in self._inputs]
-        crossing = [*inputs[1:], 0]
+            known |= memories.keys()
         # Where a layer is recomputed, what layers behind it have saved of its output is kept all the same.
-        recomputed = [own + behind for own, behind in zip(inputs, [*again[1:], 0])]
-        columns = zip(kept, again, recomputed, self._waiting, crossing)
-        return [Layer(kept=k, again=a, input=i, waiting=w, crossing=c) for k, a, i, w, c in columns]
+        recomputed = [size + saved for size, saved in zip(inputs, [*again[1:], 0])]
+        sizes = zip(kept, again, recomputed, self._waiting, [*inputs[1:], 0])
+        return [Layer(kept=k, again=a, input=i, waiting=w, crossing=c) for k, a, i, w, c in sizes]
+
+    def _unowned(self, memories: dict[int, int]) -> dict[int, int]:
+        return {key: size for key, size in memories.items() if key not in self._owned}
 
 
 class _Peaks(_Watch):

@@ -47,11 +47,11 @@ class Fitting:
         layers, cell = problem.layers, problem.cell
         self._limits = [device.memory for device in problem.devices]
         self._held = rehearsal.held
-        self._sums = [list(accumulate([getattr(one, name) for one in layers], initial=0.0)) for name in _BYTES]
-        self._again = [one.again for one in layers]
-        self._kept = np.array([one.kept for one in layers])
-        self._saved = np.array([one.kept - one.input for one in layers])
-        self._cost = np.array([one.forward + cell.forward + cell.backward for one in layers])
+        self._sums = [list(accumulate([getattr(layer, name) for layer in layers], initial=0.0)) for name in _BYTES]
+        self._again = [layer.again for layer in layers]
+        self._kept = np.array([layer.kept for layer in layers])
+        self._saved = np.array([layer.kept - layer.input for layer in layers])
+        self._cost = np.array([layer.forward + cell.forward + cell.backward for layer in layers])
         # The backward of the last layer follows its forward at once.
         may = (self._saved > 0) & (np.arange(len(layers)) < len(layers) - 1)
         by_kept = np.argsort(self._kept, kind="stable")
@@ -77,28 +77,27 @@ class Fitting:
         if not len(enough):
             helps = len(layers) and rest.min() < over.max()
             return frozenset(layers[: int(rest.argmin()) + 1].tolist() if helps else ())
-        found = []
-        for at in enough[np.unique(np.linspace(0, len(enough) - 1, _ROOMS).astype(np.int64))]:
-            cost = self._cost[layers[: at + 1]]
-            chosen = _cheap(over + self._kept[layers[at]], saves[:, : at + 1], cost)
-            found.append((float(cost[chosen].sum()), layers[chosen]))
-        return frozenset(min(found, key=lambda one: one[0])[1].tolist())
+        candidates = []
+        for largest in enough[np.unique(np.linspace(0, len(enough) - 1, _ROOMS).astype(np.int64))]:
+            cost = self._cost[layers[: largest + 1]]
+            chosen = _cheap(over + self._kept[layers[largest]], saves[:, : largest + 1], cost)
+            candidates.append((float(cost[chosen].sum()), layers[chosen]))
+        return frozenset(min(candidates, key=lambda candidate: candidate[0])[1].tolist())
 
     def _over(self, device: int, spans: tuple[Span, ...]) -> Array:
         """Return the bytes over the limit at each moment if nothing is recomputed."""
-        kept, waiting, state = ([own[end] - own[start] for start, end in spans] for own in self._sums)
-        both = [[one + self._again[span[0]], late] for one, late, span in zip(kept, waiting, spans)]
-        held: Array = (self._held[device] * both).sum((1, 2))
+        kept, waiting, state = ([sums[end] - sums[start] for start, end in spans] for sums in self._sums)
+        cells = [[size + self._again[start], late] for size, late, (start, _) in zip(kept, waiting, spans)]
+        held: Array = (self._held[device] * cells).sum((1, 2))
         return np.asarray(held + (sum(state) - self._limits[device]))
 
     def _savings(self, device: int, spans: tuple[Span, ...]) -> tuple[Positions, Array]:
         """Return the layers that may be recomputed, that with the fewest bytes first, and what each saves by moment."""
-        own = self._may
-        column = np.full(len(own), -1)
+        partition = np.full(len(self._may), -1)
         for k, (start, end) in enumerate(spans):
-            column[(own >= start) & (own < end)] = k
-        layers = own[column >= 0]
-        return layers, self._held[device][:, column[column >= 0], 0] * self._saved[layers]
+            partition[(self._may >= start) & (self._may < end)] = k
+        layers = self._may[partition >= 0]
+        return layers, self._held[device][:, partition[partition >= 0], 0] * self._saved[layers]
 
     def _rest(self, over: Array, layers: Positions, saves: Array) -> Array:
         """Return the excess if the layers up to each one are recomputed, which needs the room of that layer."""

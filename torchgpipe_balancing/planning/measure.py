@@ -68,10 +68,10 @@ def measured(
         seconds: roughly how long to measure
     """
     owned = subject.owned()
-    on_meta = any(tensor.is_meta for own in owned for tensor in own)
+    on_meta = any(tensor.is_meta for tensors in owned for tensor in tensors)
     if on_meta:
         sizes = [counted(subject, partial(subject.plain, count)) for count in rows]
-        times = [[_without_times(own, count, rows[-1], len(devices)) for own in owned] for count in rows]
+        times = [[_without_times(tensors, count, rows[-1], len(devices)) for tensors in owned] for count in rows]
         cells, transfers = [CellCosts()] * len(rows), (0.0, 0.0)
     else:
         bench = _Bench(subject, devices, batch, slowness)
@@ -92,8 +92,8 @@ def measured(
         transfers = seconds_of_copies(*apart[0]) if apart else (0.0, 0.0)
     alike = _alike(subject, owned, sizes)
     samples = [
-        [replace(size, **own) for own, size in zip(_evened(of_rows, alike), size_of_rows)]
-        for of_rows, size_of_rows in zip(times, sizes, strict=True)
+        [replace(size, **seconds_of) for seconds_of, size in zip(_evened(of_rows, alike), sizes_of_rows)]
+        for of_rows, sizes_of_rows in zip(times, sizes, strict=True)
     ]
     where = "meta" if on_meta else ", ".join(map(str, devices))
     return costs_of(subject, samples, rows, cells, *transfers, where)
@@ -115,10 +115,10 @@ def costs_of(
         samples: for each of the ``rows``, what each layer took
     """
     layers = []
-    for names, own, of_layer in zip(subject.layers, subject.owned(), zip(*samples), strict=True):
-        parameters = bytes_of([one for one in own if isinstance(one, nn.Parameter)])
-        trained = bytes_of([one for one in own if one.requires_grad])
-        layers.append(LayerCosts(tuple(names), parameters, trained, bytes_of(own) - parameters, of_layer))
+    for names, tensors, of_layer in zip(subject.layers, subject.owned(), zip(*samples), strict=True):
+        parameters = bytes_of([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
+        trained = bytes_of([tensor for tensor in tensors if tensor.requires_grad])
+        layers.append(LayerCosts(tuple(names), parameters, trained, bytes_of(tensors) - parameters, of_layer))
     return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, subject.loss)
 
 
@@ -141,11 +141,11 @@ def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[
 
 def _evened(times: Sequence[Times], alike: Sequence[object]) -> list[Times]:
     """Return the times with the means of layers that are alike, because a difference between them is chance."""
-    found = []
-    for own in alike:
-        group = [one for one, other in zip(times, alike) if other == own]
-        found.append({name: statistics.fmean([one[name] for one in group]) for name in group[0]})
-    return found
+    means = []
+    for kind in alike:
+        group = [layer for layer, kind_of_layer in zip(times, alike) if kind_of_layer == kind]
+        means.append({name: statistics.fmean([layer[name] for layer in group]) for name in group[0]})
+    return means
 
 
 def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> Times:
@@ -168,32 +168,32 @@ class _Bench:
         self, subject: Subject, devices: Sequence[torch.device], batch: int, slowness: Sequence[float]
     ) -> None:
         self._subject, self._devices, self._batch = subject, devices, batch
-        self._counts = partition([1 + bytes_of(own) for own in subject.owned()], len(devices))
-        self._slowness = [slow for slow, count in zip(slowness, self._counts) for _ in range(count)]
+        self._counts = partition([1 + bytes_of(tensors) for tensors in subject.owned()], len(devices))
+        self._slowness = [factor for factor, count in zip(slowness, self._counts) for _ in range(count)]
         of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
         #: By whether each layer is a partition.
         self._ways = {True: Way([1] * len(of_layers), of_layers, 1), False: Way(self._counts, devices, 1)}
 
     def sizes(self, rows: Sequence[int]) -> list[list[Layer]]:
         """Return the bytes of each layer, for each size of a micro-batch."""
-        found = []
+        sizes = []
         for count in rows:
             model, step = self._subject.pipeline(self._ways[True])
             try:
                 step(count)  # Its first run allocates more.
-                found.append(counted(self._subject, partial(step, count)))
+                sizes.append(counted(self._subject, partial(step, count)))
             finally:
                 model.zero_grad()
-        return found
+        return sizes
 
     def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[Times]], list[CellCosts]]:
         """Return for each size of a micro-batch the times of each layer, and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
-        found = {name: _Recorded() for name in product(rows, schedules, (True, False))}
+        runs = {key: _Recorded() for key in product(rows, schedules, (True, False))}
         end = time.perf_counter() + seconds
         done = 0
         while done < _ROUNDS or time.perf_counter() < end:
-            for (count, schedule, apart), recorded in found.items():
+            for (count, schedule, apart), recorded in runs.items():
                 m = self._chunks(count)
                 model, step = self._subject.pipeline(self._ways[apart]._replace(chunks=m, schedule=schedule))
                 run = partial(step, count * m)
@@ -202,32 +202,34 @@ class _Bench:
                     recorded.steps += timed(run, self._devices, _STEPS, model)
                 recorded.add(timeline)
             done += 1
-        both = [self._times_of(count, found) for count in rows]
-        return [times for times, _ in both], [cells for _, cells in both]
+        of_rows = [self._times_of(count, runs) for count in rows]
+        return [times for times, _ in of_rows], [cells for _, cells in of_rows]
 
     def _times_of(
-        self, rows: int, found: Mapping[tuple[int, ScheduleName, bool], _Recorded]
+        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], _Recorded]
     ) -> tuple[list[Times], CellCosts]:
-        layers, n = range(len(self._slowness)), range(len(self._devices))
-        fine, coarse = (found[rows, "1F1B", apart] for apart in (True, False))
-        seconds = {kind: [fine.mean(kind, k) for k in layers] for kind in "FB"}
-        cell = {kind: _beside(seconds[kind], [coarse.mean(kind, j) for j in n]) for kind in "FB"}
-        if len(n) == 1:
-            seconds |= {kind: [own / 2 for own in seconds["B"]] for kind in "IW"}
+        layers, partitions = range(len(self._slowness)), range(len(self._devices))
+        apart, together = (runs[rows, "1F1B", is_apart] for is_apart in (True, False))
+        seconds = {kind: [apart.mean(kind, k) for k in layers] for kind in "FB"}
+        cell = {kind: _beside(seconds[kind], [together.mean(kind, j) for j in partitions]) for kind in "FB"}
+        if len(partitions) == 1:
+            seconds |= {kind: [backward / 2 for backward in seconds["B"]] for kind in "IW"}
             cell |= dict.fromkeys("IW", cell["B"] / 2)
         else:
-            split, joined = (found[rows, "ZeroBubble", apart] for apart in (True, False))
-            seconds |= {kind: [split.mean(kind, k) for k in layers] for kind in "IW"}
-            behind = self._counts[0]  # The first partition has no first half of backward.
-            cell |= {kind: _beside(seconds[kind][behind:], [joined.mean(kind, j) for j in n[1:]]) for kind in "IW"}
+            halves, halves_together = (runs[rows, "ZeroBubble", is_apart] for is_apart in (True, False))
+            first = self._counts[0]  # The first partition has no first half of backward.
+            for kind in "IW":
+                seconds[kind] = [halves.mean(kind, k) for k in layers]
+                cell[kind] = _beside(seconds[kind][first:], [halves_together.mean(kind, j) for j in partitions[1:]])
         times = [
-            {name: max(0.0, seconds[kind][k] - cell[kind]) / slow for kind, name in NAMES.items()}
-            | {"first": fine.first(k) / slow}
-            for k, slow in enumerate(self._slowness)
+            {name: max(0.0, seconds[kind][k] - cell[kind]) / slowness for kind, name in NAMES.items()}
+            | {"first": apart.first(k) / slowness}
+            for k, slowness in enumerate(self._slowness)
         ]
-        window = statistics.median(coarse.windows)
-        rest, factor = statistics.median(coarse.steps) - window, window / self._simulated(coarse, self._chunks(rows))
-        return times, CellCosts(cell["F"], cell["B"], cell["I"], cell["W"], rest, factor)
+        window = statistics.median(together.windows)
+        factor = window / self._simulated(together, self._chunks(rows))
+        step = statistics.median(together.steps) - window
+        return times, CellCosts(**{name: cell[kind] for kind, name in NAMES.items()}, step=step, factor=factor)
 
     def _chunks(self, rows: int) -> int:
         """Return with how many micro-batches to measure: enough for all devices, and no more than in a mini-batch."""
@@ -237,7 +239,7 @@ class _Bench:
     def _simulated(self, run: _Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
         actions = program("1F1B", m, range(len(self._devices)))
-        firsts = {next(action for action in own if action.kind == "B") for own in actions}
+        firsts = {next(action for action in of_device if action.kind == "B") for of_device in actions}
         return simulate(
             actions,
             lambda action: run.mean(action.kind, action.j) + (run.first(action.j) if action in firsts else 0.0),
@@ -281,30 +283,30 @@ class _Recorded:
                 began.add(key)
             self._seconds["first" if is_first else kind, span.partition].append(span.seconds)
         for step in timeline.steps:
-            own = [span for span in spans if span.step == step]
-            self.windows.append(max([span.end for span in own]) - min([span.start for span in own]))
+            of_step = [span for span in spans if span.step == step]
+            self.windows.append(max([span.end for span in of_step]) - min([span.start for span in of_step]))
 
 
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
     """Return what a cell takes beside its layers, given the times of layers by themselves and of partitions."""
-    more = len(apart) - len(together)
-    return max(0.0, sum(apart) - sum(together)) / more if more else 0.0
+    more_cells = len(apart) - len(together)
+    return max(0.0, sum(apart) - sum(together)) / more_cells if more_cells else 0.0
 
 
-def seconds_of_copies(here: torch.device, there: torch.device, *, pinned: bool = False) -> tuple[float, float]:
+def seconds_of_copies(source: torch.device, target: torch.device, *, pinned: bool = False) -> tuple[float, float]:
     """Return the seconds that any copy from one device to another takes, and those for each byte besides.
 
     Args:
-        here: the device that copies come from
-        there: the device that they go to
+        source: the device that copies come from
+        target: the device that they go to
         pinned: whether they come from memory of the host that is pinned for an accelerator
     """
     small, large = 1 << 10, 1 << 24
 
     def seconds(size: int) -> float:
-        source = torch.empty(size, dtype=torch.uint8, device=here, pin_memory=pinned and there.type != "cpu")
-        target = torch.empty(size, dtype=torch.uint8, device=there)
-        return statistics.median(timed(lambda: target.copy_(source), (here, there), 10))
+        original = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=pinned and target.type != "cpu")
+        copy = torch.empty(size, dtype=torch.uint8, device=target)
+        return statistics.median(timed(lambda: copy.copy_(original), (source, target), 10))
 
     latency = seconds(small)
     return latency, max(0.0, seconds(large) - latency) / (large - small)
@@ -321,16 +323,16 @@ def timed(
         steps: the number of steps
         model: the pipeline that runs, if it is one; it keeps no gradients
     """
-    found = []
+    seconds = []
     for _ in range(steps):
         synchronize(devices)
         begin = time.perf_counter()
         run()
         synchronize(devices)
-        found.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin)
         if model is not None:
             model.zero_grad()
-    return found
+    return seconds
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.devices.torch_internals import pytree
-from torchgpipe.schedule import Action, program
-from torchgpipe.schedule.residency import residency, streamed
+from torchgpipe.schedule import program
+from torchgpipe.schedule.residency import Streamed, residency, streamed
 from torchgpipe.timeline.recorder import record
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.alternatives import rows_of
 from torchgpipe_balancing.planning.costs import Costs, in_proportion
 from torchgpipe_balancing.planning.counting import counted
 from torchgpipe_balancing.planning.measure import costs_of, seconds_of_copies
-from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, PartitionCost, Problem
+from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
 from torchgpipe_balancing.planning.subject import Subject, Way, apply, subject_of
 
 __all__ = ["OffloadPlan", "planned_offload"]
@@ -89,13 +89,13 @@ class OffloadPlan:
         places = [self.devices[j % len(self.devices)] for j in range(n)]
         recomputed = range(len(self.layers)) if self.recomputes else ()
         way = Way(self.balance, places, self.chunks, "LayerMajor", recomputed)
-        more = {**self._options, "offload": True, "slots": self.slots, **options}
-        return apply(model, [list(names) for names in self.layers], way, self._sample, more)
+        arguments = {**self._options, "offload": True, "slots": self.slots, **options}
+        return apply(model, self.layers, way, self._sample, arguments)
 
     def __str__(self) -> str:
         unit, per = ("tokens", self._tokens) if self._tokens > 1 else ("rows", 1)
         forward, backward = (f"{rows * per:,.0f}" for rows in self.rows_to_hide)
-        held = ", ".join(f"{shown_size(size)} on {one}" for one, size in zip(self.devices, self.memory))
+        held = ", ".join(f"{shown_size(size)} on {device}" for device, size in zip(self.devices, self.memory))
         return (
             f"{len(self.balance)} partitions, {self.slots} slots, chunks={self.chunks}, "
             f"{'with' if self.recomputes else 'without'} recomputation: {self.seconds:.3g} s a step\n"
@@ -129,51 +129,42 @@ def planned_offload(
     del subject
     _, per_byte = (0.0, 1 / bandwidth) if bandwidth else seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
     speed = bandwidth or 1 / max(1e-15, per_byte)
-    ids = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim() == 2]
-    tokens = next((one.shape[1] for one in ids if not one.is_floating_point()), 1)
-    places = tuple([replace(device, slowness=1.0) for device in planned])  # Each layer was measured on its own.
-    best, least, n, size = None, math.inf, len(devices), len(costs.layers)
-    for partitions, count, recomputes in product(_numbers(n, size), chunks, recompute):
-        balance = partition([1 + layer.parameters for layer in costs.layers], partitions)
-        spans = list(pairwise(accumulate(balance, initial=0)))
-        weights, trained = (
-            [sum([getattr(one, name) for one in costs.layers[a:b]]) for a, b in spans]
-            for name in ("parameters", "trained")
-        )
-        rows, turns = rows_of(batch, count), [j % n for j in range(partitions)]
-        layers, actions = costs.layers_at(rows, count, states=0.0), program("LayerMajor", count, turns)
-        problem, again = Problem(layers, places, tuple(turns), actions), range(size if recomputes else 0)
-        took = [problem.partition_cost(j, *span, again) for j, span in enumerate(spans)]
+    ids = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() == 2]
+    tokens = next((tensor.shape[1] for tensor in ids if not tensor.is_floating_point()), 1)
+    best, least, n = None, math.inf, len(devices)
+    for partitions, count, recomputes in product(_numbers(n, len(costs.layers)), chunks, recompute):
+        rows = rows_of(batch, count)
+        division = _Division(costs, planned, rows, count, partitions, recomputes=recomputes)
         for slots in _SLOTS[: max(1, partitions // n - 1)]:
-            held = [
-                _held(took[k::n], weights[k::n], trained[k::n], count, slots, recomputes=recomputes) for k in range(n)
-            ]
+            held = [division.held(k, slots) for k in range(n)]
             least = min(least, max(held))
-            if any(one > device.memory for one, device in zip(held, planned)):
+            if any(size > device.memory for size, device in zip(held, planned)):
                 continue
-            ran = streamed(actions, slots, partial(_cost, took), partial(_upload, weights, speed))
+            ran = division.streamed(slots, speed)
             # Fewer partitions, micro-batches and slots come first.
             if best is None or ran.seconds < 0.99 * best.seconds:
-                stays = residency(actions, slots)
-                whole = [sum([one.seconds[kind] for one in took]) for kind in "FB"]
+                stays, weights = residency(division.program, slots), division.weights
+                computing = [sum([cost.seconds[kind] for cost in division.costs]) for kind in "FB"]
                 best = OffloadPlan(
-                    tuple(balance),
-                    tuple(devices),
-                    count,
-                    slots,
-                    recomputes,
-                    ran.seconds,
-                    tuple(held),
-                    stays.bytes_up(weights),
-                    stays.bytes_down(trained),
-                    ran.uploading - ran.waited,
-                    ran.waited,
-                    speed,
-                    tuple([sum(weights) / speed * rows * n / (own or math.inf) for own in whole]),
-                    tuple([layer.modules for layer in costs.layers]),
-                    tokens,
-                    sample,
-                    options,
+                    balance=tuple(division.balance),
+                    devices=tuple(devices),
+                    chunks=count,
+                    slots=slots,
+                    recomputes=recomputes,
+                    seconds=ran.seconds,
+                    memory=tuple(held),
+                    bytes_up=stays.bytes_up(weights),
+                    bytes_down=stays.bytes_down(division.trained),
+                    hidden=ran.uploading - ran.waited,
+                    waited=ran.waited,
+                    bandwidth=speed,
+                    rows_to_hide=tuple(
+                        [sum(weights) / speed * rows * n / (passes or math.inf) for passes in computing]
+                    ),
+                    layers=tuple([layer.modules for layer in costs.layers]),
+                    _tokens=tokens,
+                    _sample=sample,
+                    _options=options,
                 )
     return best, least
 
@@ -184,41 +175,54 @@ def _numbers(n: int, layers: int) -> list[int]:
     return sorted({*numbers, layers})
 
 
-def _cost(took: Sequence[PartitionCost], action: Action) -> float:
-    return took[action.j].seconds[action.kind]
+class _Division:
+    """Layers divided into so many partitions, which devices use in turn, for micro-batches of so many rows."""
 
+    def __init__(
+        self, costs: Costs, devices: Sequence[Device], rows: int, m: int, partitions: int, *, recomputes: bool
+    ) -> None:
+        self._n, self._m, self._recomputes = len(devices), m, recomputes
+        self.balance = partition([1 + layer.parameters for layer in costs.layers], partitions)
+        spans = list(pairwise(accumulate(self.balance, initial=0)))
+        #: The bytes of the parameters of each partition, all and those that require grad.
+        self.weights = [sum([layer.parameters for layer in costs.layers[a:b]]) for a, b in spans]
+        self.trained = [sum([layer.trained for layer in costs.layers[a:b]]) for a, b in spans]
+        places = tuple([j % self._n for j in range(partitions)])
+        self.program = program("LayerMajor", m, places)
+        as_measured = tuple([replace(device, slowness=1.0) for device in devices])  # Each layer on its own.
+        problem = Problem(costs.layers_at(rows, m, states=0.0), as_measured, places, self.program)
+        recomputed = range(len(costs.layers) if recomputes else 0)
+        self.costs = [problem.partition_cost(j, *span, recomputed) for j, span in enumerate(spans)]
 
-def _upload(weights: Sequence[int], speed: float, j: int) -> float:
-    return weights[j] / speed
+    def streamed(self, slots: int, speed: float) -> Streamed:
+        """Return the simulated step with so many slots a device, given the bytes of a second of uploads."""
+        return streamed(
+            self.program,
+            slots,
+            lambda action: self.costs[action.j].seconds[action.kind],
+            lambda j: self.weights[j] / speed,
+        )
 
-
-def _held(
-    own: Sequence[PartitionCost],
-    weights: Sequence[int],
-    trained: Sequence[int],
-    m: int,
-    slots: int,
-    *,
-    recomputes: bool,
-) -> float:
-    """Return the bytes of a device with these partitions."""
-    in_host_memory = sorted(weights, reverse=True)[slots:]
-    state = sum([one.state for one in own]) - sum(in_host_memory) + 3 * max(trained, default=0)
-    kept = [one.kept for one in own]
-    if not recomputes:
-        return state + m * sum(kept)
-    return state + max([one.room for one in own], default=0.0) + 4 * max(kept, default=0.0)
+    def held(self, k: int, slots: int) -> float:
+        """Return the bytes that device ``k`` holds."""
+        placed = slice(k, None, self._n)
+        costs, in_host_memory = self.costs[placed], sorted(self.weights[placed], reverse=True)[slots:]
+        state = sum([cost.state for cost in costs]) - sum(in_host_memory) + 3 * max(self.trained[placed], default=0)
+        kept = [cost.kept for cost in costs]
+        if not self._recomputes:
+            return state + self._m * sum(kept)
+        return state + max([cost.room for cost in costs], default=0.0) + 4 * max(kept, default=0.0)
 
 
 def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence[int]) -> Costs:
     """Measure each layer as a partition of a pipeline with weights in host memory, in micro-batches of these sizes."""
-    if any(tensor.is_meta for own in subject.owned() for tensor in own):
+    if any(tensor.is_meta for tensors in subject.owned() for tensor in tensors):
         raise ValueError("a plan with offload=True measures, so the model needs weights; load it on the CPU")
     # No partition has memory from another one: what it keeps again is its own, and so is its input.
     counts = counted(subject, partial(subject.plain, sizes[0]))
     held = [
-        replace(one, kept=one.kept + one.again, again=0.0, input=max(one.input, before.crossing))
-        for before, one in zip([Layer(), *counts], counts)
+        replace(layer, kept=layer.kept + layer.again, again=0.0, input=max(layer.input, before.crossing))
+        for before, layer in zip([Layer(), *counts], counts)
     ]
     layers = range(len(held))
     places = [devices[j % len(devices)] for j in layers]
@@ -232,12 +236,12 @@ def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence
         forward, backward = [0.0 for _ in layers], [0.0 for _ in layers]
         for span in timeline.spans:
             if span.computes:
-                took = forward if span.kind == "forward" else backward  # With the recomputation.
-                took[span.partition] += span.seconds / (_STEPS * _CHUNKS)
+                seconds = forward if span.kind == "forward" else backward  # With the recomputation.
+                seconds[span.partition] += span.seconds / (_STEPS * _CHUNKS)
         samples.append(
             [
-                replace(Layer(**in_proportion(one, rows, sizes[0])), forward=a, backward=max(0.0, b - a))
-                for one, a, b in zip(held, forward, backward)
+                replace(Layer(**in_proportion(layer, rows, sizes[0])), forward=a, backward=max(0.0, b - a))
+                for layer, a, b in zip(held, forward, backward)
             ]
         )
     return costs_of(subject, samples, sizes, [CellCosts()] * len(sizes))

@@ -63,4 +63,4 @@ def states_of(optimizer: Optimizer) -> float:
             f"optimizer must be a class such as torch.optim.AdamW, a function that takes parameters, an optimizer, or "
             f"the bytes that it keeps for each byte of a parameter, but {optimizer!r} failed on a matrix: {error}"
         ) from error
-    return sum([one.nbytes for one in states if isinstance(one, Tensor) and one.numel() > 1]) / weight.nbytes
+    return sum([state.nbytes for state in states if isinstance(state, Tensor) and state.numel() > 1]) / weight.nbytes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
 from torchgpipe.schedule.simulation import changes
-from torchgpipe_balancing.planning.alternatives import Alternative, Question
+from torchgpipe_balancing.planning.alternatives import Question
 from torchgpipe_balancing.planning.problem import Outcome
 
 __all__ = ["draw", "draw_costs"]
@@ -16,43 +16,41 @@ __all__ = ["draw", "draw_costs"]
 #: The colours of what is held for backward, of what is there all the time, and of the limit.
 _HELD, _STATE, _LIMIT = "#cc79a7", "#909090", "#d55e00"
 
+#: In pixels.
+_WIDTH = 720
+
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
 
 
-def draw(question: Question, one: Alternative, outcome: Outcome, width: int = 720) -> str:
+def draw(question: Question, outcome: Outcome) -> str:
     """Draw a planned step: for each device what it does, and below it the memory that it holds.
 
     Args:
         question: what was planned for
-        one: the alternative to draw
-        outcome: what it costs
-        width: the width of the picture in pixels
+        outcome: what the alternative costs that is drawn
     """
     simulation, rows = outcome.simulation, []
     for k, device in enumerate(question.devices):
         boxes = [
-            Box(start, start + simulation.cost(one), str(one.i), str(one), COLOURS[one.kind], INK[one.kind])
-            for one, start in simulation.starts[k]
+            Box(start, start + simulation.cost(cell), str(cell.i), str(cell), COLOURS[cell.kind], INK[cell.kind])
+            for cell, start in simulation.starts[k]
         ]
-        rows += [(device.name, boxes), (shown_size(one.memory[k]), list(_memory(one, outcome, k, device.memory)))]
-    kinds = {action.kind for own in simulation.starts for action, _ in own}
+        rows += [(device.name, boxes), (shown_size(outcome.memory[k]), list(_memory(outcome, k, device.memory)))]
+    kinds = {action.kind for of_device in simulation.starts for action, _ in of_device}
     legend = {name: COLOURS[kind] for kind, name in _NAMES.items() if kind in kinds}
     legend |= {"activations": _HELD, "parameters, gradients, optimizer": _STATE}
     if any(math.isfinite(device.memory) for device in question.devices):
         legend["limit"] = _LIMIT
-    return draw_boxes(rows, simulation.seconds, width, legend=legend, height=32)
+    return draw_boxes(rows, simulation.seconds, _WIDTH, legend=legend, height=32)
 
 
-def draw_costs(
-    partitions: Sequence[Sequence[tuple[str, float]]], shown: Callable[[float], str], title: str, width: int = 720
-) -> str:
+def draw_costs(partitions: Sequence[Sequence[tuple[str, float]]], shown: Callable[[float], str], title: str) -> str:
     """Draw a row for each partition, and in it a box for each layer, as wide as the layer costs.
 
     Args:
         partitions: for each partition, the names and the costs of its layers
         shown: writes a cost
         title: a line above the picture
-        width: the width of the picture in pixels
     """
     rows, most = [], 0.0
     for j, layers in enumerate(partitions):
@@ -62,13 +60,12 @@ def draw_costs(
             end += cost
         rows.append((f"partition {j}: {shown(end)}", boxes))
         most = max(most, end)
-    return draw_boxes(rows, most, width, title)
+    return draw_boxes(rows, most, _WIDTH, title)
 
 
-def _memory(one: Alternative, outcome: Outcome, k: int, limit: float) -> Iterator[Box]:
+def _memory(outcome: Outcome, k: int, limit: float) -> Iterator[Box]:
     """Yield boxes as high as the memory that a device holds at that time."""
-    state = sum(partition.state for partition, place in zip(outcome.partitions, one.places) if place == k)
-    levels = list(_levels(outcome, k, state))
+    state, levels = outcome.state[k], list(_levels(outcome, k))
     top = max([level for _, level in levels] + ([] if math.isinf(limit) else [limit])) or 1.0
     for (start, level), (end, _) in zip(levels, [*levels[1:], (outcome.seconds, 0.0)]):
         yield Box(start, end, "", shown_size(level), _HELD, "", top=1 - level / top)
@@ -79,10 +76,11 @@ def _memory(one: Alternative, outcome: Outcome, k: int, limit: float) -> Iterato
         )
 
 
-def _levels(outcome: Outcome, k: int, level: float) -> Iterator[tuple[float, float]]:
+def _levels(outcome: Outcome, k: int) -> Iterator[tuple[float, float]]:
     """Yield the times at which the memory of a device changes, with its level from then on."""
-    kept = [one.kept for one in outcome.partitions]
-    waiting = [one.waiting for one in outcome.partitions]
+    kept = [partition.kept for partition in outcome.partitions]
+    waiting = [partition.waiting for partition in outcome.partitions]
+    level = outcome.state[k]
     yield 0.0, level
     for action, start in outcome.simulation.starts[k]:
         for time, change in zip((start, start + outcome.simulation.cost(action)), changes(action, kept, waiting)):

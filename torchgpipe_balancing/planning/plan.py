@@ -144,14 +144,14 @@ def plan(
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
     if offload:
-        again = (True, False) if checkpoint else (False,)
+        recompute = (True, False) if checkpoint else (False,)
         with undisturbed(places):
-            found, least = planned_offload(model, sample, target, batch, planned, counts, again, bandwidth, options)
+            best, least = planned_offload(model, sample, target, batch, planned, counts, recompute, bandwidth, options)
         released(places)
-        if found is None:
+        if best is None:
             more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
             raise DoesNotFit(f"nothing fits {batch} rows with weights in host memory; it would fit with {more}")
-        return found
+        return best
     states = 1.0 + states_of(optimizer)
     most = most_partitions(schedules, len(places))
     sizes = sorted({rows_of(batch, count) for count in counts})
@@ -177,7 +177,7 @@ def plan(
     del subject
     released(places)  # The memory of the copy that was measured is for the model now.
     # What would be with other devices is asked of the schedules that are the best with these.
-    likely = replace(question, schedules=tuple(dict.fromkeys([one.schedule for one in tried.fitting[:3]])))
+    likely = replace(question, schedules=tuple(dict.fromkeys([near.schedule for near in tried.fitting[:3]])))
     return Plan(
         question,
         tuple(fitting),
@@ -266,7 +266,7 @@ def _chunks(chunks: int | Collection[int] | None, batch: int, n: int, model: nn.
 def _best_seconds(question: Question, tried: Tried) -> float:
     """Return the seconds of the best alternative, which are at most those of the best that was tried."""
     fitting = alternatives(question, keep=1).fitting
-    return min([tried.fitting[0].seconds, *[one.seconds for one in fitting]])
+    return min([alternative.seconds for alternative in [tried.fitting[0], *fitting]])
 
 
 def _misfit(question: Question, tried: Tried, margin: float) -> str:
@@ -286,13 +286,13 @@ def _misfit(question: Question, tried: Tried, margin: float) -> str:
     halves = [question.batch >> k for k in range(1, question.batch.bit_length())]
     more = [question.with_devices(count) for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1)]
     fewer = [replace(question, batch=rows, chunks=()) for rows in halves]
-    for others in (more, fewer):
-        for other in others:
-            found = next(iter(alternatives(other, keep=1).fitting), None)
-            if found is not None:
-                count, rows = len(other.devices), other.batch
+    for easier in (more, fewer):
+        for question in easier:
+            fitting = alternatives(question, keep=1).fitting
+            if fitting:
+                count, rows = len(question.devices), question.batch
                 smaller = f"with mini-batches of {rows} row{'s' * (rows > 1)}"
-                on = f"on {count} devices like the last" if others is more else smaller
-                lines.append(f"{on}: {described(other, found)}")
+                on = f"on {count} devices like the last" if easier is more else smaller
+                lines.append(f"{on}: {described(question, fitting[0])}")
                 break
     return "\n".join(lines)

@@ -143,11 +143,13 @@ class Outcome(NamedTuple):
     Attributes:
         simulation: the simulated step; its peaks are bytes of activations, without the room for recomputed layers
         partitions: what each partition takes
+        state: for each device, the bytes that are there all the time
         memory: for each device, the most bytes that it needs, all in all
     """
 
     simulation: Simulation
     partitions: list[PartitionCost]
+    state: list[float]
     memory: list[float]
 
     @property
@@ -191,27 +193,27 @@ class Problem:
     @property
     def splits_backward(self) -> bool:
         """Whether the program has I and W in place of B."""
-        return any(action.kind == "I" for own in self.program for action in own)
+        return any(action.kind == "I" for actions in self.program for action in actions)
 
     def partition_cost(self, j: int, start: int, end: int, recomputed: Collection[int] = ()) -> PartitionCost:
         """Return what partition ``j`` takes if it has the layers from ``start`` to ``end``."""
-        own = self.layers[start:end]
-        again = [self.layers[k] for k in recomputed if start <= k < end]
-        cell, slow = self.cell, self.devices[self.places[j]].slowness
-        backward = sum([layer.backward for layer in own])
+        layers = self.layers[start:end]
+        run_twice = [self.layers[k] for k in recomputed if start <= k < end]
+        cell, slowness = self.cell, self.devices[self.places[j]].slowness
+        backward = sum([layer.backward for layer in layers])
         seconds = {
-            "F": cell.forward * (1 + len(again)) + sum([layer.forward for layer in own]),
-            "B": cell.backward * (1 + len(again)) + backward + sum([layer.forward for layer in again]),
-            "I": cell.inputs + sum([layer.inputs for layer in own]) if j else 0.0,
-            "W": cell.weights + sum([layer.weights for layer in own]) if j else cell.backward + backward,
+            "F": cell.forward * (1 + len(run_twice)) + sum([layer.forward for layer in layers]),
+            "B": cell.backward * (1 + len(run_twice)) + backward + sum([layer.forward for layer in run_twice]),
+            "I": cell.inputs + sum([layer.inputs for layer in layers]) if j else 0.0,
+            "W": cell.weights + sum([layer.weights for layer in layers]) if j else cell.backward + backward,
         }
-        kept = sum([layer.kept for layer in own]) - sum([layer.kept - layer.input for layer in again])
+        kept = sum([layer.kept for layer in layers]) - sum([layer.kept - layer.input for layer in run_twice])
         return PartitionCost(
-            seconds={kind: one * slow for kind, one in seconds.items()},
-            kept=kept + own[0].again,
-            waiting=sum([layer.waiting for layer in own]),
-            room=max([layer.kept for layer in again], default=0.0),
-            state=sum([layer.state for layer in own]),
+            seconds={kind: of_kind * slowness for kind, of_kind in seconds.items()},
+            kept=kept + layers[0].again,
+            waiting=sum([layer.waiting for layer in layers]),
+            room=max([layer.kept for layer in run_twice], default=0.0),
+            state=sum([layer.state for layer in layers]),
             arriving=self.layers[start - 1].crossing if start else 0.0,
         )
 
@@ -224,15 +226,16 @@ class Problem:
         simulation = simulate(
             self.program,
             lambda action: partitions[action.j].seconds[action.kind],
-            [one.kept for one in partitions],
-            waiting=[one.waiting for one in partitions],
+            [partition.kept for partition in partitions],
+            waiting=[partition.waiting for partition in partitions],
             transfer=lambda j: self.transfer(partitions[j]),
         )
-        memory = []
+        state, memory = [], []
         for device, peak in enumerate(simulation.peaks):
-            own = [one for one, place in zip(partitions, self.places) if place == device]
-            memory.append(peak + sum([one.state for one in own]) + max([one.room for one in own], default=0.0))
-        return Outcome(simulation, partitions, memory)
+            placed = [partition for partition, place in zip(partitions, self.places) if place == device]
+            state.append(sum([partition.state for partition in placed]))
+            memory.append(peak + state[-1] + max([partition.room for partition in placed], default=0.0))
+        return Outcome(simulation, partitions, state, memory)
 
     def transfer(self, partition: PartitionCost) -> float:
         """Return the seconds of a transfer to a partition from another device."""

@@ -1,7 +1,7 @@
-"""Simulate many choices at once under one program, because a search asks for the seconds of thousands of them.
+"""Simulate many choices under one program, because a search asks for the seconds of thousands of them.
 
-`torchgpipe.schedule.simulate` does the same for one choice, action by action. The order of a program is fixed, so a
-step is as long as the longest path through a fixed graph, which is found for all choices at once. A *price* of a
+`torchgpipe.schedule.simulate` does the same for one choice, and looks up what each action needs. That is the same for
+all choices: a step is as long as the longest path through a fixed graph, which is prepared once. A *price* of a
 partition is what it adds to a path:
 
     0..3   seconds of F, B, I and W
@@ -46,28 +46,27 @@ class Rehearsal:
         # Row 0 stands for the beginning of the step: what has nothing before it on its device follows this row.
         row: dict[Action, int] = {}
         self._last = last = [0] * len(program)
-        #: For each action the row before it on its device, that on another device or 0, and the columns of its prices.
+        #: For each action the row before it on its device, that on another device or 0, and the places of its prices.
         self._rows: list[tuple[int, int, int, int]] = []
         for action, device, needed in in_order(program):
             # What it needs of its own device is before it there.
-            foreign = next((one for one, is_foreign in needed if is_foreign), action)
+            foreign = next((before for before, is_foreign in needed if is_foreign), action)
             passage = max(foreign.j, action.j) * PRICES + _TRANSFER
             price = action.j * PRICES + KINDS.index(action.kind)
             self._rows.append((last[device], row.get(foreign, 0), passage, price))
             row[action] = last[device] = len(self._rows)
         self.partitions = [[j for j, place in enumerate(places) if place == device] for device in range(len(program))]
-        self.held = [_held(own, partitions) for own, partitions in zip(program, self.partitions)]
+        self.held = [_held(actions, partitions) for actions, partitions in zip(program, self.partitions)]
 
-    def seconds(self, prices: Array) -> Array:
-        """Return the seconds of a step of each choice, given the prices of its partitions, [choices, n, prices]."""
-        columns = list(np.ascontiguousarray(prices.reshape(len(prices), -1).T))
-        ends = [np.zeros(len(prices))]
+    def seconds(self, prices: Sequence[float]) -> float:
+        """Return the seconds of a step, given the prices of all partitions, one partition behind the other."""
+        ends = [0.0]
         for before, foreign, passage, price in self._rows:
             start = ends[before]
-            if foreign:
-                start = np.maximum(start, ends[foreign] + columns[passage])
-            ends.append(start + columns[price])
-        return np.asarray(np.max([ends[k] for k in self._last], axis=0))
+            if foreign and (arrival := ends[foreign] + prices[passage]) > start:
+                start = arrival
+            ends.append(start + prices[price])
+        return max([ends[k] for k in self._last])
 
 
 @lru_cache(maxsize=64)  # Questions about more memory or other layers have the same programs.
@@ -77,14 +76,12 @@ def rehearsal_of(program: tuple[tuple[Action, ...], ...], places: tuple[int, ...
 
 
 def _held(actions: Sequence[Action], partitions: list[int]) -> Array:
-    column = {j: k for k, j in enumerate(partitions)}
     units = [1.0] * (1 + partitions[-1])
-    steps = np.zeros((2 * len(actions) + 1, len(column), 2))
+    steps = np.zeros((2 * len(actions) + 1, len(partitions), 2))
     for row, action in enumerate(actions):
-        for half in (0, 1):
-            both = changes(action, units, units)[half]
-            kept = changes(action, units, None)[half]
-            steps[2 * row + half + 1, column[action.j]] = kept, both - kept
+        for end in (0, 1):  # What changes when it starts, and when it ends.
+            kept, with_waiting = changes(action, units, None)[end], changes(action, units, units)[end]
+            steps[2 * row + end + 1, partitions.index(action.j)] = kept, with_waiting - kept
     moments = np.unique(np.cumsum(steps, axis=0), axis=0)
-    flat = moments.reshape(len(moments), -1)
-    return moments[[k for k, own in enumerate(flat) if not ((flat >= own).all(1) & (flat > own).any(1)).any()]]
+    counts = moments.reshape(len(moments), -1)
+    return moments[[k for k, at in enumerate(counts) if not ((counts >= at).all(1) & (counts > at).any(1)).any()]]

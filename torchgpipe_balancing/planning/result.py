@@ -96,8 +96,8 @@ class Plan:
         Args:
             alternative: one of ``fitting`` or ``misfits`` (default: the best)
         """
-        one = alternative or self.best
-        return problem_of(self.question, one.schedule, one.chunks).outcome(one.choice)
+        alternative = alternative or self.best
+        return problem_of(self.question, alternative.schedule, alternative.chunks).outcome(alternative.choice)
 
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
@@ -202,7 +202,7 @@ class Plan:
         Returns:
             the picture, as SVG
         """
-        drawn = picture.draw(self.question, self.best, self.outcome())
+        drawn = picture.draw(self.question, self.outcome())
         if path is not None:
             Path(path).write_text(drawn)
         return drawn
@@ -220,7 +220,7 @@ class Plan:
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it: with None in place of infinities, and lists in place of sets and tuples."""
     if is_dataclass(value):
-        return {name: _plain(one) for name, one in vars(value).items()}
+        return {name: _plain(attribute) for name, attribute in vars(value).items()}
     if isinstance(value, (tuple, frozenset)):
         return [*map(_plain, sorted(value) if isinstance(value, frozenset) else value)]
     return None if isinstance(value, float) and math.isinf(value) else value
@@ -228,12 +228,13 @@ def _plain(value: Any) -> Any:
 
 def _made(kind: Any, content: Any) -> Any:
     """Return a value of a type from what `_plain` has made of it. A file may lack, or have more than, it needs."""
-    if (inner := get_args(kind)) and get_origin(kind) is frozenset:
+    if get_origin(kind) is frozenset:
         return frozenset(content)
     if get_origin(kind) is tuple:
-        return tuple(_made(inner[0 if inner[-1] is Ellipsis else k], own) for k, own in enumerate(content))
+        kinds = get_args(kind)
+        return tuple(_made(kinds[0 if kinds[-1] is Ellipsis else k], item) for k, item in enumerate(content))
     if is_dataclass(kind):
         types = get_type_hints(kind)
-        made: Any = cast(Any, kind)(**{name: _made(types[name], own) for name, own in content.items() if name in types})
-        return made
+        attributes = {name: _made(types[name], item) for name, item in content.items() if name in types}
+        return cast(Any, kind)(**attributes)
     return math.inf if kind is float and content is None else content

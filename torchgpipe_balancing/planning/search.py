@@ -19,12 +19,10 @@ from functools import cache, lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
-import numpy as np
-
 from torchgpipe_balancing.partition import check_partitions, partition
 from torchgpipe_balancing.planning.fitting import Fitting, Span
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
-from torchgpipe_balancing.planning.rehearsal import PRICES, Array, rehearsal_of
+from torchgpipe_balancing.planning.rehearsal import PRICES, rehearsal_of
 
 __all__ = ["Search", "solve"]
 
@@ -73,7 +71,7 @@ class Search:
         self.tried = 0
         self._cuts = self._start()
         self.excess = self._misfit(self._cuts)
-        self.seconds = float(self._seconds([self._cuts])[0])
+        self.seconds = self._seconds(self._cuts)
 
     @property
     def fits(self) -> bool:
@@ -101,15 +99,14 @@ class Search:
         layers = map(self._fitting.recomputed, self._devices, self._spans(self._cuts))
         return Choice(tuple(end - start for start, end in pairwise(self._cuts)), frozenset().union(*layers))
 
-    def _descended(self, cuts: Cuts, costs: Callable[[Sequence[Cuts]], Array]) -> tuple[Cuts, float]:
+    def _descended(self, cuts: Cuts, cost: Callable[[Cuts], float]) -> tuple[Cuts, float]:
         """Move cuts as long as that lowers a cost, and return them with it. A cost of 0 cannot be lowered."""
-        value, longest = float(costs([cuts])[0]), 1
+        value, longest = cost(cuts), 1
         while value > 0:
-            others = list(_moved(cuts, longest))
-            found = costs(others) if others else np.array([math.inf])
-            best = int(found.argmin())
-            if found[best] < value * (1 - _ROUNDING):
-                cuts, value, longest = others[best], float(found[best]), 1
+            candidates = [(cost(moved), moved) for moved in _moved(cuts, longest)]
+            least, best = min(candidates, key=lambda candidate: candidate[0], default=(math.inf, cuts))
+            if least < value * (1 - _ROUNDING):
+                cuts, value, longest = best, least, 1
             elif longest < _LONGEST:
                 longest = _LONGEST
             else:
@@ -120,21 +117,21 @@ class Search:
 
     def _start(self) -> Cuts:
         layers = self.problem.layers
-        cuts = self._even([one.forward + one.backward for one in layers])
+        cuts = self._even([layer.forward + layer.backward for layer in layers])
         if self._misfit(cuts) <= 0:
             return cuts
-        if all(len(own) == 1 for own in self._rehearsal.partitions):
+        if all(len(partitions) == 1 for partitions in self._rehearsal.partitions):
             full = self._filled(0.0)
             if full is None:
                 return self._nearest(cuts)
             near = self._near(cuts)  # Nearer to even, if it fits.
             return near if self._misfit(near) <= 0 else full
-        most = max([float(own[..., 0].max()) for own in self._rehearsal.held])
-        bytes = self._even([most * one.kept + one.state for one in layers])
+        most = max([float(held[..., 0].max()) for held in self._rehearsal.held])
+        bytes = self._even([most * layer.kept + layer.state for layer in layers])
         cuts = min(self._near(cuts), self._near(bytes), key=self._misfit)
         if self._misfit(cuts) > 0 and math.comb(self._size - 1, self._n - 1) <= _FEW:
-            inner = combinations(range(1, self._size), self._n - 1)
-            cuts = min([(0, *one, self._size) for one in inner], key=self._misfit)
+            cuts_between = combinations(range(1, self._size), self._n - 1)
+            cuts = min([(0, *between, self._size) for between in cuts_between], key=self._misfit)
         return cuts
 
     def _even(self, loads: Sequence[float]) -> Cuts:
@@ -144,15 +141,15 @@ class Search:
 
     def _near(self, cuts: Cuts) -> Cuts:
         """Move cuts as long as that lowers the largest excess, or until all fits."""
-        return self._descended(cuts, self._distances)[0]
+        return self._descended(cuts, self._distance)[0]
 
     def _nearest(self, cuts: Cuts) -> Cuts:
         """Return a balance with nearly the least largest excess, given any; nothing fits."""
         low, most = 0.0, self._misfit(cuts)
         while most - low > 1:  # a byte
             middle = (low + most) / 2
-            found = self._filled(middle)
-            low, most, cuts = (low, self._misfit(found), found) if found else (middle, most, cuts)
+            full = self._filled(middle)
+            low, most, cuts = (low, self._misfit(full), full) if full else (middle, most, cuts)
         return self._near(cuts)
 
     def _filled(self, excess: float) -> Cuts | None:
@@ -174,35 +171,36 @@ class Search:
     def _spans(self, cuts: Cuts) -> list[tuple[Span, ...]]:
         """Return the layers of the partitions of each device."""
         spans = list(pairwise(cuts))
-        return [tuple([spans[j] for j in own]) for own in self._rehearsal.partitions]
+        return [tuple([spans[j] for j in partitions]) for partitions in self._rehearsal.partitions]
+
+    def _excesses(self, cuts: Cuts) -> list[float]:
+        return list(map(self._fitting.excess, self._devices, self._spans(cuts)))
 
     def _misfit(self, cuts: Cuts) -> float:
         """Return the least largest excess of a balance, in bytes; 0 or less if all fits."""
-        return max(map(self._fitting.excess, self._devices, self._spans(cuts)))
+        return max(self._excesses(cuts))
 
-    def _distances(self, found: Sequence[Cuts]) -> Array:
+    def _distance(self, cuts: Cuts) -> float:
         """Return the largest excess, and a little of all: so it shrinks also where several devices lack as much."""
-        over = np.array([[*map(self._fitting.excess, self._devices, self._spans(cuts))] for cuts in found]).clip(0.0)
-        return np.asarray(over.max(1) + 0.05 * over.sum(1))
+        over = [max(0.0, excess) for excess in self._excesses(cuts)]
+        return max(over) + 0.05 * sum(over)
 
-    def _seconds(self, found: Sequence[Cuts]) -> Array:
-        """Return the seconds of each balance that fits; infinite for others."""
-        fitting = [k for k, cuts in enumerate(found) if self._misfit(cuts) <= 0]
-        self.tried += len(fitting)
-        seconds = np.full(len(found), math.inf)
-        if fitting:
-            prices = np.zeros((len(fitting), self._n, PRICES))
-            for own, k in zip(prices, fitting):
-                for device, spans in enumerate(self._spans(found[k])):
-                    own[self._rehearsal.partitions[device]] = self._priced(device, spans)
-            seconds[fitting] = self._rehearsal.seconds(prices)
-        return seconds
+    def _seconds(self, cuts: Cuts) -> float:
+        """Return the seconds of a balance that fits; infinite for others."""
+        if self._misfit(cuts) > 0:
+            return math.inf
+        self.tried += 1
+        prices = [0.0] * (self._n * PRICES)
+        for device, spans in enumerate(self._spans(cuts)):
+            for j, of_partition in zip(self._rehearsal.partitions[device], self._priced(device, spans)):
+                prices[j * PRICES : (j + 1) * PRICES] = of_partition
+        return self._rehearsal.seconds(prices)
 
     def _prices(self, device: int, spans: tuple[Span, ...]) -> list[list[float]]:
         """Return the prices of the partitions of a device, with the layers recomputed that have to be."""
         layers, problem = self._fitting.recomputed(device, spans), self.problem
         costs = [problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)]
-        return [[*one.seconds.values(), problem.transfer(one)] for one in costs]
+        return [[*cost.seconds.values(), problem.transfer(cost)] for cost in costs]
 
 
 @lru_cache(maxsize=64)  # Several schedules have the same layers and devices.

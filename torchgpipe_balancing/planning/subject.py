@@ -88,7 +88,7 @@ class Subject:
         parameters = self._model.named_parameters(remove_duplicate=False)
         for name, tensor in [*parameters, *self._model.named_buffers(remove_duplicate=False)]:
             owned[self._layer_of(name)][id(tensor)] = tensor
-        return [list(own.values()) for own in owned]
+        return [list(tensors.values()) for tensors in owned]
 
     def plain(self, rows: int) -> Any:
         """Run forward of the copy, without a pipeline, on so many rows, and return the loss."""
@@ -117,7 +117,7 @@ class Subject:
 
     def _beside(self, value: Any) -> Any:
         """Return a value with its tensors on the device of the model."""
-        device = next((one.device for one in self._model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         return mapped(value, lambda tensor: tensor.to(device))
 
 
@@ -149,7 +149,7 @@ def apply(
     way: Way,
     sample: Any,
     options: Mapping[str, Any],
-    found: Study | None = None,
+    studied: Study | None = None,
 ) -> Any:
     """Pipeline a model in this way.
 
@@ -159,14 +159,14 @@ def apply(
         way: how to pipeline it
         sample: the sample of a model that is no Sequential
         options: further arguments of GPipe or `pipelined`
-        found: what the sample has shown of a model that is no Sequential (default: it runs)
+        studied: what the sample has shown of a model that is no Sequential (default: it runs)
     """
     recomputed = [name for k in sorted(way.recomputed) for name in layers[k]]
     more = dict(chunks=way.chunks, devices=way.devices, schedule=way.schedule, **options)
     if isinstance(model, nn.Sequential):
         return GPipe(model, way.balance, checkpoint=recomputed or "never", **more)
     balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(way.balance))[:-1], 1)}
-    return pipelined_apart(model, sample, found=found, balance=balance, checkpoint=recomputed, **more)
+    return pipelined_apart(model, sample, found=studied, balance=balance, checkpoint=recomputed, **more)
 
 
 def released(devices: Iterable[torch.device]) -> None:
@@ -180,13 +180,13 @@ class Layers(Subject):
     """A Sequential, whose layers are those of GPipe."""
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
-        tensors = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim()]
-        own_rows = len(tensors[0]) if tensors else 0
-        super().__init__(_copied(model), own_rows, target, options, has_own_loss=False)
+        tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+        sample_rows = len(tensors[0]) if tensors else 0
+        super().__init__(_copied(model), sample_rows, target, options, has_own_loss=False)
         names = list(layers_of(model))
         self.layers = [[name] for name in names]
         self._layer_of = lambda name: names.index(name.partition(".")[0])
-        self._arguments = lambda rows: Arguments((resized(sample, own_rows, rows),), {})
+        self._arguments = lambda rows: Arguments((resized(sample, sample_rows, rows),), {})
 
     def _pipelined(self, way: Way) -> Any:
         return apply(self._model, self.layers, way, None, self._options)
@@ -199,10 +199,10 @@ class AnyModule(Subject):
         model = _copied(model)
         self._sample = arguments_of(sample)
         # The sample runs once, before the partitions are on different devices.
-        self._found = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
-        has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
-        splitter = self._found.splitter
-        super().__init__(model, splitter.rows, target, options, has_own_loss=has_own)
+        self._studied = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
+        has_own_loss = "loss_fn" not in options and own_loss(self._studied.traces[0].output) is not None
+        splitter = self._studied.splitter
+        super().__init__(model, splitter.rows, target, options, has_own_loss=has_own_loss)
         self._arguments = partial(splitter.resized, self._sample)
         settings = self._each_part_apart(partitions, options)
         parts = range(len(settings.devices))
@@ -217,7 +217,7 @@ class AnyModule(Subject):
         more |= {"no_chunk": options.get("no_chunk", ()), "checkpoint": (), "chunks": 1, "schedule": "1F1B"}
 
         def arranged(n: int, balance: Any, *, fixed: bool) -> Settings:
-            devices, apart = [torch.device("cpu")] * n, {"apart": True, "found": self._found, **more}
+            devices, apart = [torch.device("cpu")] * n, {"apart": True, "found": self._studied, **more}
             return arrange(self._model, self._sample, devices, fixed=fixed, balance=balance, **apart)
 
         # A schedule with more partitions than there are parts is left out later.
@@ -230,7 +230,7 @@ class AnyModule(Subject):
             self._pipeline.unpipelined()
         # Without a proof, which what is only measured needs not; `Plan.apply` has it.
         options = {**self._options, "verify": False}
-        self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), options, self._found)
+        self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), options, self._studied)
         return self._pipeline
 
 

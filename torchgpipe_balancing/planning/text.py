@@ -36,14 +36,13 @@ def headline(plan: Plan) -> str:
     return f"{question.batch} rows on {_count(len(question.devices), 'device')}: {described(question, plan.best)}"
 
 
-def described(question: Question, one: Alternative) -> str:
+def described(question: Question, alternative: Alternative) -> str:
     """Return an alternative in a line."""
-    rows = rows_of(question.batch, one.chunks)
-    again = len(one.choice.recomputed)
+    chunks, choice = alternative.chunks, alternative.choice
+    recomputed = f"{len(choice.recomputed)} of {len(question.costs.layers)} layers" if choice.recomputed else "nothing"
     return (
-        f"schedule={one.schedule!r}, chunks={one.chunks} ({_count(rows, 'row')}), "
-        f"balance={list(one.choice.balance)}, "
-        + (f"{again} of {len(question.costs.layers)} layers recomputed" if again else "nothing recomputed")
+        f"schedule={alternative.schedule!r}, chunks={chunks} ({_count(rows_of(question.batch, chunks), 'row')}), "
+        f"balance={list(choice.balance)}, {recomputed} recomputed"
     )
 
 
@@ -55,8 +54,8 @@ def _decision(plan: Plan) -> Iterator[str]:
         yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle{ran}"
     else:
         yield "measured on the meta device, without times: the bytes of parameters stand for them"
-    kept = f"gradients and the optimizer keep {question.states:g} bytes for each byte of a parameter that is trained"
-    yield from _wrapped(kept + ("; optimizer= tells of its states" if question.states == 1 else ""))
+    states = f"gradients and the optimizer keep {question.states:g} bytes for each byte of a parameter that is trained"
+    yield from _wrapped(states + ("; optimizer= tells of its states" if question.states == 1 else ""))
     rows = " and ".join(", ".join(map(str, costs.rows)).rsplit(", ", 1))
     yield from _wrapped(f"measured on {costs.where}, with micro-batches of {rows} rows; loss: {costs.loss}")
 
@@ -67,75 +66,78 @@ def _devices(plan: Plan, outcome: Outcome) -> list[str]:
     spans = list(pairwise(accumulate(best.choice.balance, initial=0)))
     rows = [["device", "recomputed", "busy", "state", "activations", "needs", "may use", "layers"]]
     for k, device in enumerate(question.devices):
-        own = [span for span, place in zip(spans, best.places) if place == k]
-        state = sum(one.state for one, place in zip(outcome.partitions, best.places) if place == k)
+        placed = [span for span, place in zip(spans, best.places) if place == k]
+        state = outcome.state[k]
         rows.append(
             [
                 device.name,
-                str(sum(a <= layer < b for a, b in own for layer in best.choice.recomputed)),
+                str(sum(a <= layer < b for a, b in placed for layer in best.choice.recomputed)),
                 f"{outcome.simulation.busy[k] / outcome.seconds:.0%}" if outcome.seconds else "-",
                 *map(shown_size, (state, outcome.memory[k] - state, outcome.memory[k])),
                 "no limit" if math.isinf(device.memory) else shown_size(device.memory),
-                ", ".join([f"'{names[a]}'" if b == a + 1 else f"'{names[a]}' to '{names[b - 1]}'" for a, b in own]),
+                ", ".join([f"'{names[a]}'" if b == a + 1 else f"'{names[a]}' to '{names[b - 1]}'" for a, b in placed]),
             ]
         )
-    return table(rows, left=(0, 7), indent=2)
+    return table(rows, words=(0, 7), indent=2)
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
-    count = sum(one.tried for one in plan.fitting)
-    ran = sum(bool(one.measured) for one in plan.fitting)
+    count = sum(alternative.tried for alternative in plan.fitting)
+    ran = sum(bool(alternative.measured) for alternative in plan.fitting)
     yield from _wrapped(
         f"simulated: {_count(count, 'balance')}, for the schedules and numbers of micro-batches below; "
         f"{ran or 'none'} of them ran"
     )
     rows = [["", "step", *["ran"] * bool(ran), "schedule", "chunks", "memory", ""]]
-    for number, one in enumerate(plan.fitting, 1):
-        step = _milliseconds(one.seconds) if plan.question.costs.has_times else "-"
-        measured = [_milliseconds(one.measured) if one.measured else "-"] * bool(ran)
-        why = "chosen" if number == 1 else _why(plan.question, plan.best, one)
-        rows.append([str(number), step, *measured, one.schedule, str(one.chunks), shown_size(max(one.memory)), why])
-    yield from table(rows, left=(2 + bool(ran), 5 + bool(ran)))
-    for one, excess in plan.misfits:
-        device = plan.question.devices[excess.index(max(excess))].name
-        yield f"does not fit: {one.schedule} with {one.chunks} chunks lacks {shown_size(max(excess))} on {device}"
+    for number, loser in enumerate(plan.fitting, 1):
+        step = _milliseconds(loser.seconds) if plan.question.costs.has_times else "-"
+        measured = [_milliseconds(loser.measured) if loser.measured else "-"] * bool(ran)
+        why = "chosen" if number == 1 else _why(plan.question, plan.best, loser)
+        memory = shown_size(max(loser.memory))
+        rows.append([str(number), step, *measured, loser.schedule, str(loser.chunks), memory, why])
+    yield from table(rows, words=(2 + bool(ran), 5 + bool(ran)))
+    for misfit, excess in plan.misfits:
+        lacking, device = max(zip(excess, plan.question.devices), key=lambda pair: pair[0])
+        way = f"{misfit.schedule} with {misfit.chunks} chunks"
+        yield f"does not fit: {way} lacks {shown_size(lacking)} on {device.name}"
 
 
-def _why(question: Question, best: Alternative, other: Alternative) -> str:
+def _why(question: Question, best: Alternative, loser: Alternative) -> str:
     """Say what makes the largest difference, as measured or else as predicted."""
-    ran = bool(best.measured and other.measured)
-    seconds = (best.measured, other.measured) if ran else (best.seconds, other.seconds)
-    slower = seconds[1] / seconds[0] - 1 if seconds[0] else 0.0
+    ran = bool(best.measured and loser.measured)
+    quickest, seconds = (best.measured, loser.measured) if ran else (best.seconds, loser.seconds)
+    slower = seconds / quickest - 1 if quickest else 0.0
     if slower < _SAME:
         return "as fast" if ran else "not slower by prediction, not run"
     told = f"{slower:.1%} slower" if slower < 0.0995 else f"{slower:.0%} slower"
-    if other.seconds <= best.seconds:
+    if loser.seconds <= best.seconds:
         return f"{told} when it ran"
     # Together the differences are the seconds that all devices take longer, so the largest is one that takes longer.
-    reasons = [f"{other.bubble:.0%} idle", f"{len(other.choice.recomputed)} recomputed", _work(best, other), "overhead"]
-    differences = [after - before for before, after in zip(_spent(question, best), _spent(question, other))]
+    reasons = [f"{loser.bubble:.0%} idle", f"{len(loser.choice.recomputed)} recomputed", _work(best, loser), "overhead"]
+    differences = [after - before for before, after in zip(_spent(question, best), _spent(question, loser))]
     return f"{told}: {reasons[differences.index(max(differences))]}"
 
 
-def _spent(question: Question, one: Alternative) -> list[float]:
+def _spent(question: Question, alternative: Alternative) -> list[float]:
     """Return the seconds of all devices together: idle, recomputing, working, and beside cells."""
-    cells, busy = question.costs.cells_at(rows_of(question.batch, one.chunks)), one.working + one.recomputing
-    idle = one.bubble * busy / (1 - one.bubble) if one.bubble < 1 else math.inf
-    simulated = [idle, one.recomputing, one.working]
+    cells = question.costs.cells_at(rows_of(question.batch, alternative.chunks))
+    bubble, working, recomputing = alternative.bubble, alternative.working, alternative.recomputing
+    idle = bubble * (working + recomputing) / (1 - bubble) if bubble < 1 else math.inf
+    simulated = [idle, recomputing, working]
     return [*(seconds * cells.factor for seconds in simulated), cells.step * len(question.devices)]
 
 
-def _work(best: Alternative, other: Alternative) -> str:
+def _work(best: Alternative, loser: Alternative) -> str:
     """Say why devices compute longer for the same rows."""
-    if other.chunks != best.chunks:
-        return f"{'smaller' if other.chunks > best.chunks else 'larger'} micro-batches"
-    if len(other.places) > len(best.places):
+    if loser.chunks != best.chunks:
+        return f"{'smaller' if loser.chunks > best.chunks else 'larger'} micro-batches"
+    if len(loser.places) > len(best.places):
         return "smaller cells"
-    return "backward in halves" if other.schedule in SPLITTING else "cells take longer"
+    return "backward in halves" if loser.schedule in SPLITTING else "cells take longer"
 
 
 def _binding(plan: Plan, outcome: Outcome) -> Iterator[str]:
-    devices, shortest = plan.question.devices, min(one.seconds for one in plan.fitting)
+    devices, shortest = plan.question.devices, min(alternative.seconds for alternative in plan.fitting)
 
     def saved(seconds: float) -> str:
         return f"{max(0.0, 1 - seconds / shortest):.1%}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.campaigns.architectures import CATALOGUE
-from benchmarks.campaigns.architectures.report import counts, supported_models, unsupported_models
+from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.peers import CHECKOUT
 from benchmarks.program import Progress
 from benchmarks.records import RESULTS, environment, write
@@ -43,8 +43,8 @@ def trial(name: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
             "verdict": f"error: the process ended with {done.returncode}",
             "trace": done.stderr[-3000:],
         }
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    outcome: dict[str, Any] = json.loads(lines[-1])
+    return outcome
 
 
 def main() -> None:
@@ -58,8 +58,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "architectures.json")
     args = parser.parse_args()
     before = environment()
-    names = [name for name, one in CATALOGUE.items() if not args.names or {name, one.kind} & {*args.names}]
-    unknown = {*args.names} - {*CATALOGUE} - {one.kind for one in CATALOGUE.values()}
+    names = [
+        name for name, architecture in CATALOGUE.items() if not args.names or {name, architecture.kind} & {*args.names}
+    ]
+    unknown = {*args.names} - {*CATALOGUE} - {architecture.kind for architecture in CATALOGUE.values()}
     if unknown:
         parser.error(f"no architectures or kinds: {sorted(unknown)}")
     known: dict[str, Any] = {}
@@ -85,7 +87,7 @@ def main() -> None:
         "rows": [{k: v for k, v in row.items() if k not in ("details", "trace")} for row in rows],
     }
     if not args.plain:
-        print(f"\n{counts(result)}\n\n{unsupported_models(result)}\n\n{supported_models(result)}")
+        print(f"\n{architectures(result)}\n\n{unsupported_models(result)}\n\n{supported_models(result)}")
         if not args.names:
             write(args.json, result)
 

@@ -64,11 +64,11 @@ def micro_batches(architecture: Architecture, batch: Call, rows: int, chunks: in
     begin = 0
     for size in sizes:
         args, kwargs = batch
-        one = (
+        call = (
             tuple(part(value, begin, begin + size) for value in args),
             {k: v if k in architecture.whole else part(v, begin, begin + size) for k, v in kwargs.items()},
         )
-        result.append((one, size))
+        result.append((call, size))
         begin += size
     return result
 
@@ -97,42 +97,42 @@ def run_plain(architecture: Architecture, model: nn.Module, batch: Call, rows: i
     return run
 
 
-def compare(plain: Run, other: Run) -> list[str]:
+def compare(plain: Run, run: Run) -> list[str]:
     """Return in which ways another run differs from the plain one."""
-    faults = list(_tensor("the loss", other.loss, plain.loss))
-    if other.outputs:
-        (joined,) = other.outputs
+    faults = list(_tensor("the loss", run.loss, plain.loss))
+    if run.outputs:
+        (joined,) = run.outputs
         faults += list(_output("", joined, plain.outputs, plain.shares, set()))
-    for what, ours, theirs in (
-        ("the gradient of", other.gradients, plain.gradients),
-        ("buffer", other.buffers, plain.buffers),
+    for label, ours, theirs in (
+        ("the gradient of", run.gradients, plain.gradients),
+        ("buffer", run.buffers, plain.buffers),
     ):
         if ours.keys() != theirs.keys():
-            faults.append(f"other names: {sorted(ours.keys() ^ theirs.keys())[:4]} ({what})")
+            faults.append(f"other names: {sorted(ours.keys() ^ theirs.keys())[:4]} ({label})")
             continue
         for name, expected in theirs.items():
-            faults += list(_tensor(f"{what} {name}", ours[name], expected))
+            faults += list(_tensor(f"{label} {name}", ours[name], expected))
     return faults
 
 
-def _tensor(what: str, got: Tensor | None, expected: Tensor | None) -> Iterator[str]:
+def _tensor(label: str, got: Tensor | None, expected: Tensor | None) -> Iterator[str]:
     if got is None or expected is None:
         if got is not expected:
-            yield f"{what} is {'None' if got is None else 'there'}, but the plain model's is not"
+            yield f"{label} is {'None' if got is None else 'there'}, but the plain model's is not"
         return
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        yield f"{what} is {tuple(got.shape)} {got.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+        yield f"{label} is {tuple(got.shape)} {got.dtype}, not {tuple(expected.shape)} {expected.dtype}"
         return
     if torch.equal(got, expected) or not expected.numel():
         return
     if not expected.is_floating_point():
-        yield f"{what} has other values"
+        yield f"{label} has other values"
         return
-    both = got.isnan() & expected.isnan() | (got == expected)
-    distance = float((got - expected).abs().masked_fill(both, 0).max())
+    alike = got.isnan() & expected.isnan() | (got == expected)
+    distance = float((got - expected).abs().masked_fill(alike, 0).max())
     scale = max(1.0, float(expected.abs().nan_to_num(0, 0, 0).max()))
     if not distance <= TOLERANCE * scale:
-        yield f"{what} is {distance:.1e} away, of {scale:.1e}"
+        yield f"{label} is {distance:.1e} away, of {scale:.1e}"
 
 
 def _output(path: str, got: Any, parts: Sequence[Any], shares: Sequence[float], seen: set[int]) -> Iterator[str]:
@@ -184,8 +184,8 @@ def _joined(path: str, got: Tensor, parts: Sequence[Tensor], shares: Sequence[fl
         return
     shapes = {part.shape for part in parts}
     for dim in range(got.dim()):
-        others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-        if len(others) == 1 and got.shape[dim] == sum(part.shape[dim] for part in parts) and len(parts[0].shape) > dim:
+        rests = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if len(rests) == 1 and got.shape[dim] == sum(part.shape[dim] for part in parts) and len(parts[0].shape) > dim:
             whole = torch.cat(list(parts), dim)
             if whole.shape == got.shape:
                 yield from _tensor(f"output {path}", got, whole)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.campaigns.architectures.catalogue import KINDS
 from benchmarks.records import table
 
-__all__ = ["counts", "supported_models", "unsupported_models"]
+__all__ = ["architectures", "supported_models", "unsupported_models"]
 
 Row = Mapping[str, Any]
 
@@ -34,11 +34,11 @@ def supported_models(result: Mapping[str, Any]) -> str:
 
 def unsupported_models(result: Mapping[str, Any]) -> str:
     """Return a table of the other architectures, with the reason."""
-    others = [row for row in result["rows"] if row["verdict"] != "exact"]
-    return table([[row["name"], row["kind"], row["verdict"]] for row in others], ["architecture", "kind", "verdict"])
+    refused = [row for row in result["rows"] if row["verdict"] != "exact"]
+    return table([[row["name"], row["kind"], row["verdict"]] for row in refused], ["architecture", "kind", "verdict"])
 
 
-def counts(result: Mapping[str, Any]) -> str:
+def architectures(result: Mapping[str, Any]) -> str:
     """Return a table of the numbers of architectures that are exact, and that an export can split, by kind."""
     lines = []
     for kind in (*KINDS, ""):

@@ -56,8 +56,8 @@ class Way:
 
     def __str__(self) -> str:
         where = f"{len(self.devices)} partitions {'inline' if len(set(self.devices)) == 1 else 'with workers'}"
-        what = f"step {self.schedule}" if self.step else "backward"
-        return f"{what}, {where}" + (f", random cut {self.seed}" if self.balance is None else "")
+        run = f"step {self.schedule}" if self.step else "backward"
+        return f"{run}, {where}" + (f", random cut {self.seed}" if self.balance is None else "")
 
 
 def _devices(count: int, workers: bool = True) -> tuple[str, ...]:
@@ -183,16 +183,16 @@ def run(architecture: Architecture, ways: Callable[[], Iterator[Way]]) -> dict[s
     base = architecture.build()
     results = [try_way(architecture, base, way) for way in ways()]
     order = ("exact", "refused", "differs", "error")
-    worst = max(results, key=lambda one: order.index(one["verdict"].partition(":")[0]))
+    worst = max(results, key=lambda result: order.index(result["verdict"].partition(":")[0]))
     return {
         "name": architecture.name,
         "kind": architecture.kind,
         "parameters": sum(parameter.numel() for parameter in base.parameters()),
         "verdict": worst["verdict"],
-        "exact": sum(one["verdict"] == "exact" for one in results),
+        "exact": sum(result["verdict"] == "exact" for result in results),
         "ways": len(results),
         "seconds": round(time.perf_counter() - start, 1),
-        "details": [one for one in results if one["verdict"] != "exact"],
+        "details": [result for result in results if result["verdict"] != "exact"],
     }
 
 

@@ -98,7 +98,8 @@ def test_what_is_predicted_is_held(case: Case, schedule: ScheduleName, chunks: i
 @example(case=masked(), schedule="GPipe", share=0.6)
 def test_with_limits_no_device_holds_more_than_is_predicted(case: Case, schedule: ScheduleName, share: float) -> None:
     free = case.plan(schedule=schedule, checkpoint=False)
-    limits = [need - (1 - share) * held for need, held in zip(free.best.memory, free.best.activations, strict=True)]
+    activations = free.outcome().simulation.peaks
+    limits = [need - (1 - share) * held for need, held in zip(free.best.memory, activations, strict=True)]
     try:
         plan = case.plan(schedule=schedule, memory=limits, margin=0.0)
     except DoesNotFit:
