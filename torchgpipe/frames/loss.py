@@ -28,15 +28,15 @@ def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequ
     """Return the weights of micro-batches in a mean of what the model itself returns."""
     if settings.weight is not None and settings.loss_fn is None:
         return numbers([settings.weight(part) for part in named])
-    name, ignored = settings.counted
-    shifts = settings.shifts
+    name, ignored = settings.study.counted
+    shifts = settings.study.shifts
     return numbers([counted(part.get(name), ignored, size, shifts=shifts) for part, size in zip(named, sizes)])
 
 
 def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
     if settings.reduce is not None:
         return settings.reduce == "sum"
-    return settings.takes_items and named[0].get("num_items_in_batch") is not None
+    return settings.study.takes_items and named[0].get("num_items_in_batch") is not None
 
 
 def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> JoinScalar:
@@ -87,7 +87,7 @@ class MicroBatchLoss(Losses):
         training: bool,
     ) -> None:
         super().__init__(settings.loss_fn, lambda values: mapped(values, Tensor.detach))
-        self._coupled = [path for path, kind in settings.kinds[training].items() if kind == "coupled"]
+        self._coupled = [path for path, kind in settings.study.kinds[training].items() if kind == "coupled"]
         self._sizes = sizes
         given = _split(target, sizes)
         brought = mapped(target, bring)

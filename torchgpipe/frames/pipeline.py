@@ -87,12 +87,12 @@ class Pipeline:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
         settings, arguments = self.settings, Arguments(args, kwargs)
         self._verify(arguments)
-        rows = settings.splitter.rows_of(arguments)
+        rows = settings.study.splitter.rows_of(arguments)
         if self._stays_whole(arguments, rows):
             return self._in_one_piece(module, plain, arguments)
         self._begin(arguments, rows, 7)  # the caller of the model
         sizes, parts = self.micro_batches(arguments, rows)
-        named = [settings.splitter.names(part) for part in parts]
+        named = [settings.study.splitter.names(part) for part in parts]
         backward = torch.is_grad_enabled()
         scalars = mean_or_sum(settings, named, sizes)
         parts = self._brought(arguments, rows, parts)
@@ -104,7 +104,7 @@ class Pipeline:
         mini_batch.watch_inputs(tuple(arguments))
         self._end(module, mini_batch, rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
-        return join(outputs, sizes, settings.kinds[module.training], scalars)
+        return join(outputs, sizes, settings.study.kinds[module.training], scalars)
 
     def step(
         self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
@@ -112,11 +112,11 @@ class Pipeline:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings, arguments = self.settings, Arguments(args, kwargs)
         self._verify(arguments)
-        rows = settings.splitter.rows_of(arguments)
+        rows = settings.study.splitter.rows_of(arguments)
         self._begin(arguments, rows, 4)  # the caller of step
         sizes, parts = self.micro_batches(arguments, rows)
         backward = torch.is_grad_enabled()
-        named = [settings.splitter.names(part) for part in parts]
+        named = [settings.study.splitter.names(part) for part in parts]
         bring = self.to(settings.devices[-1])
         loss = MicroBatchLoss(settings, named, sizes, target, bring, training=module.training)
         parts = self._brought(arguments, rows, parts)
@@ -245,7 +245,7 @@ class Pipeline:
         if self.host_memory is not None:
             self.host_memory.keep_frozen(weights_of(slots), devices)
         # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
-        columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
+        columns = len(devices) if watches or self.settings.study.keeps_tensors else int(self._has_hooks)
         return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))
 
     def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: Container[int] = ()) -> Aliases:
@@ -377,7 +377,7 @@ class Pipeline:
             how = f"without a speed-up{streamed}"
             self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {how}", 8)
         elif rows == 0:
-            said = self.settings.splitter.unsplit(arguments)
+            said = self.settings.study.splitter.unsplit(arguments)
             self._tell(f"a call passes the partitions in one piece, without a speed-up{streamed}, as {said}", 8)
         return generates or rows == 0
 
@@ -386,7 +386,7 @@ class Pipeline:
         if rows == 0:
             return [1], [arguments]
         sizes = chunk_sizes(rows, self.settings.chunks)
-        return sizes, self.settings.splitter.split(arguments, sizes)
+        return sizes, self.settings.study.splitter.split(arguments, sizes)
 
     def _brought(self, arguments: Arguments, rows: int, parts: list[Arguments]) -> list[Arguments]:
         """Return micro-batches on the first device. The host waits for each copy, so an argument is copied in one."""
@@ -400,7 +400,7 @@ class Pipeline:
         if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
             return
         if rows == 0:
-            said = self.settings.splitter.unsplit(arguments)
+            said = self.settings.study.splitter.unsplit(arguments)
             self._tell(f"a training call runs as one micro-batch, without a speed-up, as {said}", stacklevel + 1)
         if not self._begun:
             self._begun = True

@@ -208,7 +208,7 @@ def _pipelined(
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
     cast(Any, module)._runs().prepare(module)  # Methods beside forward have doors from now on.
-    if verify is not False and not settings.on_meta:
+    if verify is not False and not settings.study.on_meta:
         try:
             _prove(module, arguments)
         except BaseException:
@@ -404,7 +404,7 @@ class _Pipelined(nn.Module):
         """
         runs, plain = self._runs(), functools.partial(_plain(self).forward, self)
         arguments = Arguments(args, kwargs)
-        sizes, _ = runs.micro_batches(arguments, runs.settings.splitter.rows_of(arguments))
+        sizes, _ = runs.micro_batches(arguments, runs.settings.study.splitter.rows_of(arguments))
         with_loss = target is not None and runs.settings.loss_fn is not None
         return Proof(runs, self, plain, arguments, sizes, target, with_loss=with_loss).run()
 

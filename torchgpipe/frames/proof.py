@@ -70,11 +70,11 @@ def sample_of(pipeline: Pipeline, arguments: Arguments) -> tuple[Arguments, list
     There are two micro-batches, of two rows at least, if the sample can be split at all.
     """
     settings = pipeline.settings
-    rows = settings.splitter.rows
+    rows = settings.study.splitter.rows
     if not rows or settings.chunks == 1:
         return arguments, [rows or 1]
     count = rows if rows >= 4 else 2 * rows
-    return settings.splitter.resized(arguments, count), chunk_sizes(count, 2)
+    return settings.study.splitter.resized(arguments, count), chunk_sizes(count, 2)
 
 
 class Proof:
@@ -105,11 +105,11 @@ class Proof:
         settings = self._settings = pipeline.settings
         arguments = Arguments(*mapped(tuple(arguments), Tensor.detach, caches=True))
         self._arguments, self._sizes = arguments, sizes
-        self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
-        self._named = [settings.splitter.names(part) for part in self._parts]
+        self._parts = [arguments] if len(sizes) == 1 else settings.study.splitter.split(arguments, sizes)
+        self._named = [settings.study.splitter.names(part) for part in self._parts]
         self._target = target if with_loss else None
         self._with_loss = with_loss
-        self.comparison = Comparison(settings.epsilon)
+        self.comparison = Comparison(settings.study.epsilon)
         self._draws = False
         #: The outputs that may differ, and do.
         self.differing: list[str] = []
@@ -137,7 +137,7 @@ class Proof:
         modes = [False]
         if self._module.training:
             # Numbers of generators of Python cannot be repeated for a micro-batch.
-            modes = [False] if self._settings.draws_elsewhere else [True, False]
+            modes = [False] if self._settings.study.draws_elsewhere else [True, False]
         for training in modes:
             try:
                 with in_mode(self._module, training):
@@ -193,7 +193,7 @@ class Proof:
     def _loss(self, sizes: list[int] | None = None) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
-        named = self._named if sizes is None else [self._settings.splitter.names(self._arguments)]
+        named = self._named if sizes is None else [self._settings.study.splitter.names(self._arguments)]
         training = self._module.training
         bring = self._pipeline.to(self._settings.devices[-1])
         return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, bring, training=training)
@@ -234,7 +234,7 @@ class Proof:
             add("loss, rows together and apart", whole_loss, loss, fault, tolerance=self.comparison.loose)
         scalar = mean_or_sum(self._settings, self._named, sizes)
         try:
-            joined = dict(each(join(outputs, sizes, self._settings.kinds[training], scalar)))
+            joined = dict(each(join(outputs, sizes, self._settings.study.kinds[training], scalar)))
         except (TypeError, ValueError) as error:
             if self._settings.loss_fn is None and not self._with_loss:
                 self.comparison.note("outputs", f"{error} ({self._decisions()})")
@@ -400,14 +400,14 @@ class Proof:
         return self.comparison.loose * float(whole.detach().double().abs())
 
     def _remedy(self) -> str:
-        batch = self._settings.splitter.batch
+        batch = self._settings.study.splitter.batch
         first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
         remedy = f"dimension 0 of '{batch}' is not the batch"
         remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
         return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
 
     def _decisions(self) -> str:
-        return f"by the sample: {self._settings.splitter.decisions()}"
+        return f"by the sample: {self._settings.study.splitter.decisions()}"
 
 
 def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:

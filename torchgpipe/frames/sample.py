@@ -27,24 +27,30 @@ __all__ = ["Study", "study", "without_compiler"]
 
 @dataclass
 class Study:
-    """What runs of the sample have shown.
+    """What runs of the sample have shown; plain data, if without the traces.
 
     Attributes:
-        splitter: splits arguments as the sample is split
         traces: what the model calls; several, if times were wanted
+        splitter: splits arguments as the sample is split
         kinds: how outputs depend on the rows, in evaluation and in training
+        counted: the argument whose labels the model's own loss counts, and the label that it leaves out
         takes_items: whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore
         shifts: whether the loss leaves out the first label of each row, because it compares with the next labels
+        keeps_tensors: whether modules have put tensors on themselves
         draws_elsewhere: whether the model draws from generators of Python or NumPy
+        epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model is on the meta device, which has no values
     """
 
-    splitter: Splitter
     traces: list[Trace]
+    splitter: Splitter
     kinds: dict[bool, Kinds]
+    counted: tuple[str, int]
     takes_items: bool
     shifts: bool
+    keeps_tensors: bool
     draws_elsewhere: bool
+    epsilon: float
     on_meta: bool
 
 
@@ -76,7 +82,18 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         draws_elsewhere = python_random_states() != before
         kinds = _kinds(module, sample, splitter)
         takes_items, shifts = _loss_of(module, _with_labels_by_name(sample, splitter))
-    return Study(splitter, traces, kinds, takes_items, shifts, draws_elsewhere, on_meta)
+    return Study(
+        traces,
+        splitter,
+        kinds,
+        counted=traces[0].labels or ("labels", -100),
+        takes_items=takes_items,
+        shifts=shifts,
+        keeps_tensors=any([traced.keeps_tensors for traced in traces]),
+        draws_elsewhere=draws_elsewhere,
+        epsilon=traces[0].epsilon,
+        on_meta=on_meta,
+    )
 
 
 def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
