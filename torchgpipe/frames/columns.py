@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Set
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.record import Listener
+from torchgpipe.frames.door import Owner
+from torchgpipe.frames.layout import Crossed
+from torchgpipe.frames.settings import Settings
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "Shared", "copier"]
 
 
 class Columns:
     """The columns of a mini-batch: where they compute, and the routes between them.
 
     Args:
-        devices: the device of each column
+        settings: the settings of the module
         streams: the source of streams
         listener: the listener of the mini-batch, if there is one
+
+    Attributes:
+        devices: the device of each column
+        labels: names each column, for errors
+        streams: the source of streams
+        listener: the listener of the mini-batch, if there is one
+        computing: the stream that each column computes on
     """
 
-    def __init__(self, devices: list[torch.device], streams: Streams, listener: Listener | None = None) -> None:
-        self.devices = devices
+    def __init__(self, settings: Settings, streams: Streams, listener: Listener | None = None) -> None:
+        self.devices = settings.devices
+        self.labels = settings.labels
         self.streams = streams
         self.listener = listener
-        self.computing: list[Stream] = [streams.current(device) for device in devices]
+        self.computing: list[Stream] = [streams.current(device) for device in self.devices]
         self._routes = {
             (a, c): route
             for c, target in enumerate(self.computing)
@@ -52,3 +68,45 @@ class Columns:
     def copies(self) -> bool:
         """Whether tensors are copied from column to column."""
         return bool(self._routes)
+
+    def copier(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that copies a tensor from the device of any column to ``device``."""
+        return copier(self.streams, device, self.devices)
+
+
+class Shared(NamedTuple):
+    """What the frames of a mini-batch share.
+
+    Attributes:
+        columns: where they compute
+        aliases: the aliases of the model's parameters
+        buffers: the ids of the model's buffers
+        owner: the identity of the pipeline
+        crossed: what the first micro-batch has carried from column to column
+    """
+
+    columns: Columns
+    aliases: Aliases
+    buffers: Set[int]
+    owner: Owner
+    crossed: list[Crossed]
+
+
+def copier(
+    streams: Streams, device: torch.device, sources: Collection[torch.device] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a tensor to ``device``.
+
+    Args:
+        streams: tells what must be copied
+        device: the device
+        sources: the devices whose tensors are copied (default: all)
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        source = streams.device_of(tensor)
+        if source is None or not streams.moves(source, device) or (sources is not None and source not in sources):
+            return tensor
+        return tensor.to(device)
+
+    return copied

@@ -10,17 +10,15 @@ the same import. If the model has changed the import in place, later columns imp
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import is_checkpointed, versions
-from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import copy_forward
 from torchgpipe.frames.cell import FrameCell
-from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
 
@@ -50,31 +48,20 @@ class Crossing:
     Args:
         frame: the frame
         cells: the cells of the frame, by column; empty if there is no backward
-        columns: the columns
-        aliases: the aliases of parameters
-        noted: where to note what crosses; None if nobody wants to know
-        buffers: the ids of the model's buffers
+        shared: what all frames share
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        cells: list[FrameCell],
-        columns: Columns,
-        aliases: Aliases,
-        noted: list[Crossed] | None,
-        buffers: Set[int],
-    ) -> None:
-        self._buffers = buffers
-        #: By address, the tensors whose imports were changed in place.
-        self._changed: dict[int, _Changed] = {}
-        self._noted = noted
+    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared) -> None:
         self._frame = frame
         self._cells = cells
-        self._columns = columns
-        self._aliases = aliases
+        self._columns = shared.columns
+        self._aliases = shared.aliases
+        self._buffers = shared.buffers
+        self._noted = None if frame.i else shared.crossed
+        #: By address, the tensors whose imports were changed in place.
+        self._changed: dict[int, _Changed] = {}
         self._known: dict[tuple[int, bool], _Known] = {}
-        self._moves = columns.copies
+        self._moves = shared.columns.copies
 
     @property
     def is_needed(self) -> bool:

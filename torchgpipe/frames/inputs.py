@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,16 @@ from torch import Tensor
 
 from torchgpipe.model.values import is_cache, mapped, spread, walk
 
-__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "has_an_item_for_each", "resized", "split_rows"]
+__all__ = [
+    "Arguments",
+    "MicroBatches",
+    "Splitter",
+    "arguments_of",
+    "chunk_sizes",
+    "has_an_item_for_each",
+    "resized",
+    "split_rows",
+]
 
 
 class Arguments(NamedTuple):
@@ -124,6 +134,11 @@ class Splitter:
         known = [_length(value) for path, value in parts if self._split.get(path)]
         return max(known) if known else next((_length(value) for _, value in parts if _length(value)), 0)
 
+    def micro_batches(self, arguments: Arguments, chunks: int) -> MicroBatches:
+        """Return a mini-batch in so many micro-batches, if it has the rows; in one if there is nothing to split."""
+        rows = self.rows_of(arguments)
+        return MicroBatches(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
+
     def split(self, arguments: Arguments, sizes: list[int]) -> list[Arguments]:
         """Return the arguments of each micro-batch.
 
@@ -221,6 +236,54 @@ class Splitter:
             faults.append(f"'{path}' has {length}" + ("" if is_tensor else " items, taken for the rows"))
             return [value] * len(sizes)
         return split_rows(value, sizes)
+
+
+@dataclass(eq=False)
+class MicroBatches:
+    """A mini-batch, and the micro-batches that it is split into.
+
+    Attributes:
+        splitter: splits the arguments
+        arguments: those of the mini-batch
+        rows: the number of its rows; 0 if there is nothing to split
+        sizes: the rows of each micro-batch
+    """
+
+    splitter: Splitter
+    arguments: Arguments
+    rows: int
+    sizes: list[int]
+
+    @cached_property
+    def parts(self) -> list[Arguments]:
+        """The arguments of each micro-batch."""
+        return self.splitter.split(self.arguments, self.sizes) if self.rows else [self.arguments]
+
+    @cached_property
+    def named(self) -> list[dict[str, Any]]:
+        """The arguments of each micro-batch by their names."""
+        return [self.splitter.names(part) for part in self.parts]
+
+    @property
+    def unsplit(self) -> str:
+        """That nothing can be split, of what kinds the arguments are, and what to do."""
+        return self.splitter.unsplit(self.arguments)
+
+    @property
+    def whole(self) -> MicroBatches:
+        """The same mini-batch as one micro-batch."""
+        return replace(self, rows=0, sizes=[sum(self.sizes)])
+
+    def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> MicroBatches:
+        """Return the mini-batch with every tensor replaced by ``change(tensor)``.
+
+        Args:
+            change: maps tensors
+            caches: whether to look into caches as well
+        """
+        arguments = tuple(self.arguments)
+        changed = mapped(arguments, change, caches=caches)
+        return self if changed is arguments else replace(self, arguments=Arguments(*changed))
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:

@@ -235,7 +235,7 @@ def _prove(module: Any, sample: Arguments) -> None:
         ValueError: the two differ.
     """
     runs, plain = module._runs(), functools.partial(_plain(module).forward, module)
-    proof = Proof(runs, module, plain, *sample_of(runs, sample))
+    proof = Proof(runs, module, plain, sample_of(runs.settings, sample))
     comparison = proof.run()
     if comparison.faults:
         raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
@@ -403,10 +403,9 @@ class _Pipelined(nn.Module):
             a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
         """
         runs, plain = self._runs(), functools.partial(_plain(self).forward, self)
-        arguments = Arguments(args, kwargs)
-        sizes, _ = runs.micro_batches(arguments, runs.settings.study.splitter.rows_of(arguments))
+        batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         with_loss = target is not None and runs.settings.loss_fn is not None
-        return Proof(runs, self, plain, arguments, sizes, target, with_loss=with_loss).run()
+        return Proof(runs, self, plain, batch, target, with_loss=with_loss).run()
 
     def _runs(self) -> Pipeline:
         """Return what runs this module, and make it if there is none, as for a copy."""

@@ -29,12 +29,13 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.inputs import Arguments, chunk_sizes
+from torchgpipe.frames.inputs import Arguments, MicroBatches
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
+from torchgpipe.frames.settings import Settings
 from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.model.values import each, mapped
@@ -64,17 +65,15 @@ class _Run(NamedTuple):
     draws: Draws
 
 
-def sample_of(pipeline: Pipeline, arguments: Arguments) -> tuple[Arguments, list[int]]:
-    """Return a mini-batch for a proof, made of the sample of one micro-batch, and the rows of its micro-batches.
+def sample_of(settings: Settings, arguments: Arguments) -> MicroBatches:
+    """Return a mini-batch for a proof, made of the sample of one micro-batch.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all.
     """
-    settings = pipeline.settings
-    rows = settings.study.splitter.rows
-    if not rows or settings.chunks == 1:
-        return arguments, [rows or 1]
-    count = rows if rows >= 4 else 2 * rows
-    return settings.study.splitter.resized(arguments, count), chunk_sizes(count, 2)
+    splitter = settings.study.splitter
+    if splitter.rows and settings.chunks > 1:
+        arguments = splitter.resized(arguments, splitter.rows if splitter.rows >= 4 else 2 * splitter.rows)
+    return splitter.micro_batches(arguments, min(2, settings.chunks))
 
 
 class Proof:
@@ -84,8 +83,7 @@ class Proof:
         pipeline: what runs the pipelined model
         module: the model
         plain: its own forward
-        arguments: those of the mini-batch
-        sizes: the rows of each micro-batch
+        batch: the mini-batch
         target: the target of the loss function
         with_loss: whether to compute the loss function of a step
     """
@@ -95,21 +93,17 @@ class Proof:
         pipeline: Pipeline,
         module: nn.Module,
         plain: Callable[..., Any],
-        arguments: Arguments,
-        sizes: list[int],
+        batch: MicroBatches,
         target: Any = None,
         *,
         with_loss: bool = False,
     ) -> None:
         self._pipeline, self._module, self._plain = pipeline, module, plain
-        settings = self._settings = pipeline.settings
-        arguments = Arguments(*mapped(tuple(arguments), Tensor.detach, caches=True))
-        self._arguments, self._sizes = arguments, sizes
-        self._parts = [arguments] if len(sizes) == 1 else settings.study.splitter.split(arguments, sizes)
-        self._named = [settings.study.splitter.names(part) for part in self._parts]
+        self._settings = pipeline.settings
+        self._batch = batch.mapped(Tensor.detach)
         self._target = target if with_loss else None
         self._with_loss = with_loss
-        self.comparison = Comparison(settings.study.epsilon)
+        self.comparison = Comparison(pipeline.settings.study.epsilon)
         self._draws = False
         #: The outputs that may differ, and do.
         self.differing: list[str] = []
@@ -141,7 +135,7 @@ class Proof:
         for training in modes:
             try:
                 with in_mode(self._module, training):
-                    run = self._apart(backward=True)
+                    run = self._apart(self._batch, backward=True)
             except Exception as error:
                 if training is modes[-1]:
                     raise self._not_apart(error) from error
@@ -151,13 +145,14 @@ class Proof:
                 return training, run
         return training, run
 
-    def _apart(self, *, backward: bool) -> _Run:
+    def _apart(self, batch: MicroBatches, *, backward: bool) -> _Run:
+        """Run the plain model on each micro-batch."""
         random_numbers = RandomNumbers(None)
         outputs: list[Any] = []
-        loss = self._loss()
+        loss = self._loss(batch)
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
             buffers = Buffers(self._module)
-            for i, part in enumerate(self._parts):
+            for i, part in enumerate(batch.parts):
                 with random_numbers.of(i, self._settings.devices[0]):
                     output = self._call(part)
                     aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
@@ -173,9 +168,9 @@ class Proof:
 
     def _together(self) -> tuple[Any, Tensor | None]:
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
-            output = self._call(self._arguments)
+            output = self._call(self._batch.arguments)
             aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
-            loss = self._loss([sum(self._sizes)])
+            loss = self._loss(self._batch.whole)
             if loss is None:
                 return mapped(output, Tensor.detach), None
             loss.of(0, output)
@@ -190,13 +185,11 @@ class Proof:
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
         return self._pipeline.in_one_piece(self._module, backward=True)
 
-    def _loss(self, sizes: list[int] | None = None) -> MicroBatchLoss | None:
+    def _loss(self, batch: MicroBatches) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
-        named = self._named if sizes is None else [self._settings.study.splitter.names(self._arguments)]
-        training = self._module.training
         bring = self._pipeline.to(self._settings.devices[-1])
-        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, bring, training=training)
+        return MicroBatchLoss(self._settings, batch, self._target, bring, training=self._module.training)
 
     def _roots(self, i: int, output: Any, loss: MicroBatchLoss | None) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
@@ -209,7 +202,7 @@ class Proof:
 
     def _compare_together(self, training: bool, apart: _Run) -> None:
         """Compare rows together with rows apart."""
-        sizes = self._sizes
+        sizes = self._batch.sizes
         if len(sizes) == 1:
             return
         # A layer that changes its buffers, as a spectral norm does, may compute with them.
@@ -219,7 +212,7 @@ class Proof:
         training = training and not couples
         with in_mode(self._module, training):
             # With a graph, as rows together: without one, nn.TransformerEncoder computes padded positions otherwise.
-            run = self._apart(backward=False) if couples else apart
+            run = self._apart(self._batch, backward=False) if couples else apart
             outputs, loss = run.outputs, run.loss
             # A model that draws in evaluation, too, draws other numbers for all rows at once.
             draws = run.draws.cpu or run.draws.device
@@ -232,7 +225,7 @@ class Proof:
         if loss is not None and whole_loss is not None and not draws:
             fault = self._of_scalar("loss", whole_loss, [loss], loss)
             add("loss, rows together and apart", whole_loss, loss, fault, tolerance=self.comparison.loose)
-        scalar = mean_or_sum(self._settings, self._named, sizes)
+        scalar = mean_or_sum(self._settings, self._batch)
         try:
             joined = dict(each(join(outputs, sizes, self._settings.study.kinds[training], scalar)))
         except (TypeError, ValueError) as error:
@@ -256,7 +249,7 @@ class Proof:
     def _compare_pipeline(self, apart: _Run) -> None:
         """Compare the pipeline with rows apart."""
         pipeline, comparison, labels = self._pipeline, self.comparison, self._settings.labels
-        loss = self._loss()
+        loss = self._loss(self._batch)
         outputs: dict[int, Any] = {}
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
 
@@ -294,7 +287,7 @@ class Proof:
                         expected.pop(parameter, None)
 
             try:
-                mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._parts, finish, aliases)
+                mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._batch, finish, aliases)
                 mini_batch.run_columns_forward()
             except Exception as error:
                 if _is_ours(error):
@@ -333,7 +326,7 @@ class Proof:
     def _compare_outputs(self, apart: _Run, outputs: dict[int, Any]) -> None:
         """Compare the outputs of micro-batches, and forget them."""
         last = self._settings.labels[-1]
-        for i in range(len(self._parts)):
+        for i in range(len(self._batch.sizes)):
             output, ours = apart.outputs.pop(0), dict(each(outputs.pop(i)))
             for path, tensor in each(output):
                 fault = (
@@ -349,17 +342,17 @@ class Proof:
 
     def _not_apart(self, error: Exception) -> Exception:
         """Return what to raise if the plain model fails on its micro-batches."""
-        parts, self._parts = self._parts, [self._arguments]
+        sizes = self._batch.sizes
         try:
-            if len(parts) == 1:
+            if len(sizes) == 1:
                 raise error
-            self._apart(backward=True)
+            self._apart(self._batch.whole, backward=True)
         except Exception as alone:
             alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
             return alone
         return ValueError(
-            f"the plain model does not take a mini-batch of {sum(self._sizes)} rows as micro-batches of "
-            f"{self._sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
+            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
+            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
             f"({self._decisions()}); {self._remedy()}"
         )
 
@@ -369,9 +362,9 @@ class Proof:
         shapes = f"of shape {tuple(whole.shape)}"
         if joined is not None and joined.shape != whole.shape:
             shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
-            shapes += f" micro-batches of {self._sizes} rows; it"
+            shapes += f" micro-batches of {self._batch.sizes} rows; it"
         else:
-            shapes += f" for {sum(self._sizes)} rows"
+            shapes += f" for {sum(self._batch.sizes)} rows"
         return (
             f"the output '{path}' {shapes} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
             f"attention over rows or a contrastive loss, and cannot be split; or {self._remedy()} ({self._decisions()})"
@@ -380,14 +373,14 @@ class Proof:
         )
 
     def _of_scalar(self, path: str, whole: Tensor, parts: Sequence[Tensor], joined: Tensor | None) -> str:
-        rows = sum(self._sizes)
+        rows = sum(self._batch.sizes)
         said = f"the output '{path}' of {rows} rows is {_number(whole)}, and that of the rows apart "
         said += " and ".join([_number(part) for part in parts])
         if joined is not None:
             said += f", joined {_number(joined)}"
         if parts and difference_of(whole, sum(parts, torch.zeros_like(whole)))[0] <= self._slack(whole):
             return f"{said}; it is a sum: give reduce='sum'"
-        weighted = [part * (size / rows) for part, size in zip(parts, self._sizes)]
+        weighted = [part * (size / rows) for part, size in zip(parts, self._batch.sizes)]
         if weighted and difference_of(whole, sum(weighted, torch.zeros_like(whole)))[0] <= self._slack(whole):
             return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
         return (

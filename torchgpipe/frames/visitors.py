@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode, storage_key, versions
-from torchgpipe.engine.resting import Rested, Resting
-from torchgpipe.frames.columns import Columns
+from torchgpipe.engine.resting import Rested
+from torchgpipe.frames.cell import FrameCell
+from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, here
 from torchgpipe.frames.frame import Frame
@@ -42,34 +43,24 @@ class Traveller:
 
     Args:
         frame: the frame
-        crossing: brings tensors from column to column
-        columns: the columns
-        owner: the identity of the pipeline
-        resting: what waits in host memory, if activations do
+        cells: the cells of the frame, by column; empty if there is no backward
+        shared: what all frames share
         given: the keys of the storages of the model's arguments
 
     Attributes:
         frame: the frame
+        owner: the identity of the pipeline
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        crossing: Crossing,
-        columns: Columns,
-        owner: Owner,
-        resting: Resting | None,
-        given: Set[int],
-    ) -> None:
-        self.owner, self._resting, self._given = owner, resting, given
+    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, given: Set[int]) -> None:
+        self.frame, self.owner = frame, shared.owner
+        self._columns, self._resting, self._given = shared.columns, shared.aliases.resting, given
+        self._crossing = Crossing(frame, cells, shared)
+        self._glue = Glue(frame, self._crossing, shared.columns.devices)
         #: What has rested until this column began.
         self._known: list[tuple[Tensor, Rested]] = []
         #: Copies of what modules keep, with the names of these.
         self._copies: list[tuple[str, Tensor]] = []
-        self.frame = frame
-        self._crossing = crossing
-        self._columns = columns
-        self._glue = Glue(frame, crossing, columns.devices)
         self._current_stream = ExitStack()
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
@@ -278,14 +269,13 @@ class RecomputationVisitor:
     """The visitor in a worker that runs backward: what is recomputed may come to doors again.
 
     Args:
-        columns: the columns
+        shared: what all frames share
         column: the column that is differentiated
-        owner: the identity of the pipeline
     """
 
-    def __init__(self, columns: Columns, column: int, owner: Owner) -> None:
-        self.owner = owner
-        self._columns, self._column = columns, column
+    def __init__(self, shared: Shared, column: int) -> None:
+        self.owner = shared.owner
+        self._columns, self._column = shared.columns, column
 
     def bring(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
@@ -305,7 +295,7 @@ class RecomputationVisitor:
                 f"partition {self._column}, on another device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
-        change = _copier(self._columns, self._columns.devices[door.column])
+        change = self._columns.copier(self._columns.devices[door.column])
         return door.call_module(*mapped((args, kwargs), change, objects=True))
 
 
@@ -321,7 +311,7 @@ class InOnePiece(TorchFunctionMode):
         super().__init__()
         self.owner = owner
         self._columns = columns
-        self._change = _copier(columns, columns.devices[0])
+        self._change = columns.copier(columns.devices[0])
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
@@ -329,7 +319,7 @@ class InOnePiece(TorchFunctionMode):
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
-        self._change = _copier(self._columns, self._columns.devices[door.column])
+        self._change = self._columns.copier(self._columns.devices[door.column])
         return door.call_module(*mapped((args, kwargs), self._change, objects=True))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -338,18 +328,7 @@ class InOnePiece(TorchFunctionMode):
         kwargs = kwargs or {}
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
         changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
-        streams = self._columns.streams
-        places = [there for _, tensor in each(changed) if (there := streams.device_of(tensor)) in self._columns.devices]
-        change = _copier(self._columns, places[0]) if places and places[0] is not None else self._change
+        devices = [self._columns.streams.device_of(tensor) for _, tensor in each(changed)]
+        place = next((device for device in devices if device is not None and device in self._columns.devices), None)
+        change = self._change if place is None else self._columns.copier(place)
         return func(*mapped(args, change), **mapped(kwargs, change))
-
-
-def _copier(columns: Columns, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor from the device of any column to ``device``."""
-    streams, devices = columns.streams, columns.devices
-
-    def change(tensor: Tensor) -> Tensor:
-        there = streams.device_of(tensor)
-        return tensor.to(device) if there is not None and there in devices and streams.moves(there, device) else tensor
-
-    return change
