@@ -21,7 +21,7 @@ from torch import nn
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
 from torchgpipe.frames.recomputed import Keep, recomputed
 
-__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
+__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread"]
 
 
 class Visitor(Protocol):
@@ -59,12 +59,12 @@ class Owner:
         self.pipeline = weakref.ref(pipeline)
 
 
-class _Here(threading.local):
+class _ThisThread(threading.local):
     visitor: Visitor | None = None
 
 
 #: The visitor of this thread.
-here = _Here()
+this_thread = _ThisThread()
 
 
 class Door:
@@ -103,7 +103,7 @@ class Door:
         return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        visitor = here.visitor
+        visitor = this_thread.visitor
         if visitor is not None and visitor.owner is self.owner:
             return visitor.visit(self, args, kwargs)
         pipeline = None if torch.compiler.is_compiling() else self.owner.pipeline()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.frames.crossing import Crossing
-from torchgpipe.frames.door import here
+from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
 from torchgpipe.model.values import each, mapped
@@ -39,7 +39,7 @@ class Glue(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = self._frame
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
-        is_else = self.is_off or getattr(here.visitor, "frame", None) is not frame
+        is_else = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
         if not frame.column or is_else or func in OF_THE_ORIGINAL:
             return func(*args, **(kwargs or {}))
         if func in DIFFERENTIATES:

@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
-from torchgpipe.frames.exported import Exported
 from torchgpipe.frames.inputs import Arguments, MicroBatches
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
+from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
@@ -144,23 +144,23 @@ class Pipeline:
 
         So methods of the model beside forward run on several devices, as far as they call modules of the spine.
         """
-        devices, streams = self.settings.devices, self.streams
-        own = devices[door.column]
         if self.host_memory is not None:
             return self._call_from_host_memory(door, args, kwargs)
-        given = [there for _, tensor in each((args, kwargs)) if (there := streams.device_of(tensor)) is not None]
-        if not any([streams.moves(there, own) for there in given]):
+        devices, streams = self.settings.devices, self.streams
+        device = devices[door.column]
+        places = [streams.device_of(tensor) for _, tensor in each((args, kwargs))]
+        sources = [place for place in places if place is not None]
+        if not any([streams.moves(source, device) for source in sources]):
             return door.call_module(args, kwargs)
-        with streams.current(own).use():
-            output = door.call_module(*mapped((args, kwargs), self.to(own), objects=True))
+        with streams.current(device).use():
+            output = door.call_module(*mapped((args, kwargs), self.to(device), objects=True))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
-        return mapped(output, self.to(given[0])) if given[0] in devices else output
+        return mapped(output, self.to(sources[0])) if sources[0] in devices else output
 
     def _call_from_host_memory(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call a module of the spine while its weights are on its device, without a graph."""
         modules, column = list(door.module.modules()), door.column
-        trained = [one for child in modules for one in child._parameters.values() if one is not None]
-        if torch.is_grad_enabled() and any([one.requires_grad for one in trained]):
+        if torch.is_grad_enabled() and any([parameter.requires_grad for parameter in door.module.parameters()]):
             raise RuntimeError(
                 f"'{door.name}' is called outside of the model's forward, where nothing brings its weights back from "
                 "host memory for backward; call it in torch.no_grad(), or call the model"
@@ -253,8 +253,9 @@ class Pipeline:
         if self.host_memory is None:
             return program("GPipe", m, places)
         return [
-            [Action(kind, i if kind == "F" else m - 1 - i, j) for half in "FB" for kind, i, j in own if kind == half]
-            for own in program("LayerMajor", m, places)
+            [Action("F", i, j) for kind, i, j in actions if kind == "F"]
+            + [Action("B", m - 1 - i, j) for kind, i, j in actions if kind == "B"]
+            for actions in program("LayerMajor", m, places)
         ]
 
     def _mini_batch(
@@ -273,7 +274,8 @@ class Pipeline:
         settings, recorder, recomputes = self.settings, self.recorder, self._recomputes(module)
         step = None
         if recorder is not None:
-            places = [Place(self.streams.current(device), own) for device, own in zip(settings.devices, settings.parts)]
+            computing = map(self.streams.current, settings.devices)
+            places = [Place(stream, names) for stream, names in zip(computing, settings.parts)]
             step = recorder.begin_step(len(batch.sizes), places, actions)
         columns = Columns(settings, self.streams, labelled(step))
         buffers = set(map(id, module.buffers())) if columns.copies else frozenset[int]()
@@ -398,13 +400,12 @@ class Pipeline:
         """
         columns = Columns(self.settings, self.streams)
         visitor = InOnePiece(columns, self.identity)
-        with self.aliased(module, backward=backward, alone=True) as aliases, ExitStack() as stack:
-            if columns.copies or self.host_memory is not None:
-                stack.enter_context(visiting(visitor))
-            if columns.copies:
-                stack.enter_context(visitor)
-            if self.host_memory is not None:
-                stack.enter_context(OnDemand(aliases, columns.computing))
+        with (
+            self.aliased(module, backward=backward, alone=True) as aliases,
+            visiting(visitor),
+            visitor if columns.copies else nullcontext(),
+            OnDemand(aliases, columns.computing) if self.host_memory is not None else nullcontext(),
+        ):
             yield aliases
 
     def mini_batch_for_proof(

@@ -18,7 +18,7 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import weights_of
 from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.door import here, remove_door
+from torchgpipe.frames.door import remove_door, this_thread
 from torchgpipe.frames.inputs import Arguments, arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
@@ -350,7 +350,7 @@ class _Pipelined(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(_plain(self).forward, self)
-        visitor = here.visitor
+        visitor = this_thread.visitor
         if visitor is not None:
             if visitor.owner is self._runs().identity:  # The model calls itself.
                 return plain(*args, **kwargs)

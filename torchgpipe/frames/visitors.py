@@ -16,7 +16,7 @@ from torchgpipe.engine.resting import Rested
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
-from torchgpipe.frames.door import Door, Owner, Visitor, here
+from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
@@ -31,11 +31,11 @@ __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 @contextmanager
 def visiting(visitor: Visitor) -> Iterator[None]:
     """Visit the doors that this thread comes to in a ``with`` block."""
-    outer, here.visitor = here.visitor, visitor
+    outer, this_thread.visitor = this_thread.visitor, visitor
     try:
         yield
     finally:
-        here.visitor = outer
+        this_thread.visitor = outer
 
 
 class Traveller:
