@@ -144,11 +144,13 @@ def _counts_of_names(spine: list[Part], n: int, balance: Mapping[str, int]) -> l
     named: dict[int, int] = {}
     begins = [0, *[len(spine)] * (n - 1)]
     for name, j in sorted(balance.items(), key=lambda item: len(item[0])):  # an inner name counts more
-        found = [k for k, part in enumerate(spine) if any(f"{own}.".startswith(f"{name}.") for own in part.modules)]
-        if not found:
+        within = [
+            k for k, part in enumerate(spine) if any(f"{module}.".startswith(f"{name}.") for module in part.modules)
+        ]
+        if not within:
             raise ValueError(f"balance names '{name}', which is no part of the spine; the parts are {parts}")
-        begins[j] = min(begins[j], found[0])
-        named.update(dict.fromkeys(found, j))
+        begins[j] = min(begins[j], within[0])
+        named.update(dict.fromkeys(within, j))
     counts = [b - a for a, b in zip(begins, [*begins[1:], len(spine)])]
     if min(counts) < 1:
         raise ValueError(

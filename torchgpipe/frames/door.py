@@ -95,7 +95,7 @@ class Door:
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
         self.is_encoder_layer = isinstance(module, nn.TransformerEncoderLayer)
-        numbers = [getattr(one, "layer_idx", None) for one in module.modules()]
+        numbers = [getattr(child, "layer_idx", None) for child in module.modules()]
         self.layers = sorted({number for number in numbers if isinstance(number, int)})
 
     def __reduce__(self) -> Any:

@@ -44,8 +44,8 @@ def _adds_up(settings: Settings, batch: MicroBatches) -> bool:
 def mean_or_sum(settings: Settings, batch: MicroBatches) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
     adds_up = _adds_up(settings, batch)
-    own = settings.weight is not None and settings.loss_fn is None  # It may want labels that are not there.
-    counted = None if adds_up or own else _weights(settings, batch)
+    weighs_itself = settings.weight is not None and settings.loss_fn is None  # It may want labels that are not there.
+    counted = None if adds_up or weighs_itself else _weights(settings, batch)
 
     def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():
@@ -89,16 +89,16 @@ class MicroBatchLoss(Losses):
         super().__init__(settings.loss_fn, lambda values: mapped(values, Tensor.detach))
         self._coupled = [path for path, kind in settings.study.kinds[training].items() if kind == "coupled"]
         sizes = self._sizes = batch.sizes
-        given = _split(target, sizes)
+        targets = _split(target, sizes)
         brought = mapped(target, bring)
-        self._targets = given if brought is target else _split(brought, sizes)
+        self._targets = targets if brought is target else _split(brought, sizes)
         if settings.reduce == "sum" or (self._loss_fn is None and _adds_up(settings, batch)):
             self._shares = [1.0] * len(sizes)
             return
         if self._loss_fn is None:
             weights = _weights(settings, batch)
         else:
-            weights = loss_weights(settings.loss_fn, settings.weight, given, sizes)
+            weights = loss_weights(settings.loss_fn, settings.weight, targets, sizes)
         total = sum(weights) or 1.0
         self._shares = [weight / total for weight in weights]
 

@@ -34,7 +34,7 @@ from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
-from torchgpipe.model.values import each, mapped
+from torchgpipe.model.values import each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
@@ -106,7 +106,8 @@ class MiniBatch:
             [FrameCell(i, j, columns, verifies=looked is not None, splits=splits) for j in range(self._n)]
             for i in range(self._m if backward else 0)
         ]
-        self._given: list[tuple[weakref.ref[Tensor], int]] = []
+        #: The tensors among the caller's arguments, with their versions.
+        self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, columns) for i in range(self._m)]
         self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
@@ -175,7 +176,7 @@ class MiniBatch:
         Raises:
             RuntimeError: an input has been changed since forward.
         """
-        for ref, version in self._given:
+        for ref, version in self._callers:
             tensor = ref()
             if tensor is not None and versions([tensor]) != [version]:
                 raise RuntimeError(
@@ -194,12 +195,12 @@ class MiniBatch:
 
     def watch_inputs(self, inputs: Any) -> None:
         """Note the versions of the caller's tensors, of which backward uses the memory."""
-        self._given = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
+        self._callers = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves that the graphs of all cells end in."""
-        for own in self._cells:
-            for cell in own:
+        for cells in self._cells:
+            for cell in cells:
                 yield from cell.leaves()
 
     def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
@@ -236,29 +237,25 @@ class MiniBatch:
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i
         cells = self._cells[i] if self._cells else []
-        arguments, self._inputs[i] = self._inputs[i], None
-        assert arguments is not None
-        if cells:
-            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
+        taken, self._inputs[i] = self._inputs[i], None
+        assert taken is not None
+        arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
+        del taken  # The model alone holds its arguments.
         rests = self._aliases.resting is not None
-        given = {storage_key(tensor) for _, tensor in each(tuple(arguments))} if rests else set()
+        given = {storage_key(tensor) for _, tensor in each(tuple(arguments[0]))} if rests else set()
         traveller = Traveller(frame, cells, self._shared, given)
 
         def model() -> Any:
-            nonlocal arguments
-            given, arguments = arguments, None
-            assert given is not None
-            forward = self._forward
-            assert forward is not None
-            return forward(*given.args, **given.kwargs)
+            assert self._forward is not None
+            args, kwargs = arguments.pop()
+            return self._forward(*args, **kwargs)
 
         def finish(output: Any) -> None:
-            take = self._finish
-            assert take is not None
+            assert self._finish is not None
             if self._aliases.host_memory is not None:
                 where = f"micro-batch {i} of the model"
                 self._aliases.verify_returned([tensor for _, tensor in each(output)], where)
-            take(i, traveller.bring(output), cells[-1].export if cells else _no_export)
+            self._finish(i, traveller.bring(output), cells[-1].export if cells else _no_export)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
         with watch(self._aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
@@ -270,8 +267,8 @@ class MiniBatch:
         """Return an input of micro-batch ``i``, without its history if it requires grad."""
         if not tensor.requires_grad:
             return tensor
-        for known, source in self._entered[i]:
-            if known is tensor:
+        for entered, source in self._entered[i]:
+            if entered is tensor:
                 return source.alias
         source = _Input()
         source.alias = self._cells[i][0].import_(None, source, tensor.detach())
@@ -308,7 +305,7 @@ def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
     agenda is in the order of time, so what an action waits for does not wait for the action.
     """
     agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, backward=backward)
-    needs, ended = [list(own) for own in agenda.needs], deque[int]()
+    needs, ended = [list(numbers) for numbers in agenda.needs], deque[int]()
     for number, (kind, _, j) in enumerate(agenda.actions):
         if kind == "F" and j == 0 and len(ended) > SPARE:
             needs[number].append(ended.popleft())

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.values import container, dotted, each, hidden, is_cache, walk
+from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
 
 __all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
@@ -46,13 +46,13 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
         if path in other_lengths
     }
     for path, tensor in each(output):
-        there = tensors.get(path)
-        if there is None or there.dim() != tensor.dim() or tensor.dim() == 0 or tensor.is_nested or there.is_nested:
+        twin = tensors.get(path)
+        if twin is None or twin.dim() != tensor.dim() or tensor.dim() == 0 or tensor.is_nested or twin.is_nested:
             continue
-        varying = [d for d in range(tensor.dim()) if tensor.shape[d] != there.shape[d]]
+        varying = [d for d in range(tensor.dim()) if tensor.shape[d] != twin.shape[d]]
         if not varying:
             kinds[path] = None
-        elif len(varying) == 1 and tensor.shape[varying[0]] * other_rows == there.shape[varying[0]] * rows:
+        elif len(varying) == 1 and tensor.shape[varying[0]] * other_rows == twin.shape[varying[0]] * rows:
             kinds[path] = varying[0]
         else:
             kinds[path] = "coupled"
@@ -117,18 +117,18 @@ class _Join:
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
             return self._done[key]
-        opened = [container(value) for value in values]
-        parts = [one for one in opened if one is not None]
-        if len(parts) < len(values) or any([one.kind != parts[0].kind for one in parts]):
+        containers = _opened(values)
+        if containers is None:
             return self._of_no_container(values, path)
         if type(first) in (list, tuple) and self._has_rows(values, path or "value"):
             return type(first)([item for value in values for item in value])
-        if any([one.names != parts[0].names for one in parts]):
-            raise _differs(path, [f"{len(one.names)} items {one.names[:4]}" for one in parts])
-        items = [
-            self.join([one.items[k] for one in parts], dotted(path, name)) for k, name in enumerate(parts[0].names)
-        ]
-        return parts[0].rebuilt(items)
+        names = containers[0].names
+        if any([opened.names != names for opened in containers]):
+            raise _differs(path, [f"{len(opened.names)} items {opened.names[:4]}" for opened in containers])
+        items = zip(*[opened.items for opened in containers])
+        return containers[0].rebuilt(
+            [self.join(list(values), dotted(path, name)) for name, values in zip(names, items)]
+        )
 
     def _of_no_container(self, values: list[Any], path: str) -> Any:
         first = values[0]
@@ -182,38 +182,46 @@ class _Join:
                 "differs between micro-batches, so it cannot be joined; return a value for each row, or a number, or "
                 "use model.step, whose loss_fn gets the output of each micro-batch"
             )
+        shapes = [tuple(tensor.shape) for tensor in values]
         if isinstance(dim, str):
             raise ValueError(
-                f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "
-                "couples the rows of a batch, so it cannot be joined; use model.step with a loss_fn that takes the "
-                "output of a micro-batch, or chunks=1"
+                f"the output '{path}' has shapes {shapes} in the micro-batches, and couples the rows of a batch, so it "
+                "cannot be joined; use model.step with a loss_fn that takes the output of a micro-batch, or chunks=1"
             )
-        if any([one.dim() != first.dim() or _others(one, dim) != _others(first, dim) for one in values]):
-            raise _differs(path, [str(tuple(one.shape)) for one in values])
+        if any([len(shape) != first.dim() or _others(shape, dim) != _others(first.shape, dim) for shape in shapes]):
+            raise _differs(path, [str(shape) for shape in shapes])
         return torch.cat(values, dim)
 
     def _dimension(self, values: list[Tensor], path: str) -> int | None:
         """Return the dimension of the rows of an output that the sample did not have."""
-        if all([len(one) % size == 0 and len(one) >= size for one, size in zip(values, self._sizes)]):
-            factors = {len(one) // size for one, size in zip(values, self._sizes)}
-            if len(factors) == 1:
-                return 0
+        lengths = [len(tensor) for tensor in values]
+        factor = lengths[0] // self._sizes[0]
+        if factor and lengths == [factor * size for size in self._sizes]:
+            return 0
         if are_equal(values):
             return None
-        raise _differs(path, [str(tuple(one.shape)) for one in values])
+        raise _differs(path, [str(tuple(tensor.shape)) for tensor in values])
 
 
 def are_equal(values: Sequence[Tensor]) -> bool:
     """Return whether tensors are equal. The host waits once, as this may come between forward and backward."""
     first = values[0]
-    others = [one for one in values if one is not first]
-    if any([one.shape != first.shape for one in others]):
+    others = [tensor for tensor in values if tensor is not first]
+    if any([tensor.shape != first.shape for tensor in others]):
         return False
-    return not others or bool(torch.stack([(one == first).all() for one in others]).all())
+    return not others or bool(torch.stack([(tensor == first).all() for tensor in others]).all())
 
 
-def _others(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+def _opened(values: Sequence[Any], *, caches: bool = False) -> list[Container] | None:
+    """Open values; return None unless all are containers of one kind."""
+    opened = [container(value, caches=caches) for value in values]
+    containers = [value for value in opened if value is not None]
+    are_alike = len(containers) == len(values) and len({value.kind for value in containers}) == 1
+    return containers if are_alike else None
+
+
+def _others(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _differs(path: str, what: list[str]) -> ValueError:
@@ -244,13 +252,13 @@ def _lazily_joined(caches: list[Any], sizes: Sequence[int]) -> Any:
     return lazy.__new__(lazy)
 
 
-def _joined_state(values: list[Any], sizes: Sequence[int]) -> Any:
+def _joined_state(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
-        has_rows = first.dim() > 0 and all([len(one) == size for one, size in zip(values, sizes)])
-        return torch.cat([one.detach() for one in values]) if has_rows else first
-    opened = [container(value, caches=True) for value in values]
-    parts = [one for one in opened if one is not None]
-    if len(parts) < len(values):
+        has_rows = first.dim() > 0 and all([len(tensor) == size for tensor, size in zip(values, sizes)])
+        return torch.cat([tensor.detach() for tensor in values]) if has_rows else first
+    containers = _opened(values, caches=True)
+    if containers is None:
         return first
-    return parts[0].rebuilt([_joined_state(list(items), sizes) for items in zip(*[one.items for one in parts])])
+    items = zip(*[opened.items for opened in containers])
+    return containers[0].rebuilt([_joined_state(values, sizes) for values in items])

@@ -383,7 +383,7 @@ class Pipeline:
         if not Columns(self.settings, self.streams).copies and self.host_memory is None:
             return plain(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
-            arguments = Arguments(*mapped(tuple(arguments), self.to(self.settings.devices[0])))
+            arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
         with self.in_one_piece(module, backward=False) as aliases:
             output = plain(*arguments.args, **arguments.kwargs)
             if self.host_memory is not None:

@@ -179,7 +179,7 @@ class Proof:
     def _call(self, arguments: Arguments) -> Any:
         # Clones, which the model may change.
         bring = self._pipeline.to(self._settings.devices[0])
-        args, kwargs = mapped(tuple(arguments), lambda tensor: bring(tensor.clone()), caches=True)
+        args, kwargs = arguments.mapped(lambda tensor: bring(tensor.clone()))
         return self._plain(*args, **kwargs)
 
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
@@ -232,13 +232,13 @@ class Proof:
             if self._settings.loss_fn is None and not self._with_loss:
                 self.comparison.note("outputs", f"{error} ({self._decisions()})")
             return
-        parts = [{path: one for path, one in each(output) if one.dim() == 0} for output in outputs]
+        numbers = [{path: tensor for path, tensor in each(output) if tensor.dim() == 0} for output in outputs]
         del run, outputs
         for path, tensor in each(whole):
             ours = joined.get(path)
             if draws and ours is not None and ours.shape == tensor.shape:
                 continue
-            fault = self._coupled(path, tensor, ours, [one.get(path) for one in parts])
+            fault = self._coupled(path, tensor, ours, [number.get(path) for number in numbers])
             if ours is not None and path in self._settings.may_differ:
                 difference, largest = difference_of(tensor, ours)
                 if difference > self.comparison.loose * largest:

@@ -74,10 +74,11 @@ class _Runs:
         # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
         self._ambient = Ambient()
         self._found = Found(modules)
-        self._parameters = [one for _, _, own in self._found.layers for _, one in own]
+        self._parameters = [parameter for _, _, named in self._found.layers for _, parameter in named]
         self._inputs = [tensor for _, tensor in each((args, kwargs))]
         self._versions = versions([*self._parameters, *self._inputs])
-        device = next((one.device for one in (*self._parameters, *self._inputs) if one is not None), None)
+        tensors = [tensor for tensor in (*self._parameters, *self._inputs) if tensor is not None]
+        device = tensors[0].device if tensors else None
         # Cells that draw from one generator run one at a time, see `RandomNumbers`.
         self._random = RandomStates(device or torch.device("cpu"), modules, beside=False, between=True)
         self._buffers = BufferStates(modules)
@@ -120,14 +121,17 @@ class _Runs:
         self._rested[stub] = kept
         return stub
 
+    def _come_back(self, tensor: Tensor) -> Tensor:
+        return self._rested[tensor].get() if tensor in self._rested else tensor
+
     def _exchanged(self, change: Callable[[Tensor], Tensor]) -> Any:
         # A module may ask whether two arguments are one, as attention does.
-        known: dict[int, Tensor] = {}
+        changed: dict[int, Tensor] = {}
 
         def once(tensor: Tensor) -> Tensor:
-            if id(tensor) not in known:
-                known[id(tensor)] = change(tensor)
-            return known[id(tensor)]
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
 
         return mapped((copied(self._args), copied(self._kwargs)), once, caches=True, objects=True)
 
@@ -150,7 +154,7 @@ class _Runs:
             self._random.replay(self._drawn),
         ):
             if self._rested:
-                args, kwargs = self._exchanged(lambda one: self._rested[one].get() if one in self._rested else one)
+                args, kwargs = self._exchanged(self._come_back)
             else:
                 args, kwargs = copied(self._args), copied(self._kwargs)
             self._call(*args, **kwargs)

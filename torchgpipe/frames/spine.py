@@ -280,8 +280,8 @@ def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             replace_call(module, call)
         yield
     finally:
-        for module, own in before.items():
-            replace_call(module, own)
+        for module, call_before in before.items():
+            replace_call(module, call_before)
 
 
 def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:

@@ -58,7 +58,7 @@ class Traveller:
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns.devices)
         #: What has rested until this column began.
-        self._known: list[tuple[Tensor, Rested]] = []
+        self._rested: list[tuple[Tensor, Rested]] = []
         #: Copies of what modules keep, with the names of these.
         self._copies: list[tuple[str, Tensor]] = []
         self._current_stream = ExitStack()
@@ -80,7 +80,7 @@ class Traveller:
                         self.go_to(last, "the end")
                     self.frame.begin_work()
                     finish(output)
-            self._known = []
+            self._rested = []
             self._crossing.end()
 
     def bring(self, value: Any) -> Any:
@@ -168,8 +168,8 @@ class Traveller:
         if self._resting is None or not tensor.requires_grad:
             return tensor
         i, j = self.frame.i, self.frame.column
-        known = next((one for held, one in self._known if _rests(one, held, tensor)), None)
-        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), known)
+        rested = next((rested for laid, rested in self._rested if _is_of(rested, laid, tensor)), None)
+        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), rested)
 
     @contextmanager
     def _laid_down(self, value: Any, column: int) -> Iterator[None]:
@@ -180,7 +180,7 @@ class Traveller:
         frame, computing = self.frame, self._columns.computing
         i, j = frame.i, frame.column
         if j != column:
-            self._known = []
+            self._rested = []
         laid: list[tuple[Tensor, Rested]] = []
         if self._resting is not None and j != column and computing[j].device == computing[column].device:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
@@ -199,20 +199,13 @@ class Traveller:
             with computing[column].use() if laid else nullcontext():
                 for tensor, rested in laid:
                     rested.restore(tensor)
-            self._known += laid
+            self._rested += laid
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
         """Take the mode off the stack for a ``with`` block: operations need not even pass it by."""
-        if not self._crossing.is_needed:
-            self._glue.is_off = True
-            try:
-                yield
-            finally:
-                self._glue.is_off = False
-            return
-        mode = pop_function_mode()
-        if mode is not self._glue:  # The model has put a mode of its own on top.
+        mode = pop_function_mode() if self._crossing.is_needed else None
+        if mode is not None and mode is not self._glue:  # The model has put a mode of its own on top.
             push_function_mode(mode)
         self._glue.is_off = True
         try:
@@ -223,12 +216,13 @@ class Traveller:
                 push_function_mode(mode)
 
 
-def _rests(rested: Rested, a: Tensor, b: Tensor) -> bool:
-    """Return whether a tensor has the elements of one that has rested, none of them changed in place since."""
+def _is_of(rested: Rested, laid: Tensor, tensor: Tensor) -> bool:
+    """Return whether a tensor has the elements of the one that has rested, none of them changed in place since."""
     return (
-        storage_key(a) == storage_key(b)
-        and (a.storage_offset(), a.size(), a.stride()) == (b.storage_offset(), b.size(), b.stride())
-        and versions([a, b]) == [rested.version] * 2
+        storage_key(laid) == storage_key(tensor)
+        and (laid.storage_offset(), laid.size(), laid.stride())
+        == (tensor.storage_offset(), tensor.size(), tensor.stride())
+        and versions([laid, tensor]) == [rested.version] * 2
     )
 
 
@@ -251,13 +245,13 @@ def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], T
 
     The layers of other modules stay where they are, or every column would copy all of them.
     """
-    own = getattr(cache, "layers", None)
-    if not isinstance(own, list):
-        for part in vars(cache).values():
-            if is_cache(part):
-                _bring_layers(part, layers, bring)
+    layers_of_cache = getattr(cache, "layers", None)
+    if not isinstance(layers_of_cache, list):
+        for inner in vars(cache).values():
+            if is_cache(inner):
+                _bring_layers(inner, layers, bring)
         return
-    for layer in [own[k] for k in layers if k < len(own)]:
+    for layer in [layers_of_cache[k] for k in layers if k < len(layers_of_cache)]:
         for name, value in list(vars(layer).items()):
             if isinstance(value, Tensor):
                 brought = bring(value)
