@@ -70,22 +70,13 @@ def arrange(
     rest = iter(spine)
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)
-    doors = _Doors(
-        module,
-        traces[0],
-        {
-            name: column
-            for column, members in enumerate(columns)
-            for j in members
-            for part in partitions[j].parts
-            for name in part.modules
-        },
-    )
+    doors = _Doors(module, traces[0], partitions, columns)
     doors.verify_kept()
     doors.verify_drawn()
     recomputed = doors.recomputed(checkpoint)
     return Settings(
         devices=[devices[members[0]] for members in columns],
+        names=[_name(members) for members in columns],
         labels=[_label(partitions, members) for members in columns],
         parts=[[part.name for j in members for part in partitions[j].parts] for members in columns],
         doors=doors.coarser() | recomputed,
@@ -176,11 +167,13 @@ def _columns(partitions: Sequence[PartitionLayout], *, apart: bool) -> list[list
     return columns
 
 
+def _name(members: Sequence[int]) -> str:
+    return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"
+
+
 def _label(partitions: Sequence[PartitionLayout], members: Sequence[int]) -> str:
-    first, last = members[0], members[-1]
-    numbers = f"partition {first}" if first == last else f"partitions {first} to {last}"
-    names = f"'{partitions[first].parts[0].name}'..'{partitions[last].parts[-1].name}'"
-    return f"{numbers} (modules {names}) on {partitions[first].device}"
+    first, last = partitions[members[0]], partitions[members[-1]]
+    return f"{_name(members)} (modules '{first.parts[0].name}'..'{last.parts[-1].name}') on {first.device}"
 
 
 class _Doors:
@@ -189,21 +182,37 @@ class _Doors:
     Args:
         module: the model
         traced: what a run of it has shown
-        columns: for each module of the spine, its column
+        partitions: the partitions of the spine
+        columns: the partitions of each column
     """
 
-    def __init__(self, module: nn.Module, traced: Trace, columns: dict[str, int]) -> None:
-        self._module, self._traced, self._columns = module, traced, columns
-        self._starts = [(call.start, columns[call.name]) for call in traced.calls if call.name in columns]
+    def __init__(
+        self,
+        module: nn.Module,
+        traced: Trace,
+        partitions: Sequence[PartitionLayout],
+        columns: Sequence[Sequence[int]],
+    ) -> None:
+        self._module, self._traced = module, traced
+        places = {
+            name: (column, j)
+            for column, members in enumerate(columns)
+            for j in members
+            for part in partitions[j].parts
+            for name in part.modules
+        }
+        #: For each module of the spine, its column.
+        self._columns = {name: column for name, (column, _) in places.items()}
+        self._starts = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
 
-    def _column_at(self, place: int) -> int:
-        """Return the column of the door that was entered last before a place in the trace."""
-        return next((column for start, column in reversed(self._starts) if start <= place), 0)
+    def _place_at(self, time: int) -> tuple[int, int]:
+        """Return the column and the partition of the door that was entered last before a time of the trace."""
+        return next((place for start, place in reversed(self._starts) if start <= time), (0, 0))
 
     def homes(self) -> dict[str, int]:
         """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
         return {
-            dotted(prefix, name): self._column_at(self._traced.used.get(tensor, 0))
+            dotted(prefix, name): self._place_at(self._traced.used.get(tensor, 0))[0]
             for prefix, child in self._module.named_modules()
             if door_of(prefix, self._columns) is None
             for name, tensor in [*child._parameters.items(), *child._buffers.items()]
@@ -213,8 +222,8 @@ class _Doors:
     def verify_kept(self) -> None:
         """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
         for kept in self._traced.kept:
-            user = self._column_at(kept.last)
-            if user > self._column_at(kept.first):
+            (first, _), (last, user) = self._place_at(kept.first), self._place_at(kept.last)
+            if last > first:
                 where = f"'{kept.module}'" if kept.module else "the model"
                 raise ValueError(
                     f"{where} keeps the tensor '{kept.attribute}' on itself, and partition {user} uses it, where it "
@@ -224,13 +233,13 @@ class _Doors:
 
     def verify_drawn(self) -> None:
         """Raise if partitions share a generator of the model's own: micro-batches would draw in no certain order."""
-        first: dict[torch.Generator, int] = {}
-        for generator, place in self._traced.drawn:
-            column = self._column_at(place)
-            before = first.setdefault(generator, column)
-            if column != before:
+        users: dict[torch.Generator, tuple[int, int]] = {}
+        for generator, time in self._traced.drawn:
+            column, user = self._place_at(time)
+            first, first_user = users.setdefault(generator, (column, user))
+            if column != first:
                 raise ValueError(
-                    f"partitions {before} and {column} draw from one torch.Generator of the model, in no certain "
+                    f"partitions {first_user} and {user} draw from one torch.Generator of the model, in no certain "
                     "order, as they work at the same time; draw from PyTorch's own generator, for which each "
                     "micro-batch has a seed, give each module a generator, or a balance that keeps those that share "
                     "it in one partition"

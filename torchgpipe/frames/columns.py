@@ -29,15 +29,15 @@ class Columns:
 
     Attributes:
         devices: the device of each column
-        labels: names each column, for errors
+        names: names each column by the numbers of its partitions, for errors
+        labels: names each column with its modules and its device, for errors
         streams: the source of streams
         listener: the listener of the mini-batch, if there is one
         computing: the stream that each column computes on
     """
 
     def __init__(self, settings: Settings, streams: Streams, listener: Listener | None = None) -> None:
-        self.devices = settings.devices
-        self.labels = settings.labels
+        self.devices, self.names, self.labels = settings.devices, settings.names, settings.labels
         self.streams = streams
         self.listener = listener
         self.computing: list[Stream] = [streams.current(device) for device in self.devices]

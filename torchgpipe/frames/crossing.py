@@ -82,9 +82,10 @@ class Crossing:
         if brought is None:
             return
         if id(tensor) in self._buffers:
+            where = self._columns.names[self._frame.column]
             raise RuntimeError(
-                f"the model changes a buffer of shape {tuple(tensor.shape)} in partition {self._frame.column}, but it "
-                "is on the device of another one; give a balance that keeps the buffer's module and its user together"
+                f"the model changes a buffer of shape {tuple(tensor.shape)} in {where}, but it is on the device of "
+                "another one; give a balance that keeps the buffer's module and its user together"
             )
         self._changed.setdefault(tensor.untyped_storage().data_ptr(), brought)
 
@@ -106,8 +107,8 @@ class Crossing:
             changed = self._changed.get(tensor.untyped_storage().data_ptr())
             if changed is not None and self._is_stale(tensor, changed):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in partition "
-                    f"{changed.column}, which does not reach the view of the same memory of shape "
+                    f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in "
+                    f"{self._columns.names[changed.column]}, which does not reach the view of the same memory of shape "
                     f"{tuple(tensor.shape)} from an earlier partition; change a copy (tensor.clone()), or give a "
                     "balance that keeps both in one partition"
                 )
@@ -131,11 +132,11 @@ class Crossing:
             device_of = self._columns.streams.device_of
             source, device = device_of(tensor), device_of(alias)
             if source is not None and device is not None and self._columns.streams.moves(source, device):
+                where = self._columns.names[self._frame.column]
                 raise RuntimeError(
-                    f"torch.utils.checkpoint is around an operation in partition {self._frame.column}, on {device}, "
-                    f"that takes a tensor of shape {tuple(tensor.shape)} from {source}, where it would stay when the "
-                    "operation runs again; put the operation into a module, or give a balance that keeps both on one "
-                    "device"
+                    f"torch.utils.checkpoint is around an operation in {where}, on {device}, that takes a tensor of "
+                    f"shape {tuple(tensor.shape)} from {source}, where it would stay when the operation runs again; "
+                    "put the operation into a module, or give a balance that keeps both on one device"
                 )
         return alias
 
@@ -186,8 +187,8 @@ class Crossing:
         if copy is not None and copy.is_changed:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} from an earlier partition was changed in place under "
-                f"no_grad() in partition {copy.column}, on a copy without a graph; change a copy of your own "
-                "(tensor.clone()), or give a balance that keeps both in one partition"
+                f"no_grad() in {self._columns.names[copy.column]}, on a copy without a graph; change a copy of your "
+                "own (tensor.clone()), or give a balance that keeps both in one partition"
             )
 
     def _copied(self, tensor: Tensor, source: int) -> Tensor:

@@ -27,7 +27,8 @@ class Settings:
     Attributes:
         chunks: the number of micro-batches
         devices: the device of each column; neighbouring partitions on one device are a column
-        labels: names each column, for errors
+        names: names each column by the numbers of its partitions, for errors
+        labels: names each column with its modules and its device, for errors
         parts: for each column, the names of its parts of the spine
         doors: for each module of the spine, its column
         homes: for each parameter and buffer outside of these modules, its column
@@ -45,6 +46,7 @@ class Settings:
 
     chunks: int
     devices: list[torch.device]
+    names: list[str]
     labels: list[str]
     parts: list[list[str]]
     doors: dict[str, int]

@@ -56,7 +56,7 @@ class Traveller:
         self.frame, self.owner = frame, shared.owner
         self._columns, self._resting, self._given = shared.columns, shared.aliases.resting, given
         self._crossing = Crossing(frame, cells, shared)
-        self._glue = Glue(frame, self._crossing, shared.columns.devices)
+        self._glue = Glue(frame, self._crossing, shared.columns)
         #: What has rested until this column began.
         self._rested: list[tuple[Tensor, Rested]] = []
         #: Copies of what modules keep, with the names of these.
@@ -100,10 +100,11 @@ class Traveller:
         if column == frame.column:
             return
         if column < frame.column:
+            names = self._columns.names
             raise RuntimeError(
-                f"'{name}' belongs to partition {column}, but the model has called it after modules of partition "
-                f"{frame.column}, which it did not do with the sample; give a sample that takes this way, or a balance "
-                f"that keeps '{name}' and what is called before it in one partition"
+                f"'{name}' belongs to {names[column]}, but the model has called it after modules of "
+                f"{names[frame.column]}, which it did not do with the sample; give a sample that takes this way, or a "
+                f"balance that keeps '{name}' and what is called before it in one partition"
             )
         self._current_stream.close()
         self._crossing.forget()
@@ -284,9 +285,10 @@ class RecomputationVisitor:
         if not self._columns.copies:
             return door.call_module(args, kwargs)
         if self._columns.crosses(self._column, door.column):
+            names = self._columns.names
             raise RuntimeError(
-                f"'{door.name}' belongs to partition {door.column}, and a reentrant checkpoint around it began in "
-                f"partition {self._column}, on another device, which it cannot cross; use "
+                f"'{door.name}' belongs to {names[door.column]}, and a reentrant checkpoint around it began in "
+                f"{names[self._column]}, on another device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
         change = self._columns.copier(self._columns.devices[door.column])
