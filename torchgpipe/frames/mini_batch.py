@@ -1,7 +1,7 @@
 """A mini-batch in frames: its cells, forward and backward, in the order of a program.
 
-In the program, j is a column: neighbouring partitions on one device. F(i, j) lets frame i go on until its model leaves
-column j. B(i, j) differentiates the cell, and gives the gradients of its imports to the cells that they come from.
+In the program, j is a column. F(i, j) lets frame i go on until its model leaves column j. B(i, j) differentiates the
+cell, and gives the gradients of its imports to the cells that they come from.
 
 `step` runs the whole program. For ``loss.backward()``, the program is that of GPipe, and runs in two halves: all F when
 the model is called, all B in the backward of one autograd node; see `outer`.

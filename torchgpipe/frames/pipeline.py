@@ -82,29 +82,27 @@ class Pipeline:
         """Leave this out of copies and pickles, which make their own."""
         return type(None), ()
 
-    def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         if self._stays_whole(batch):
-            return self._in_one_piece(module, plain, batch.arguments)
+            return self._in_one_piece(module, batch.arguments)
         self._begin(batch, 7)  # the caller of the model
         backward = torch.is_grad_enabled()
         scalars = mean_or_sum(settings, batch)
         exported = Exported(len(batch.sizes), backward=backward)
         actions = self._in_two_halves(len(batch.sizes))
         with self.aliased(module, backward=backward) as aliases:
-            mini_batch = self._mini_batch(module, plain, batch, exported.take, aliases, actions, backward=backward)
+            mini_batch = self._mini_batch(module, batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.arguments))
         self._end(module, mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
         return join(outputs, batch.sizes, settings.study.kinds[module.training], scalars)
 
-    def step(
-        self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
-    ) -> Any:
+    def step(self, module: nn.Module, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
@@ -128,7 +126,7 @@ class Pipeline:
         def work() -> Any:
             with aliases.installed():
                 mini_batch = self._mini_batch(
-                    module, plain, batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
+                    module, batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
                 )
                 mini_batch.run()
                 result = loss.result()
@@ -260,8 +258,7 @@ class Pipeline:
 
     def _mini_batch(
         self,
-        module: nn.Module,
-        plain: Callable[..., Any],
+        module: Any,
         batch: MicroBatches,
         finish: Finish,
         aliases: Aliases,
@@ -283,7 +280,7 @@ class Pipeline:
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
         random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
         return MiniBatch(
-            plain,
+            module._torchgpipe_forward,
             f"{type(module).__name__}.forward",
             inputs,
             finish,
@@ -379,13 +376,13 @@ class Pipeline:
             self._told.add(what)
             warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
 
-    def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
+    def _in_one_piece(self, module: Any, arguments: Arguments) -> Any:
         if not Columns(self.settings, self.streams).copies and self.host_memory is None:
-            return plain(*arguments.args, **arguments.kwargs)
+            return module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
         with self.in_one_piece(module, backward=False) as aliases:
-            output = plain(*arguments.args, **arguments.kwargs)
+            output = module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
             if self.host_memory is not None:
                 aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
             return output
@@ -409,12 +406,12 @@ class Pipeline:
             yield aliases
 
     def mini_batch_for_proof(
-        self, module: nn.Module, plain: Callable[..., Any], batch: MicroBatches, finish: Finish, aliases: Aliases
+        self, module: nn.Module, batch: MicroBatches, finish: Finish, aliases: Aliases
     ) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
         return self._mini_batch(
-            module, plain, batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
+            module, batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
         )
 
 

@@ -232,7 +232,7 @@ def _prove(module: Any, sample: Arguments) -> None:
         ValueError: the two differ.
     """
     runs = module._runs()
-    proof = Proof(runs, module, _plain_forward(module), sample_of(runs.settings, sample))
+    proof = Proof(runs, module, sample_of(runs.settings, sample))
     comparison = proof.run()
     if comparison.faults:
         raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
@@ -346,17 +346,16 @@ class _Pipelined(nn.Module):
     """The methods of a pipelined module, in front of those of its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plain = _plain_forward(self)
         visitor = this_thread.visitor
         if visitor is not None:
             if visitor.owner is self._runs().identity:  # The model calls itself.
-                return plain(*args, **kwargs)
+                return self._torchgpipe_forward(*args, **kwargs)
             args, kwargs = visitor.bring((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *args, **kwargs)
-        return self._runs().forward(self, plain, args, kwargs)
+        return self._runs().forward(self, args, kwargs)
 
     @property
     def _pipeline_devices(self) -> list[torch.device]:
@@ -374,11 +373,15 @@ class _Pipelined(nn.Module):
         Returns:
             the mean loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
-        plain, runs = _plain_forward(self), self._runs()
+        runs = self._runs()
         try:
-            return runs.step(self, plain, args, target, kwargs)
+            return runs.step(self, args, target, kwargs)
         except TypeError as error:
-            if target is None and runs.settings.loss_fn is not None and not _takes(plain, args, kwargs):
+            if (
+                target is None
+                and runs.settings.loss_fn is not None
+                and not _takes(self._torchgpipe_forward, args, kwargs)
+            ):
                 error.add_note(NO_TARGET)
             raise
 
@@ -401,7 +404,12 @@ class _Pipelined(nn.Module):
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         with_loss = target is not None and runs.settings.loss_fn is not None
-        return Proof(runs, self, _plain_forward(self), batch, target, with_loss=with_loss).run()
+        return Proof(runs, self, batch, target, with_loss=with_loss).run()
+
+    @property
+    def _torchgpipe_forward(self) -> Callable[..., Any]:
+        """The forward of the user's own class."""
+        return functools.partial(_plain(self).forward, self)
 
     def _runs(self) -> Pipeline:
         """Return what runs this module, and make it if there is none, as for a copy."""
@@ -492,10 +500,6 @@ def _plain(module: nn.Module) -> Any:
     """Return the user's class of a pipelined module."""
     order = type(module).__mro__
     return order[order.index(_Pipelined) + 1]
-
-
-def _plain_forward(module: nn.Module) -> Callable[..., Any]:
-    return functools.partial(_plain(module).forward, module)
 
 
 @functools.cache

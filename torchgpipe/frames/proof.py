@@ -10,7 +10,7 @@ rows together differ from rows apart in training, so these two run once more in 
 plain model draws, and is compared as it stands.
 
 The pipeline runs column by column: all micro-batches pass the first column before one enters the second. So state that
-one partition leaves on the model for a later one is always that of another micro-batch, which shows.
+one column leaves on the model for a later one is always that of another micro-batch, which shows.
 
 Nothing is left behind: gradients go to aliases, and `untouched` puts back the rest. Gradients of the plain model are
 held once; those of the pipeline are compared and dropped column by column.
@@ -18,7 +18,7 @@ held once; those of the pipeline are compared and dropped column by column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -82,7 +82,6 @@ class Proof:
     Args:
         pipeline: what runs the pipelined model
         module: the model
-        plain: its own forward
         batch: the mini-batch
         target: the target of the loss function
         with_loss: whether to compute the loss function of a step
@@ -91,14 +90,13 @@ class Proof:
     def __init__(
         self,
         pipeline: Pipeline,
-        module: nn.Module,
-        plain: Callable[..., Any],
+        module: Any,
         batch: MicroBatches,
         target: Any = None,
         *,
         with_loss: bool = False,
     ) -> None:
-        self._pipeline, self._module, self._plain = pipeline, module, plain
+        self._pipeline, self._module = pipeline, module
         self._settings = pipeline.settings
         self._batch = batch.mapped(Tensor.detach)
         self._target = target if with_loss else None
@@ -180,7 +178,7 @@ class Proof:
         # Clones, which the model may change.
         bring = self._pipeline.to(self._settings.devices[0])
         args, kwargs = arguments.mapped(lambda tensor: bring(tensor.clone()))
-        return self._plain(*args, **kwargs)
+        return self._module._torchgpipe_forward(*args, **kwargs)
 
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
         return self._pipeline.in_one_piece(self._module, backward=True)
@@ -248,10 +246,10 @@ class Proof:
 
     def _compare_pipeline(self, apart: _Run) -> None:
         """Compare the pipeline with rows apart."""
-        pipeline, comparison, labels = self._pipeline, self.comparison, self._settings.labels
+        pipeline, comparison = self._pipeline, self.comparison
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
         loss = self._loss(self._batch)
         outputs: dict[int, Any] = {}
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             for tensor, grad in self._roots(i, output, loss):
@@ -263,31 +261,8 @@ class Proof:
             pipeline.aliased(self._module, backward=True, watches=True) as aliases,
         ):
             buffers = Buffers(self._module)
-            expected = apart.gradients or {}
-            largest = largest_of(expected.values())
-
-            splits = self._settings.schedule in SPLITTING
-            late: dict[Tensor, tuple[int, Tensor | None]] = {}
-
-            def compare_gradient(j: int, parameter: Tensor, grad: Tensor | None) -> Compared:
-                name = names.get(parameter, "a parameter")
-                fault = f"the gradient of '{name}' in {labels[j]} is not that of the plain model; {_look(self._module)}"
-                wanted = expected.get(parameter)
-                row, tight = f"gradient of '{name}'", comparison.tight
-                return comparison.compare(row, wanted, grad, fault, tolerance=tight, floor=largest)
-
-            def compare_gradients(j: int) -> None:
-                for parameter, grad in aliases.take_of(j):
-                    row = compare_gradient(j, parameter, grad)
-                    # The backward of an earlier column adds the rest if a function runs layers again, as Reformer does.
-                    if j and row.fault:
-                        late[parameter] = j, grad
-                    else:
-                        comparison.rows.append(row)
-                        expected.pop(parameter, None)
-
             try:
-                mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._batch, finish, aliases)
+                mini_batch = pipeline.mini_batch_for_proof(self._module, self._batch, finish, aliases)
                 mini_batch.run_columns_forward()
             except Exception as error:
                 if _is_ours(error):
@@ -303,25 +278,29 @@ class Proof:
                 comparison.add("loss", apart.loss, _total(loss), fault, tolerance=comparison.tight)
             forward = buffers.changed()
             if comparison.is_equal and apart.gradients is not None:
-                mini_batch.run_columns_backward(compare_gradients, split=splits)
-                rest = dict(zip(aliases.trained, aliases.take()))
-                for parameter, (j, grad) in late.items():
-                    comparison.rows.append(compare_gradient(j, parameter, sum_of(grad, rest[parameter])))
+                gradients = _Gradients(comparison, aliases, apart.gradients, self._of_gradient, names)
+                splits = self._settings.schedule in SPLITTING
+                mini_batch.run_columns_backward(gradients.compare_column, split=splits)
+                gradients.compare_rest()
             # After backward, because a layer that runs again there may change its buffers again.
-            changed = buffers.changed()
-            for name in dict.fromkeys([*apart.buffers, *changed]):
-                fault = f"the buffer '{name}' is changed in another way than by the plain model; "
-                if name in changed and difference_of(changed[name], forward.get(name))[0]:
-                    fault += (
-                        "a layer has a checkpoint of its own, so it changes its buffers again at backward, where "
-                        "micro-batches come in another order: switch it off, and let pipelined(checkpoint=...) "
-                        "recompute the layer"
-                    )
-                else:
-                    fault += _look(self._module)
-                comparison.add(
-                    f"buffer '{name}'", apart.buffers.get(name), changed.get(name), fault, tolerance=comparison.tight
+            self._compare_buffers(apart.buffers, forward, buffers.changed())
+
+    def _compare_buffers(
+        self, plain: Mapping[str, Tensor], forward: Mapping[str, Tensor], backward: Mapping[str, Tensor]
+    ) -> None:
+        """Compare the buffers that the plain model has changed with those that the pipeline has changed by the end."""
+        for name in dict.fromkeys([*plain, *backward]):
+            fault = f"the buffer '{name}' is changed in another way than by the plain model; "
+            if name in backward and difference_of(backward[name], forward.get(name))[0]:
+                fault += (
+                    "a layer has a checkpoint of its own, so it changes its buffers again at backward, where "
+                    "micro-batches come in another order: switch it off, and let pipelined(checkpoint=...) "
+                    "recompute the layer"
                 )
+            else:
+                fault += _look(self._module)
+            tight = self.comparison.tight
+            self.comparison.add(f"buffer '{name}'", plain.get(name), backward.get(name), fault, tolerance=tight)
 
     def _compare_outputs(self, apart: _Run, outputs: dict[int, Any]) -> None:
         """Compare the outputs of micro-batches, and forget them."""
@@ -389,6 +368,10 @@ class Proof:
             f"cannot be split; verify=['{path}'] lets it differ, with a warning"
         )
 
+    def _of_gradient(self, j: int, name: str) -> str:
+        where = self._settings.labels[j]
+        return f"the gradient of '{name}' in {where} is not that of the plain model; {_look(self._module)}"
+
     def _slack(self, whole: Tensor) -> float:
         return self.comparison.loose * float(whole.detach().double().abs())
 
@@ -401,6 +384,60 @@ class Proof:
 
     def _decisions(self) -> str:
         return f"by the sample: {self._settings.study.splitter.decisions()}"
+
+
+class _Gradients:
+    """The comparison of the gradients of parameters, column by column; what has been compared is dropped.
+
+    Args:
+        comparison: takes the rows
+        aliases: have the gradients of the pipeline
+        expected: the gradients of the plain model, which are forgotten one by one
+        fault: says what is wrong, given the column and the name of a parameter
+        names: the names of parameters
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        aliases: Aliases,
+        expected: dict[Tensor, Tensor | None],
+        fault: Callable[[int, str], str],
+        names: Mapping[Tensor, str],
+    ) -> None:
+        self._comparison, self._aliases, self._expected = comparison, aliases, expected
+        self._fault, self._names = fault, names
+        self._largest = largest_of(expected.values())
+        #: Gradients that differed, each with its column.
+        self._late: dict[Tensor, tuple[int, Tensor | None]] = {}
+
+    def compare_column(self, j: int) -> None:
+        """Compare the gradients of the parameters whose first column is ``j``."""
+        for parameter, grad in self._aliases.take_of(j):
+            row = self._compared(j, parameter, grad)
+            # The backward of an earlier column adds the rest if a function runs layers again, as Reformer does.
+            if j and row.fault:
+                self._late[parameter] = j, grad
+            else:
+                self._comparison.rows.append(row)
+                self._expected.pop(parameter, None)
+
+    def compare_rest(self) -> None:
+        """Compare the gradients that differed once more, with what has been added to them since."""
+        rest = dict(zip(self._aliases.trained, self._aliases.take()))
+        for parameter, (j, grad) in self._late.items():
+            self._comparison.rows.append(self._compared(j, parameter, sum_of(grad, rest[parameter])))
+
+    def _compared(self, j: int, parameter: Tensor, grad: Tensor | None) -> Compared:
+        name = self._names.get(parameter, "a parameter")
+        return self._comparison.compare(
+            f"gradient of '{name}'",
+            self._expected.get(parameter),
+            grad,
+            self._fault(j, name),
+            tolerance=self._comparison.tight,
+            floor=self._largest,
+        )
 
 
 def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:

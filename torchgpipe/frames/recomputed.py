@@ -39,18 +39,7 @@ Keep = Callable[[Tensor], Tensor | Rested]
 def recomputed(
     module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None = None
 ) -> Any:
-    """Call a module, and let it run again at backward.
-
-    Args:
-        module: the module
-        name: its name, for errors
-        call: calls it
-        args: its arguments
-        kwargs: its arguments with names
-        keep: returns what to keep of an argument
-
-    Returns:
-        what the module returns
+    """Call a module, let it run again at backward, and return what it returns; see `_Runs` for the arguments.
 
     Raises:
         RuntimeError: the module has changed its arguments in place.
@@ -59,7 +48,16 @@ def recomputed(
 
 
 class _Runs:
-    """The first and the second run of a call, see `recomputed` for the arguments."""
+    """The first and the second run of a call.
+
+    Args:
+        module: the module
+        name: its name, for errors
+        call: calls it
+        args: its arguments
+        kwargs: its arguments with names
+        keep: returns what to keep of an argument
+    """
 
     def __init__(
         self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None
