@@ -110,7 +110,8 @@ class MiniBatch:
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
         self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, columns) for i in range(self._m)]
-        self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
+        #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
+        self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
         self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
 
     # ------------------------------------------------------------------------------------------------- the program
@@ -210,7 +211,7 @@ class MiniBatch:
 
     def inputs_with_grad(self) -> list[tuple[Tensor, Arrival]]:
         """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
-        return [(tensor, source) for entered in self._entered for tensor, source in entered]
+        return [(tensor, source) for entered in self._entered for tensor, source, _ in entered]
 
     # ----------------------------------------------------------------------------------------------------- forward
 
@@ -267,13 +268,13 @@ class MiniBatch:
         """Return an input of micro-batch ``i``, without its history if it requires grad."""
         if not tensor.requires_grad:
             return tensor
-        for entered, source in self._entered[i]:
+        for entered, _, import_ in self._entered[i]:
             if entered is tensor:
-                return source.alias
-        source = _Input()
-        source.alias = self._cells[i][0].import_(None, source, tensor.detach())
-        self._entered[i].append((tensor, source))
-        return source.alias
+                return import_
+        source = Arrival()
+        import_ = self._cells[i][0].import_(None, source, tensor.detach())
+        self._entered[i].append((tensor, source, import_))
+        return import_
 
     # ---------------------------------------------------------------------------------------------------- backward
 
@@ -312,14 +313,6 @@ def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
         if kind == "F" and j == n - 1:
             ended.append(number)
     return agenda._replace(needs=needs)
-
-
-class _Input(Arrival):
-    """An input that requires grad; the gradient that arrives is the caller's."""
-
-    __slots__ = ("alias",)
-
-    alias: Tensor
 
 
 def _no_export(tensor: Tensor) -> Export:

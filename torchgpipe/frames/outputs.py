@@ -39,36 +39,29 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
         other: the output for ``other_rows`` rows
         other_rows: another number of rows
     """
-    tensors, lengths, other_lengths = dict(each(other)), _lengths(output), _lengths(other)
-    kinds: Kinds = {
-        path: 0 if n * other_rows == other_lengths[path] * rows and n != other_lengths[path] else None
-        for path, n in lengths.items()
-        if path in other_lengths
-    }
-    for path, tensor in each(output):
-        twin = tensors.get(path)
-        if twin is None or twin.dim() != tensor.dim() or tensor.dim() == 0 or tensor.is_nested or twin.is_nested:
-            continue
-        varying = [d for d in range(tensor.dim()) if tensor.shape[d] != twin.shape[d]]
-        if not varying:
-            kinds[path] = None
-        elif len(varying) == 1 and tensor.shape[varying[0]] * other_rows == twin.shape[varying[0]] * rows:
-            kinds[path] = varying[0]
-        else:
-            kinds[path] = "coupled"
-    numbers = _numbers(other)
-    kinds |= {path: "counts" for path, number in _numbers(output).items() if numbers.get(path, number) != number}
+    kinds: Kinds = {}
+    others = {path or "value": item for path, item in walk(other)}
+    for path, item in walk(output):
+        path = path or "value"
+        twin: Any = others.get(path)
+        if isinstance(item, Tensor) and isinstance(twin, Tensor):
+            if 0 < item.dim() == twin.dim() and not item.is_nested and not twin.is_nested:
+                kinds[path] = _kind_of(item.shape, rows, twin.shape, other_rows)
+        elif type(item) in (list, tuple) and type(twin) in (list, tuple):
+            follows = len(item) * other_rows == len(twin) * rows and len(item) != len(twin)
+            kinds[path] = 0 if follows else None
+        elif type(item) in (int, float) and type(twin) in (int, float) and item != twin:
+            kinds[path] = "counts"
     return kinds
 
 
-def _numbers(value: Any) -> dict[str, int | float]:
-    """Return the numbers of Python, by their paths."""
-    return {path or "value": item for path, item in walk(value) if type(item) in (int, float)}
-
-
-def _lengths(value: Any) -> dict[str, int]:
-    """Return the lengths of lists and tuples, by their paths."""
-    return {path or "value": len(item) for path, item in walk(value) if type(item) in (list, tuple)}
+def _kind_of(shape: Sequence[int], rows: int, other: Sequence[int], other_rows: int) -> int | Literal["coupled"] | None:
+    """Return how a tensor depends on the rows; see `Kinds`."""
+    varying = [d for d in range(len(shape)) if shape[d] != other[d]]
+    if not varying:
+        return None
+    (dim, *more) = varying
+    return dim if not more and shape[dim] * other_rows == other[dim] * rows else "coupled"
 
 
 def verify_known(output: Any) -> None:
