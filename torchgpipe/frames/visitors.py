@@ -120,8 +120,9 @@ class Traveller:
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
             return door.call_module(args, kwargs)
         with self._without_glue():
-            with self._laid_down((args, kwargs), door.column):
-                self.go_to(door.column, door.name)
+            if door.column != frame.column:
+                with self._laid_down((args, kwargs), door.column):
+                    self.go_to(door.column, door.name)
             if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
                 args, kwargs = mapped(args, bring, objects=True), mapped(kwargs, bring, objects=True)
@@ -174,16 +175,15 @@ class Traveller:
 
     @contextmanager
     def _laid_down(self, value: Any, column: int) -> Iterator[None]:
-        """Let tensors wait in host memory in a ``with`` block, in which the frame waits for the turn of a column.
+        """Let tensors wait in host memory in a ``with`` block, in which the frame waits for the turn of another column.
 
         The model holds them, so only their memory can go: that of tensors which this frame has made, on one device.
         """
         frame, computing = self.frame, self._columns.computing
         i, j = frame.i, frame.column
-        if j != column:
-            self._rested = []
+        self._rested = []
         laid: list[tuple[Tensor, Rested]] = []
-        if self._resting is not None and j != column and computing[j].device == computing[column].device:
+        if self._resting is not None and computing[j].device == computing[column].device:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
             for key, tensor in tensors.items():
                 base = tensor if tensor._base is None else tensor._base
@@ -200,7 +200,7 @@ class Traveller:
             with computing[column].use() if laid else nullcontext():
                 for tensor, rested in laid:
                     rested.restore(tensor)
-            self._rested += laid
+            self._rested = laid
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
