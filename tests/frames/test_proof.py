@@ -78,6 +78,19 @@ def test_nothing_stays_behind() -> None:
     assert "'balance', rows together and apart" not in [row.name for row in table.rows]
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_callers_tensors_stay_as_they_are_and_may_be_of_inference_mode(inference: bool) -> None:
+    """The pipeline ran on the caller's own memory: the model changed it, and what inference mode made was refused."""
+    model: Any = chain(lambda self, x: Chain.forward(self, x.mul_(2)))
+    with torch.inference_mode(inference):
+        x = torch.randn(6, 4)
+        before = x.clone()
+    pipelined(model, x, chunks=1, devices=TWO, balance="parameters")
+    with torch.inference_mode(inference):
+        assert model.verify(x).is_equal
+    assert torch.equal(x, before)
+
+
 def test_the_balancing_of_experts_is_refused_unless_it_is_named() -> None:
     with pytest.raises(ValueError, match=r"verify=\['balance'\] lets it differ, with a warning .*verify=False"):
         pipelined(Net(), torch.randn(2, 4), chunks=2, devices=TWO, balance="parameters")

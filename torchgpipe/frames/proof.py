@@ -98,8 +98,9 @@ class Proof:
     ) -> None:
         self._pipeline, self._module = pipeline, module
         self._settings = pipeline.settings
-        self._batch = batch.mapped(Tensor.detach)
-        self._target = target if with_loss else None
+        with torch.inference_mode(False):
+            self._batch = batch.mapped(_kept)
+            self._target = mapped(target, _kept) if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(pipeline.settings.study.epsilon)
         self._draws = False
