@@ -53,12 +53,12 @@ def arrange(
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
-    began = balance if isinstance(balance, Mapping) else {}
+    begins = list(balance) if isinstance(balance, Mapping) else []
     shown = found or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
     traces = shown.traces
     if shown.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    spine = spine_of(module, traces[0], len(devices), list(began))
+    spine = spine_of(module, traces[0], len(devices), begins)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)

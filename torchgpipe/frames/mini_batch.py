@@ -243,8 +243,8 @@ class MiniBatch:
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
         del taken  # The model alone holds its arguments.
         rests = self._aliases.resting is not None
-        given = {storage_key(tensor) for _, tensor in each(tuple(arguments[0]))} if rests else set()
-        traveller = Traveller(frame, cells, self._shared, given)
+        callers = {storage_key(tensor) for _, tensor in each(tuple(arguments[0]))} if rests else set()
+        traveller = Traveller(frame, cells, self._shared, callers)
 
         def model() -> Any:
             assert self._forward is not None

@@ -295,8 +295,8 @@ class Pipeline:
 
     def _to_look(self, module: nn.Module, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
         """Return what notes that such a mini-batch has been looked at; None if one was before."""
-        given = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, _modes(module), len(part.args), given
+        names = tuple([name for name, value in part.kwargs.items() if value is not None])
+        key = backward, self._structure, _modes(module), len(part.args), names
         return None if key in self._looked_at else lambda: self._looked_at.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -66,7 +66,7 @@ class _Runs:
         self._name, self._call, self._keep = name, call, keep
         #: What stands for arguments that rest, each with what it stands for.
         self._rested: dict[Tensor, Rested] = {}
-        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._first: tuple[Any, Any] | None = (args, kwargs)
         # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
         self._args, self._kwargs = copied(args), copied(kwargs)
         # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
@@ -83,14 +83,14 @@ class _Runs:
         self._drawn: Drawn | None = None
 
     def __call__(self) -> Any:
-        if self._given is not None:
+        if self._first is not None:
             return self._first_run()
         # What the caller has set is set again, but tensors are saved where PyTorch's checkpoint wants them.
         return self._ambient.run(self._second_run, saved_tensors_hooks_in_use())
 
     def _first_run(self) -> Any:
-        assert self._given is not None
-        (args, kwargs), self._given = self._given, None
+        assert self._first is not None
+        (args, kwargs), self._first = self._first, None
         forget_parametrizations()
         with first_run(), exclusive(self._buffers.modules):
             before = self._random.begin()

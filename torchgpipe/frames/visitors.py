@@ -45,16 +45,16 @@ class Traveller:
         frame: the frame
         cells: the cells of the frame, by column; empty if there is no backward
         shared: what all frames share
-        given: the keys of the storages of the model's arguments
+        callers: the keys of the storages of the model's arguments
 
     Attributes:
         frame: the frame
         owner: the identity of the pipeline
     """
 
-    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, given: Set[int]) -> None:
+    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, callers: Set[int]) -> None:
         self.frame, self.owner = frame, shared.owner
-        self._columns, self._resting, self._given = shared.columns, shared.aliases.resting, given
+        self._columns, self._resting, self._callers = shared.columns, shared.aliases.resting, callers
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns)
         #: What has rested until this column began.
@@ -190,7 +190,7 @@ class Traveller:
                 storage = tensor.untyped_storage()
                 # Of a part, only that part would come back; memory of DLPack or a CUDA graph is not PyTorch's to free.
                 is_all = tensor.nbytes == storage.nbytes() and storage.resizable()
-                if is_all and key not in self._given and base.grad_fn is not None:
+                if is_all and key not in self._callers and base.grad_fn is not None:
                     rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
                     if isinstance(rested, Rested):
                         laid.append((tensor, rested))
