@@ -15,7 +15,7 @@ rows as the batch. One rule:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -53,6 +53,11 @@ class Arguments(NamedTuple):
         before = tuple(self)
         changed = mapped(before, change, caches=caches)
         return self if changed is before else Arguments(*changed)
+
+    def with_values(self, values: Sequence[Any]) -> Arguments:
+        """Return arguments of the same names with other values."""
+        count = len(self.args)
+        return Arguments(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
 
 
 def arguments_of(sample: Any) -> Arguments:
@@ -163,24 +168,16 @@ class Splitter:
         rows = sum(sizes)
         faults: list[str] = []
         divide = partial(self._divided, sizes=sizes, faults=faults)
-        parts = {
-            name: [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
+        parts = [
+            [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
             for name, value in self._named(arguments)
-        }
+        ]
         if faults:
             raise ValueError(
                 f"the batch has {rows} rows in dimension 0, but {', '.join(faults)}; name in no_chunk what every "
                 "micro-batch gets whole"
             )
-        names = list(parts)
-        count = len(arguments.args)
-        return [
-            Arguments(
-                tuple([parts[name][i] for name in names[:count]]),
-                {name: parts[name][i] for name in names[count:]},
-            )
-            for i in range(len(sizes))
-        ]
+        return [arguments.with_values(values) for values in zip(*parts)]
 
     def resized(self, sample: Arguments, rows: int) -> Arguments:
         """Return the sample with so many rows; what is passed whole stays as it is.
@@ -194,9 +191,9 @@ class Splitter:
             return [_chosen(value, index)] if is_split else None
 
         named = self._named(sample)
-        values = [value if name in self._whole else spread(value, choose, 1, name)[0] for name, value in named]
-        count = len(sample.args)
-        return Arguments(tuple(values[:count]), dict(zip(sample.kwargs, values[count:])))
+        return sample.with_values(
+            [value if name in self._whole else spread(value, choose, 1, name)[0] for name, value in named]
+        )
 
     def decisions(self) -> str:
         """Say what is split and how, for errors."""
@@ -274,11 +271,6 @@ class MicroBatches:
     def named(self) -> list[dict[str, Any]]:
         """The arguments of each micro-batch by their names."""
         return [self.splitter.names(part) for part in self.parts]
-
-    @property
-    def unsplit(self) -> str:
-        """That nothing can be split, of what kinds the arguments are, and what to do."""
-        return self.splitter.unsplit(self.arguments)
 
     @property
     def whole(self) -> MicroBatches:

@@ -349,14 +349,12 @@ class Pipeline:
             return False
         args, kwargs = batch.arguments
         generates = kwargs.get("use_cache") is True or any(map(is_cache, (*args, *kwargs.values())))
-        streamed = ", and all weights come from host memory each time" * (self.host_memory is not None)
+        how = "the partitions in one piece, without a speed-up"
+        how += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            how = f"without a speed-up{streamed}"
-            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {how}", 8)
+            self._tell(f"calls with a cache, as in generate(), pass {how}", 8)
         elif batch.rows == 0:
-            self._tell(
-                f"a call passes the partitions in one piece, without a speed-up{streamed}, as {batch.unsplit}", 8
-            )
+            self._tell(f"a call passes {how}, as {batch.splitter.unsplit(batch.arguments)}", 8)
         return generates or batch.rows == 0
 
     def _begin(self, batch: MicroBatches, stacklevel: int) -> None:
@@ -364,9 +362,8 @@ class Pipeline:
         if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
             return
         if batch.rows == 0:
-            self._tell(
-                f"a training call runs as one micro-batch, without a speed-up, as {batch.unsplit}", stacklevel + 1
-            )
+            why = batch.splitter.unsplit(batch.arguments)
+            self._tell(f"a training call runs as one micro-batch, without a speed-up, as {why}", stacklevel + 1)
         if not self._begun:
             self._begun = True
             tell_of_few(batch.rows, self.settings.chunks, stacklevel)
