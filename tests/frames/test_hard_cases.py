@@ -336,8 +336,12 @@ def test_an_output_without_rows_is_that_of_all_micro_batches_or_refused() -> Non
     assert torch.equal(model.eval()(X)["table"], torch.ones(3))
 
 
-def test_an_input_that_a_model_differentiates_under_no_grad() -> None:
-    """Parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere."""
+@pytest.mark.parametrize("places", [TWO, pytest.param(["late:0"] * 2, marks=pytest.mark.late)])
+def test_an_input_that_a_model_differentiates_under_no_grad(places: list[str]) -> None:
+    """Parts of a split under no_grad() say that they require grad, but a graph that is made of them ends nowhere.
+
+    A copy on another device did not even say so.
+    """
 
     def forward(self: Chain, x: Tensor) -> Any:
         y = Chain.forward(self, x)
@@ -346,10 +350,10 @@ def test_an_input_that_a_model_differentiates_under_no_grad() -> None:
         with torch.enable_grad():
             return y + torch.autograd.grad((x.sin() * x).sum(), x)[0]
 
-    model, plain = make(chain(forward))
+    model, plain = make(chain(forward), places)
     x = X.clone().requires_grad_()
     with torch.no_grad():
-        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-12, atol=1e-12)
 
 
 def test_a_target_that_went_to_the_model() -> None:

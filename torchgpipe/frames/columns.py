@@ -107,6 +107,8 @@ def copier(
         source = streams.device_of(tensor)
         if source is None or not streams.moves(source, device) or (sources is not None and source not in sources):
             return tensor
-        return tensor.to(device)
+        copy = tensor.to(device)
+        # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
+        return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
 
     return copied
