@@ -1,15 +1,15 @@
-"""Balancing: how good a split is, how long it takes to find, and whether measured times agree with the prediction.
+"""Balancing: how good a split is, and whether measured times agree with the prediction.
 
 Two questions:
 
 1. Cost vectors, drawn at random: the largest load over the smallest possible one, which is found here in another
-   way than by the solver, and solving time; ours beside the original's.
+   way than by the solver; ours beside the original's.
 2. A model with very uneven layers, really split: the time of each partition, run in a process of its own, beside
    what the profile has predicted; for balance by time, by an even number of layers, by parameters, and for the
    original's split of the same times.
 
     python -m benchmarks.balance               # a minute or two
-    python -m benchmarks.balance --size full   # thousands of vectors, up to 2000 layers; more rounds
+    python -m benchmarks.balance --size full   # thousands of vectors; more rounds
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def loads(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
     return [sum(costs[start:end]) for start, end in pairwise(accumulate(balance, initial=0))]
 
 
-def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, limit: float, turns: int) -> Answer:
+def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, limit: float) -> Answer:
     """Return for each peer each vector's largest load over the optimum, and seconds; None beyond the limit."""
     best = [optimum(costs, partitions) for costs in vectors]
-    request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit, "turns": turns}
+    request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
     found: Answer = {}
     for name, peer in peers.items():
         answer = peer.ask(request)
@@ -101,7 +101,7 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
         seconds: dict[str, list[float]] = {name: [] for name in peers}
         for partitions in range(2, 9):
             vectors = [random_costs(kind, made, made.randint(partitions, 64)) for _ in range(count // 7)]
-            for name, answer in compared(peers, vectors, partitions, limit, 1).items():
+            for name, answer in compared(peers, vectors, partitions, limit).items():
                 ratios[name] += finished(answer["ratios"])
                 seconds[name] += finished(answer["seconds"])
         row: dict[str, Any] = {"costs": kind, "vectors": count // 7 * 7}
@@ -114,23 +114,6 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
                 "unfinished": row["vectors"] - len(ratios[name]),
             }
         rows.append(row)
-    return rows
-
-
-def growth(peers: dict[str, Peer], sizes: list[tuple[int, int]], limit: float) -> list[dict[str, Any]]:
-    """Answer question 1: solving time as layers and partitions become many."""
-    rows = []
-    progress = Progress(len(sizes))
-    for layers, partitions in sizes:
-        progress(f"time: {layers} layers on {partitions} partitions")
-        for kind in KINDS:
-            vectors = [random_costs(kind, random.Random(seed), layers) for seed in range(3)]
-            answers = compared(peers, vectors, partitions, limit, 3)
-            row: dict[str, Any] = {"layers": layers, "partitions": partitions, "costs": kind, "limit": limit}
-            for name, answer in answers.items():
-                seconds = finished(answer["seconds"])
-                row[name] = {"seconds": spread(seconds) if seconds else None, "ratios": answer["ratios"]}
-            rows.append(row)
     return rows
 
 
@@ -173,7 +156,7 @@ def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions:
     """Return the balance of each of four ways to split the model."""
 
     def split(peer: str, costs: list[int]) -> list[int]:
-        request = {"kind": "solve", "vectors": [costs], "partitions": partitions, "limit": 60, "turns": 1}
+        request = {"kind": "solve", "vectors": [costs], "partitions": partitions, "limit": 60}
         balance: list[int] = peers[peer].ask(request)["balances"][0]
         return balance
 
@@ -199,18 +182,6 @@ def balance_vectors(result: dict[str, Any]) -> str:
     return table_of(result["vectors"], columns)
 
 
-def solving_time(result: dict[str, Any]) -> str:
-    columns: dict[str, Any] = {key: key for key in ("layers", "partitions", "costs")}
-    columns |= {f"{name}: ms": lambda row, name=name: _milliseconds(row[name]["seconds"]) for name in PEERS}
-    return table_of(result["time"], columns)
-
-
-def _milliseconds(seconds: dict[str, float] | float | None) -> str:
-    if seconds is None:
-        return "too long"
-    return f"{(seconds['median'] if isinstance(seconds, dict) else seconds) * 1e3:.2f}"
-
-
 def balance_reality(result: dict[str, Any]) -> str:
     columns = {
         "balance": "way",
@@ -224,7 +195,6 @@ def balance_reality(result: dict[str, Any]) -> str:
 def show(result: dict[str, Any]) -> dict[str, str]:
     return {
         "largest load over the smallest possible one": balance_vectors(result),
-        "solving time": solving_time(result),
         "a step of the pipeline, each partition timed in a process of its own": balance_reality(result),
     }
 
@@ -237,14 +207,12 @@ def main() -> None:
     command.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
     args = command.parse()
     full = args.size == "full"
-    sizes = [(50, 4), (200, 8), (1000, 32), (2000, 64)] if full else [(50, 4), (200, 8)]
     rounds = args.rounds or (9 if full else 3)
 
     with running(PEERS, "splits.py") as peers:
         command.finish(
             unit="ratios: largest load over the smallest possible one; seconds",
             vectors=quality(peers, 1400 if full else 140, args.limit),
-            time=growth(peers, sizes, args.limit),
             reality=reality(peers, args.partitions, args.chunks, 20.0 if full else 5.0, rounds),
         )
 

@@ -43,7 +43,7 @@ from benchmarks.peers import CHECKOUT, Answer, Case, Request, running, serve
 from benchmarks.placement import placed
 from benchmarks.program import Part, Program, ask_in_turn
 from benchmarks.records import MIB, PARTS, ratios, shown, spread, table_of
-from benchmarks.tiny_steps import synchronize
+from benchmarks.training_steps import timed
 
 __all__ = ["ablation", "batchnorm"]
 
@@ -147,15 +147,13 @@ def loss_of(model: nn.Module, x: Any) -> Tensor:
 def timed_steps(request: Request) -> Answer:
     """Return the seconds of each step after the first one."""
     model, x = wrapped(request)
-    seconds = []
-    for _ in range(1 + request["steps"]):
-        model.zero_grad(set_to_none=True)
-        synchronize(request["devices"])
-        start = perf_counter()
-        torch.autograd.backward(loss_of(model, x))
-        synchronize(request["devices"])
-        seconds.append(perf_counter() - start)
-    return {"seconds": seconds[1:]}
+
+    def step() -> Tensor:
+        loss = loss_of(model, x)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    return timed(step, model.zero_grad, request["devices"], {**request, "warm_up": 1})
 
 
 def peak_of_a_step(request: Request) -> Answer:

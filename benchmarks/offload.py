@@ -27,7 +27,8 @@ from torch import Tensor, nn
 import torchgpipe
 from benchmarks.program import Command, Progress
 from benchmarks.records import shown, spread, table
-from benchmarks.simulated_gpus import TOKENS, Blocks, Busy, GPTBlock, kernels, mean
+from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, kernels
+from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency, streamed
@@ -77,7 +78,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
         costs = costs_of(rows)
         host: dict[Any, float] = {}
         for offload in (False, "weights", True):
-            plain = Blocks([pinned_block() for _ in range(blocks)])
+            plain = Chain([pinned_block() for _ in range(blocks)])
             options: Any = {"devices": ["late:0"] * blocks, "chunks": chunks, "loss_fn": mean, "verify": False}
             options |= {"checkpoint": True, "schedule": "LayerMajor", "balance": [1] * blocks}
             options |= {"offload": offload, "slots": SLOTS} if offload else {}

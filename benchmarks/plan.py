@@ -15,53 +15,44 @@ nothing where other processes take a core.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from typing import Any
-
 from benchmarks.plan_choice import choice, plan_choice
 from benchmarks.plan_prediction import plan_memory, plan_prediction, prediction
 from benchmarks.plan_search import plan_search, search
 from benchmarks.plan_splits import plan_optimal, plan_splits, splits
-from benchmarks.program import Command
-from benchmarks.records import aims_table as plan_aims
-from benchmarks.records import of_part
+from benchmarks.program import Part, Program
+from benchmarks.records import aims_table
 
-__all__ = [
-    "plan_aims",
-    "plan_choice",
-    "plan_memory",
-    "plan_optimal",
-    "plan_prediction",
-    "plan_search",
-    "plan_splits",
-]
-
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "prediction": prediction,
-    "choice": choice,
-    "splits": splits,
-    "search": search,
+PARTS = {
+    "prediction": Part(
+        "plan/prediction",
+        prediction,
+        lambda result: {
+            "predicted and measured steps": plan_prediction(result),
+            "more than 20% off": ", ".join(result["beyond"]),
+            "predicted and counted activations": plan_memory(result),
+            "what was aimed at": aims_table(result),
+        },
+    ),
+    "choice": Part(
+        "plan/choice",
+        choice,
+        lambda result: {"the planned way among all": plan_choice(result), "what was aimed at": aims_table(result)},
+    ),
+    "splits": Part(
+        "plan/splits",
+        splits,
+        lambda result: {
+            "the search beside all choices": plan_optimal(result),
+            "balances of others, over ours": plan_splits(result),
+            "what was aimed at": aims_table(result),
+        },
+    ),
+    "search": Part("plan/search", search, lambda result: {"the search": plan_search(result)}),
 }
 
 
-def show(result: dict[str, Any]) -> dict[str, str]:
-    told = {
-        "predicted and measured steps": plan_prediction(result),
-        "more than 20% off": ", ".join(of_part(result, "prediction", "beyond")),
-        "predicted and counted activations": plan_memory(result),
-        "the planned way among all": plan_choice(result),
-        "the search beside all choices": plan_optimal(result),
-        "balances of others, over ours": plan_splits(result),
-        "the search": plan_search(result),
-        "what was aimed at": plan_aims(result),
-    }
-    return {title: text for title, text in told.items() if text}
-
-
 def main() -> None:
-    command = Command("plan", __doc__, show=show, seconds="turn of prediction")
-    command.add("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="these parts; all by default")
+    command = Program("plan", __doc__, PARTS, PARTS, seconds="turn of prediction")
     command.add("--seeds", type=int, default=10, help="the models of each family, of prediction")
     command.add("--shrink", type=int, default=1, help="how many times smaller mini-batches are")
     command.add("--measure", type=float, default=3.0, help="seconds that a plan measures")
@@ -71,9 +62,7 @@ def main() -> None:
     command.add("--tables", type=int, default=1000, help="of splits")
     command.add("--limit", type=float, default=2.0, help="seconds that the original may take for one table")
     command.add("--search", nargs=2, type=int, default=[100, 8], metavar=("LAYERS", "DEVICES"))
-    command.add("--draw", action="store_true", help="measure nothing, print the tables of the JSON that is there")
-    args = command.parse()
-    command.finish_parts(PARTS, args.only, args)
+    command.run()
 
 
 if __name__ == "__main__":

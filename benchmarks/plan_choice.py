@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from random import Random
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import mean_of_squares, plan_model
 from benchmarks.program import Progress
-from benchmarks.records import of_part, spread, table
-from torchgpipe_balancing.planning.alternatives import problem_of, rows_of
+from benchmarks.records import aim, spread, table_of
+from torchgpipe_balancing.planning.alternatives import problem_of
+from torchgpipe_balancing.planning.measure import timed
 from torchgpipe_balancing.planning.problem import Choice
 from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
 
@@ -85,11 +86,8 @@ def called(schedule: str, chunks: int, first: int) -> str:
 
 def predicted(plan: torchgpipe.Plan, way: Way) -> float:
     """Return the seconds that the plan predicts of a way."""
-    question: Any = plan.question
-    problem: Any = problem_of(question, way.schedule, way.chunks)  # type: ignore[arg-type]
-    cells = question.costs.cells_at(rows_of(question.batch, way.chunks))
-    seconds: float = problem.outcome(Choice(tuple(way.balance))).seconds * cells.factor + cells.step
-    return seconds
+    problem: Any = problem_of(plan.question, way.schedule, way.chunks)  # type: ignore[arg-type]
+    return float(problem.predicted(problem.outcome(Choice(tuple(way.balance))).seconds))
 
 
 def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -98,13 +96,7 @@ def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int,
     for turn in range(rounds):
         for name in Random(turn).sample(list(ways), len(ways)):
             model, step = subject.pipeline(ways[name])
-            own = []
-            for _ in range(1 + steps):
-                model.zero_grad()
-                start = perf_counter()
-                step(batch)
-                own.append(perf_counter() - start)
-            model.zero_grad()
+            own = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
             found[name].append(statistics.median(own[1:]))
     return found
 
@@ -122,8 +114,10 @@ def choice(args: argparse.Namespace) -> dict[str, Any]:
         with running(["ours"], "plan_choice.py") as peers:
             rows.append(row(request, peers["ours"].ask({**request, "rounds": args.rounds, "steps": 2})))
     reached = max(row["chosen/best"] - row["noise"] for row in rows)
-    aim = {"aim": "planned way over the best of all, beyond the noise, highest model", "at most": AIM}
-    return {"rows": rows, "aims": [{**aim, "reached": reached, "met": reached <= AIM}]}
+    return {
+        "rows": rows,
+        "aims": [aim("planned way over the best of all, beyond the noise, highest model", reached, most=AIM)],
+    }
 
 
 def row(request: Request, found: Answer) -> Row:
@@ -151,17 +145,17 @@ def row(request: Request, found: Answer) -> Row:
 
 def plan_choice(result: dict[str, Any]) -> str:
     """Return a table of the planned way beside the best of all, and beside the others."""
-    rows: Sequence[Row] = of_part(result, "choice")
-    lines = [
-        [
-            *(row["model"], row["planned"], row["best"], f"{row['rank']} of {row['ways']}"),
-            *(f"{row['chosen/best']:.3f}", f"{row['noise']:.3f}"),
-            *(f"{row[f'{which}/best']:.2f}" for which in ("median", "worst")),
-        ]
-        for row in rows
-    ]
-    header = ["model", "planned", "best measured", "rank", "planned / best", "noise", "median / best", "worst / best"]
-    return table(lines, header) if lines else ""
+    columns = {
+        "model": "model",
+        "planned": "planned",
+        "best measured": "best",
+        "rank": lambda row: f"{row['rank']} of {row['ways']}",
+        "planned / best": "chosen/best:.3f",
+        "noise": "noise:.3f",
+        "median / best": "median/best:.2f",
+        "worst / best": "worst/best:.2f",
+    }
+    return table_of(result["rows"], columns)
 
 
 if __name__ == "__main__":

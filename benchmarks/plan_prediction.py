@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import torchgpipe
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import FAMILIES, mean_of_squares, plan_model
 from benchmarks.program import Progress
-from benchmarks.records import MIB, of_part, shown, spread, table
+from benchmarks.records import MIB, aim, spread, table, table_of
 from torchgpipe_balancing.planning.alternatives import alternatives
 
 __all__ = ["plan_memory", "plan_prediction", "prediction"]
@@ -156,15 +156,15 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "beyond": beyond,
         "aims": [
-            {"aim": "predicted / measured step, off 1 in the median", "at most": MEDIAN, "reached": median}
-            | {"met": median <= MEDIAN},
-            {"aim": f"models of {len(rows)} whose step is predicted within 20%", "at least": least, "reached": within}
-            | {"met": within >= least},
-            {"aim": "models that recompute nothing, activations predicted within 5% on every device"}
-            | {"at least": len(free), "reached": exact, "met": exact == len(free)},
+            aim("predicted / measured step, off 1 in the median", median, most=MEDIAN),
+            aim(f"models of {len(rows)} whose step is predicted within 20%", within, least=least),
+            aim(
+                "models that recompute nothing, activations predicted within 5% on every device",
+                exact,
+                least=len(free),
+            ),
             *[
-                {"aim": "predicted / counted activations where layers are recomputed, off 1, any device"}
-                | {"at most": BYTES, "reached": own, "met": own <= BYTES}
+                aim("predicted / counted activations where layers are recomputed, off 1, any device", own, most=BYTES)
                 for own in [max(limited, default=0.0)][: len(limited)]
             ],
         ],
@@ -176,36 +176,38 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def plan_prediction(result: dict[str, Any]) -> str:
     """Return a table of the predicted and the measured step of each model; the choice is that of the last turn."""
-    lines = []
-    for row in of_part(result, "prediction"):
-        choice = row["turns"][-1]["choice"]
-        times = [statistics.median(one[key] for one in row["turns"]) * 1e3 for key in ("predicted", "measured")]
-        lines.append(
-            [
-                *(row["model"], row["layers"], row["batch"], choice["schedule"], choice["chunks"]),
-                *(" ".join(map(str, choice["balance"])), choice["recomputed"]),
-                *(f"{one:.1f}" for one in times),
-                shown(row["ratio"], 2),
-            ]
-        )
-    header = ["model", "layers", "rows", "schedule", "chunks", "balance", "recomputed"]
-    return table(lines, [*header, "predicted, ms", "measured, ms", "ratio"]) if lines else ""
+
+    def of_last(key: str) -> Callable[[Row], Any]:
+        return lambda row: row["turns"][-1]["choice"][key]
+
+    def milliseconds(key: str) -> Callable[[Row], str]:
+        return lambda row: f"{statistics.median(one[key] for one in row['turns']) * 1e3:.1f}"
+
+    columns: dict[str, Any] = {
+        **{"model": "model", "layers": "layers", "rows": "batch"},
+        **{key: of_last(key) for key in ("schedule", "chunks")},
+        "balance": lambda row: " ".join(map(str, of_last("balance")(row))),
+        "recomputed": of_last("recomputed"),
+        **{f"{key}, ms": milliseconds(key) for key in ("predicted", "measured")},
+        "ratio": "ratio:2",
+    }
+    return table_of(result["rows"], columns)
 
 
 def plan_memory(result: dict[str, Any]) -> str:
     """Return a table of the activations of the models with a limit, by device, and of the worst of the others."""
-    rows = [row for row in of_part(result, "prediction") if row["limit"]]
+    rows = [row for row in result["rows"] if row["limit"]]
     lines = []
     for row in rows:
         last = row["turns"][-1]
         both = [" / ".join(f"{own / MIB:.2f}" for own in last[f"{key}_bytes"]) for key in ("predicted", "measured")]
         recomputed = f"{last['choice']['recomputed']} of {row['layers']}"
         lines.append([row["model"], f"{row['limit']:.0%}", recomputed, *both, f"{row['off bytes']:.1%}"])
-    others = [row["off bytes"] for row in of_part(result, "prediction") if not row["limit"]]
+    others = [row["off bytes"] for row in result["rows"] if not row["limit"]]
     if others:
         lines.append([f"{len(others)} others", "-", "-", "-", "-", f"{max(others):.1%}"])
     header = ["model", "memory", "recomputed", "predicted, MiB", "counted, MiB", "largest difference"]
-    return table(lines, header) if lines else ""
+    return table(lines, header)
 
 
 if __name__ == "__main__":

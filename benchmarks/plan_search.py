@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.balance import random_costs
 from benchmarks.program import Progress
-from benchmarks.records import of_part, table
+from benchmarks.records import table_of
 from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
-from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
-from torchgpipe_balancing.planning.problem import Device
+from torchgpipe_balancing.planning.costs import Costs, LayerCosts
+from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
 
 __all__ = ["plan_search", "search"]
 
@@ -40,15 +40,14 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
         backward, kept = made.uniform(1.5, 2.5), made.randint(1, 50) << 16
         again = kept // made.randint(2, 8)
 
-        def sample(
-            rows: int, cost: int = cost, backward: float = backward, kept: int = kept, again: int = again
-        ) -> Sample:
+        samples = []
+        for rows in ROWS:
             forward = cost * rows * 1e-6
             halves = backward * forward / 2
-            return Sample(forward, 2 * halves, halves, halves, 0.0, kept * rows, again * rows, again * rows, 0.0, 0.0)
-
+            times = forward, 2 * halves, halves, halves
+            samples.append(Layer(*times, kept=kept * rows, again=again * rows, input=again * rows))
         parameters = made.randint(1, 50) << 16
-        layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(map(sample, ROWS))))
+        layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(samples)))
     cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)
     costs = Costs(tuple(layers), ROWS, cells, 5e-6, 1e-10, "random", "none")
     return Question(costs, tuple(Device(str(k)) for k in range(devices)), BATCH, 3.0)
@@ -95,16 +94,13 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
 
 def plan_search(result: dict[str, Any]) -> str:
     """Return a table of the questions."""
-    lines = []
-    for row in of_part(result, "search"):
-        lines.append(
-            [
-                row["kind"],
-                "no limit" if row["memory"] is None else f"{row['memory']:.0%}",
-                f"{row['seconds']:.2f}",
-                *("-" if row[key] is None else row[key] for key in ("balances", "schedule", "recomputed")),
-                "-" if row["step"] is None else f"{row['step']:.3f}",
-            ]
-        )
-    header = ["costs", "memory", "search, CPU s", "balances simulated", "chosen", "layers recomputed", "step, s"]
-    return table(lines, header) if lines else ""
+    columns: dict[str, Any] = {
+        "costs": "kind",
+        "memory": lambda row: "no limit" if row["memory"] is None else f"{row['memory']:.0%}",
+        "search, CPU s": "seconds:.2f",
+        "balances simulated": "balances",
+        "chosen": "schedule",
+        "layers recomputed": "recomputed",
+        "step, s": lambda row: "-" if row["step"] is None else f"{row['step']:.3f}",
+    }
+    return table_of(result["rows"], columns)

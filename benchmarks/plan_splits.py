@@ -23,11 +23,11 @@ from benchmarks.balance import KINDS, random_costs
 from benchmarks.peers import running
 from benchmarks.placement import even
 from benchmarks.program import Progress
-from benchmarks.records import of_part, spread, table
+from benchmarks.records import aim, spread, table, table_of
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
-from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Problem
+from torchgpipe_balancing.planning.problem import CellCosts, Choice, Device, Layer, Problem
 from torchgpipe_balancing.planning.search import solve
 
 __all__ = ["plan_optimal", "plan_splits", "random_problem", "splits"]
@@ -45,7 +45,6 @@ def random_problem(name: ScheduleName, made: random.Random, size: int, devices: 
     costs = random_costs(made.choice(KINDS), made, size)
     layers = tuple(
         Layer(
-            str(k),
             cost * 1e-6,
             cost * made.uniform(1.5, 2.5) * 1e-6,
             cost * made.uniform(0.7, 1.3) * 1e-6,
@@ -56,24 +55,24 @@ def random_problem(name: ScheduleName, made: random.Random, size: int, devices: 
             crossing=10,
             state=made.choice([0, 20]),
         )
-        for k, cost in enumerate(costs)
+        for cost in costs
     )
     memory = share * (min(m, devices) * sum(one.kept for one in layers) + sum(one.state for one in layers)) / devices
-    cell = dict.fromkeys("FBIW", 10e-6)
     return Problem(
         layers,
         tuple(Device(str(k), memory) for k in range(devices)),
         tuple(places),
         program(name, m, places),
-        cell,
+        CellCosts(*[10e-6] * 4),
         latency=5e-6,
         per_byte=1e-7,
     )
 
 
 def choices(problem: Problem) -> Iterator[Choice]:
+    """Yield all choices that there are."""
     size = len(problem.layers)
-    may = range(0 if problem.splits_backward else size - 1)
+    may = range(size - 1 if problem.recomputes and not problem.splits_backward else 0)
     sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
     for cuts in combinations(range(1, size), len(problem.places) - 1):
         balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))
@@ -138,7 +137,7 @@ def by_original(tables: list[tuple[list[int], int]], limit: float) -> list[list[
             for partitions in sorted({partitions for _, partitions in tables}):
                 own = [k for k, one in enumerate(tables) if one[1] == partitions]
                 vectors = [tables[k][0] for k in own]
-                request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit, "turns": 1}
+                request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
                 for k, balance in zip(own, peers["original"].ask(request)["balances"], strict=True):
                     found[k] = balance
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
@@ -153,7 +152,7 @@ def compared(count: int, limit: float) -> dict[str, Any]:
     for index in range(count):
         size, partitions, m = made.randint(12, 64), made.randint(2, 8), made.choice([4, 8, 16, 32])
         costs = random_costs(KINDS[index % len(KINDS)], made, size)
-        layers = tuple(Layer(str(k), cost / 3e6, cost / 1.5e6, 0, 0, kept=0) for k, cost in enumerate(costs))
+        layers = tuple(Layer(cost / 3e6, cost / 1.5e6) for cost in costs)
         places = tuple(range(partitions))
         devices = tuple(Device(str(k)) for k in places)
         tables.append((costs, partitions))
@@ -194,32 +193,38 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
         args: `tables`, the number of random tables; `limit`, the seconds that the original may take for one of them
     """
     small = checked(max(1, args.tables // len(RESIDENT)))
-    wrong, fitting = sum(row["wrong"] for row in small), sum(row["problems"] - row["misfits"] for row in small)
-    near = sum(row["near"] for row in small) / max(1, fitting)
+    problems, misfits, near, wrong = (
+        sum(row[key] for row in small) for key in ("problems", "misfits", "near", "wrong")
+    )
+    fitting = problems - misfits
+    share = near / max(1, fitting)
     aims = [
-        {"aim": f"small problems of {fitting} that fit whose answer is within 3% of the best, share"}
-        | {"at least": MOST, "reached": near, "met": near >= MOST},
-        {"aim": f"small problems of {sum(row['problems'] for row in small)} in which what fits is not found"}
-        | {"at most": 0, "reached": wrong, "met": wrong == 0},
+        aim(f"small problems of {fitting} that fit whose answer is within 3% of the best, share", share, least=MOST),
+        aim(f"small problems of {problems} in which what fits is not found", wrong, most=0),
     ]
     return {"checked": small, "compared": compared(args.tables, args.limit), "aims": aims}
 
 
 def plan_optimal(result: dict[str, Any]) -> str:
     """Return a table of the small problems, all of whose choices were compared."""
-    keys = ["schedule", "problems", "misfits", "optimal", "near", "wrong"]
-    lines = [[*(row[key] for key in keys), f"{row['worst']:.3f}"] for row in of_part(result, "splits", "checked")]
-    header = ["schedule", "problems", "nothing fits", "best found", "within 3%", "wrong", "worst ratio"]
-    return table(lines, header) if lines else ""
+    columns = {
+        "schedule": "schedule",
+        "problems": "problems",
+        "nothing fits": "misfits",
+        "best found": "optimal",
+        "within 3%": "near",
+        "wrong": "wrong",
+        "worst ratio": "worst:.3f",
+    }
+    return table_of(result["checked"], columns)
 
 
 def plan_splits(result: dict[str, Any]) -> str:
     """Return a table of balances that are found in other ways."""
     lines = []
-    answers = of_part(result, "splits", "compared")
-    for row in answers["rows"] if answers else ():
+    for row in result["compared"]["rows"]:
         ratio = row["ratio"]
         shown = ["-", "-"] if ratio is None else [f"{ratio['median']:.3f}", f"{ratio['high']:.3f}"]
         lines.append([row["way"], row["tables"], row["empty"], row["slower"], *shown])
     header = ["balance", "tables", "an empty partition", "slower than ours", "median ratio", "worst ratio"]
-    return table(lines, header) if lines else ""
+    return table(lines, header)

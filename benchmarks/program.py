@@ -113,30 +113,6 @@ class Command:
         """Write a result, print its tables and draw its picture."""
         self._present(self.write(**content))
 
-    def finish_parts(
-        self,
-        parts: Mapping[str, Callable[[argparse.Namespace], Result]],
-        wanted: Iterable[str],
-        args: argparse.Namespace,
-        **about: Any,
-    ) -> None:
-        """Measure some parts, write them beside those that were measured before, and print and draw all of them.
-
-        Args:
-            parts: what measures a part, given the options, in the order of the result
-            wanted: the names of the parts to measure
-            args: the options
-            **about: is written into each part that is measured
-        """
-        measured = self.known().get("parts", {})
-        content: Result = {}
-        for name in wanted:
-            measured[name] = {"environment": self.environment, **about, **parts[name](args)}
-            # After each part, so that a run that is cut short leaves the parts before.
-            content = {"parts": {name: measured[name] for name in parts if name in measured}}
-            self.write(**content)
-        self.finish(**content)
-
     def _present(self, result: Result) -> None:
         present(result, self._show, self._draw, self._path.with_suffix(".svg"))
 
@@ -243,7 +219,7 @@ class Program(Command):
                 self.error("these parts are only for the CPU; leave --device out for them")
         into: Path | None = args.json
         one_file = into is not None and into.suffix == ".json"
-        if one_file and len(wanted) != 1:
+        if one_file and len({self._parts[name].path() for name in wanted}) != 1:
             self.error(f"{into} would hold the result of one of {', '.join(wanted)}: give a folder, or --only one part")
         if not args.draw:
             adapt(args)

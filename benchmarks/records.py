@@ -28,7 +28,6 @@ __all__ = [
     "aim",
     "aims_table",
     "environment",
-    "of_part",
     "ratios",
     "shown",
     "spread",
@@ -70,11 +69,6 @@ def shown(figures: dict[str, float] | None, digits: int = 1) -> str:
     return f"{figures['median']:.{digits}f} ({figures['low']:.{digits}f}-{figures['high']:.{digits}f})"
 
 
-def of_part(result: dict[str, Any], part: str, key: str = "rows") -> Any:
-    """Return what is under a key in a part of a result; an empty list if that was not measured."""
-    return result.get("parts", {}).get(part, {}).get(key, [])
-
-
 def aim(what: str, reached: float, *, least: float | None = None, most: float | None = None) -> dict[str, Any]:
     """Return what was aimed at, as a lowest or a highest value, and what was reached."""
     if most is None:
@@ -84,9 +78,9 @@ def aim(what: str, reached: float, *, least: float | None = None, most: float | 
 
 
 def aims_table(result: dict[str, Any]) -> str:
-    """Return a table of what all parts of a result have aimed at, and reached."""
+    """Return a table of what all parts of a result, or one of them, have aimed at and reached."""
     lines = []
-    for part in result.get("parts", {}).values():
+    for part in result.get("parts", {"": result}).values():
         for one in part.get("aims", ()):
             bound = next(f"{words} {one[words]}" for words in ("at least", "at most") if words in one)
             lines.append([one["aim"], bound, f"{one['reached']:.2f}", "yes" if one["met"] else "no"])

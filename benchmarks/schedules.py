@@ -35,7 +35,8 @@ import argparse
 import gc
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
@@ -47,10 +48,11 @@ from benchmarks.allocations import reports
 from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import KIB, aim, spread, table_of
+from benchmarks.tiny_steps import Chain, mean
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Simulation, program, simulate
 from torchgpipe.schedule.programs import usual_places
-from torchgpipe_balancing.planning.counting import HeldBytes
+from torchgpipe_balancing.held import HeldBytes, Saved
 
 __all__ = [
     "Sleeping",
@@ -95,49 +97,40 @@ class Sleeping(nn.Module):
 # ---- Steps: of a `GPipe`, and of a module that is no `nn.Sequential`.
 
 
-def mean(output: Tensor, _target: Any = None) -> Tensor:
-    return output.mean()
-
-
-def stepping(layers: Sequence[nn.Module], at: Sequence[int], schedule: Any, mode: Any, m: int, x: Tensor) -> Step:
-    """Return a step of a `GPipe` with a partition for each layer, on these devices."""
-    devices = [f"cpu:{k}" for k in at]
-    how: dict[str, Any] = {"devices": devices, "chunks": m, "checkpoint": mode, "schedule": schedule}
-    model = GPipe(nn.Sequential(*layers), [1] * len(layers), loss_fn=mean, **how)
-    return lambda: model.step(x)
-
-
-class Blocks(nn.Module):
-    """Blocks, called one after the other.
+def stepping(
+    blocks: Sequence[nn.Module],
+    devices: Sequence[str],
+    schedule: Any,
+    m: int,
+    *,
+    sample: Tensor | None = None,
+    mode: Any = "never",
+    calls: bool = False,
+) -> Callable[[Tensor], object]:
+    """Return what trains a mini-batch, with a partition for each block.
 
     Args:
         blocks: the blocks
+        devices: the device of each
+        schedule: the schedule
+        m: the number of micro-batches
+        sample: that of a module which is pipelined; None for a `GPipe`
+        mode: what is recomputed
+        calls: whether the mini-batch is a call and a backward, and no step
     """
+    how: dict[str, Any] = {"devices": devices, "chunks": m, "schedule": schedule, "loss_fn": mean, "checkpoint": mode}
+    model: Any
+    if sample is None:
+        model = GPipe(nn.Sequential(*blocks), [1] * len(blocks), **how)
+    else:
+        balance = {f"blocks.{k}": k for k in range(len(blocks))}
+        # Without a proof, because what is saved is counted.
+        model = pipelined(Chain(blocks), (sample,), balance=balance, verify=False, **how)
+    return (lambda x: torch.autograd.backward(mean(model(x)))) if calls else model.step
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, input: Tensor) -> Tensor:
-        for block in self.blocks:
-            input = block(input)
-        return input
-
-
-def stepping_pipelined(blocks: Sequence[nn.Module], way: str, m: int, x: Tensor) -> Step:
-    """Return a step of a pipelined module with a device for each block."""
-    model: Any = Blocks(blocks)
-    pipelined(
-        model,
-        (x[: len(x) // m],),
-        chunks=m,
-        devices=[f"cpu:{k}" for k in range(len(blocks))],
-        balance={f"blocks.{k}": k for k in range(len(blocks))},
-        schedule=order(way),
-        loss_fn=mean,
-        verify=False,  # what is saved is counted
-    )
-    return (lambda: torch.autograd.backward(model(x).mean())) if way == "call" else (lambda: model.step(x))
+def cpus(at: Sequence[int]) -> list[str]:
+    return [f"cpu:{k}" for k in at]
 
 
 def order(way: str) -> Any:
@@ -159,8 +152,8 @@ def sleeping(args: argparse.Namespace) -> dict[str, Any]:
         each = args.sleep * n / len(at)
         # With a gradient of the input, I takes time in the first partition as well.
         x = torch.zeros(args.micro_batches, 1, requires_grad=True)
-        step = stepping([Sleeping(each) for _ in at], at, schedule, "never", args.micro_batches, x)
-        return {"schedule": schedule, "n": n, **slept(schedule, at, each, step, args)}
+        step = stepping([Sleeping(each) for _ in at], cpus(at), schedule, args.micro_batches)
+        return {"schedule": schedule, "n": n, **slept(schedule, at, each, partial(step, x), args)}
 
     return all_slept(args, NAMES, row, "schedule", SLEEPING_AIMS)
 
@@ -170,8 +163,10 @@ def sleeping_pipelined(args: argparse.Namespace) -> dict[str, Any]:
 
     def row(way: str, n: int) -> Row:
         x = torch.zeros(2 * args.micro_batches, 1, requires_grad=True)
-        step = stepping_pipelined([Sleeping(args.sleep) for _ in range(n)], way, args.micro_batches, x)
-        return {"way": way, "n": n, **slept(order(way), list(range(n)), args.sleep, step, args)}
+        blocks = [Sleeping(args.sleep) for _ in range(n)]
+        how: dict[str, Any] = {"sample": x[:2], "calls": way == "call"}
+        step = stepping(blocks, cpus(range(n)), order(way), args.micro_batches, **how)
+        return {"way": way, "n": n, **slept(order(way), range(n), args.sleep, partial(step, x), args)}
 
     return all_slept(args, WAYS, row, "way", {})
 
@@ -255,18 +250,6 @@ LAYERS, WIDTH, ROWS = 4, 32, 512
 DEVICES = 4
 
 
-class Saved:
-    """A tensor that autograd saves."""
-
-    def __init__(self, device: HeldBytes, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # With its graph, an output would keep the node that saves it alive.
-        self._device = device
-        device.hold(self.tensor)
-
-    def __del__(self) -> None:
-        self._device.drop(self.tensor)
-
-
 class Counted(nn.Sequential):
     """Layers whose saved tensors are counted.
 
@@ -281,10 +264,10 @@ class Counted(nn.Sequential):
     def forward(self, input: Any) -> Any:
         own = {one.untyped_storage().data_ptr() for one in (self.given, *self.parameters())}
 
-        def pack(tensor: Tensor) -> Tensor | Saved:
-            return tensor if tensor.untyped_storage().data_ptr() in own else Saved(self.device, tensor)
+        def pack(tensor: Tensor) -> Saved:
+            return Saved(tensor, None if tensor.untyped_storage().data_ptr() in own else self.device)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: getattr(kept, "tensor", kept)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             return super().forward(input)
 
 
@@ -305,7 +288,8 @@ def answer(peer: str, request: Request) -> Answer:
     devices = [HeldBytes() for _ in range(n)]
     for layer, k in zip(layers, at):
         layer.device = devices[k]
-    step = stepping_pipelined(layers, way, m, x) if way else stepping(layers, at, schedule, request["mode"], m, x)
+    how: dict[str, Any] = {"sample": x[:ROWS], "calls": way == "call"} if way else {"mode": request["mode"]}
+    step = partial(stepping(layers, cpus(at), schedule, m, **how), x)
     step()  # What is made once and kept is made here, gradients among it.
     saved, together = [], []
     for _ in range(request["steps"]):
@@ -396,9 +380,9 @@ def recorded(args: argparse.Namespace) -> dict[str, Any]:
     """Record the last of a few steps, with all time of the host between the cells."""
     seconds = args.sleep / 2
     x = torch.zeros(MICRO_BATCHES, 1, requires_grad=True)  # So that the first block has both paths of backward.
-    devices = [f"cpu:{k}" for k in range(DEVICES)]
     blocks = nn.Sequential(*[Sleeping(seconds / 2) for _ in range(2 * DEVICES)])
-    model = GPipe(blocks, [2] * DEVICES, devices=devices, chunks=MICRO_BATCHES, checkpoint="never", loss_fn=mean)
+    how: dict[str, Any] = {"chunks": MICRO_BATCHES, "checkpoint": "never", "loss_fn": mean}
+    model = GPipe(blocks, [2] * DEVICES, devices=cpus(range(DEVICES)), **how)
     model.step(x)
     with torchgpipe.record(model, steps=1) as timeline:
         for _ in range(3):

@@ -27,14 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchgpipe
-from benchmarks.program import Command, Progress
-from benchmarks.records import of_part, shown, spread, table
-from torchgpipe import GPipe
+from benchmarks.program import Part, Program, Progress
+from benchmarks.records import aim, aims_table, shown, spread, table
+from benchmarks.schedules import stepping
 from torchgpipe.schedule import NAMES, program, simulate
 from torchgpipe.schedule.programs import usual_places
 
-__all__ = ["simulated_aims", "simulated_blocks", "simulated_cards", "simulated_devices"]
+__all__ = ["simulated_blocks", "simulated_cards", "simulated_devices"]
 
 Row = dict[str, Any]
 
@@ -89,19 +88,6 @@ class MLPBlock(nn.Module):
 
 
 BLOCKS: dict[str, type[nn.Module]] = {"GPT": GPTBlock, "MLP": MLPBlock}
-
-
-class Blocks(nn.Module):
-    """Blocks, called one after the other: a model for `pipelined`."""
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, input: Tensor) -> Tensor:
-        for block in self.blocks:
-            input = block(input)
-        return input
 
 
 def block(kind: str) -> nn.Module:
@@ -166,25 +152,12 @@ def costs_of(kind: str, milliseconds: float, card: dict[str, float]) -> Costs:
 # ---- What runs.
 
 
-def mean(output: Tensor, _: Any = None) -> Tensor:
-    return output.mean()
-
-
-def stepping(kind: str, way: str, schedule: Any, n: int, m: int) -> tuple[Callable[[Tensor], object], list[int]]:
+def stepping_on(kind: str, way: str, schedule: Any, n: int, m: int) -> tuple[Callable[[Tensor], object], list[int]]:
     """Return a function that trains a mini-batch, and the devices of the partitions."""
     places = usual_places(schedule, n)
     devices = [f"late:{place}" for place in places]
-    blocks = [block(kind) for _ in places]
-    options: Any = {"devices": devices, "chunks": m, "schedule": schedule, "loss_fn": mean, "checkpoint": "never"}
-    model: Any
-    if way == "pipelined":
-        balance = {f"blocks.{k}": k for k in range(len(blocks))}
-        model = torchgpipe.pipelined(Blocks(blocks), (inputs(1),), balance=balance, verify=False, **options)
-        return model.step, places
-    model = GPipe(nn.Sequential(*blocks), [1] * len(blocks), **options)
-    if way == "step":
-        return model.step, places
-    return (lambda x: torch.autograd.backward(mean(model(x)))), places
+    sample = inputs(1) if way == "pipelined" else None
+    return stepping([block(kind) for _ in places], devices, schedule, m, sample=sample, calls=way == "forward"), places
 
 
 def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, way: str, turns: int) -> Row:
@@ -194,7 +167,7 @@ def measured(kind: str, card: str, n: int, milliseconds: float, schedule: Any, w
     m = 4 * n
     with late.on_clock(late.Speed(**CARDS[card])):
         costs = costs_of(kind, milliseconds, CARDS[card])
-        train, places = stepping(kind, way, schedule, n, m)
+        train, places = stepping_on(kind, way, schedule, n, m)
         x = inputs(m * costs.rows)
         # In backward as well, the first partition takes as long as others.
         x.requires_grad_()
@@ -304,9 +277,6 @@ def cards(args: argparse.Namespace) -> Row:
     return {"rows": rows}
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Row]] = {"devices": devices, "blocks": blocks, "cards": cards}
-
-
 def aims(rows: Sequence[Row]) -> list[Row]:
     """Return what was aimed at: the lowest share of the ideal, and the most that `pipelined` takes over GPipe."""
     found = []
@@ -317,8 +287,8 @@ def aims(rows: Sequence[Row]) -> list[Row]:
             some = [row for row in own if row["way"] == way and near(row["block"], ms)]
             if some:
                 reached = min(row["share"]["median"] for row in some)
-                aim = f"simulated: share of the ideal, {most} devices, blocks of {ms:g} ms, lowest of {way}"
-                found.append({"aim": aim, "at least": bound, "reached": reached, "met": reached >= bound})
+                what = f"simulated: share of the ideal, {most} devices, blocks of {ms:g} ms, lowest of {way}"
+                found.append(aim(what, reached, least=bound))
         pairs = [
             row["seconds"]["median"] / other["seconds"]["median"]
             for row in own
@@ -329,8 +299,8 @@ def aims(rows: Sequence[Row]) -> list[Row]:
             and near(other["block"], ms)
         ]
         if pairs:
-            aim = f"simulated: pipelined over GPipe, {most} devices, blocks of {ms:g} ms, highest schedule"
-            found.append({"aim": aim, "at most": BESIDE, "reached": max(pairs), "met": max(pairs) <= BESIDE})
+            what = f"simulated: pipelined over GPipe, {most} devices, blocks of {ms:g} ms, highest schedule"
+            found.append(aim(what, max(pairs), most=BESIDE))
     return found
 
 
@@ -343,10 +313,9 @@ def near(seconds: float, milliseconds: float) -> bool:
 
 def simulated_devices(result: Row) -> str:
     """Return a table of the shares of the ideal, by the number of devices, the size of a block and the schedule."""
-    rows = of_part(result, "devices")
     lines = []
     by_key: dict[Any, dict[str, Row]] = {}
-    for row in rows:
+    for row in result["rows"]:
         by_key.setdefault((row["n"], f"{row['block'] * 1e3:.1f}", row["schedule"]), {})[row["way"]] = row
     for (n, ms, schedule), own in by_key.items():
         step = own["step"]
@@ -354,10 +323,10 @@ def simulated_devices(result: Row) -> str:
         shares = [shown(own[way]["share"] if way in own else None, 2) for way in WAYS]
         lines.append([n, ms, schedule, *shares, bubble, f"{step['in the shadow']:.0%}"])
     header = ["devices", "block, ms", "schedule", *WAYS, "bubble, ideal / step", "copied in the shadow"]
-    return table(lines, header) if lines else ""
+    return table(lines, header)
 
 
-def _of_cells(rows: Sequence[Row], *first: str) -> str:
+def _of_cells(result: Row, *first: str) -> str:
     lines = [
         [
             *[row[key] for key in first],
@@ -370,55 +339,58 @@ def _of_cells(rows: Sequence[Row], *first: str) -> str:
             f"{row['device of a cell'] * 1e3:.2f}",
             shown(row["host over devices"], 2),
         ]
-        for row in rows
+        for row in result["rows"]
     ]
     figures = ["share of the ideal", "host of a cell, ms", "plain, ms", "device, ms", "host / devices"]
-    return table(lines, [*first, "block, ms", "schedule", "way", *figures]) if lines else ""
+    return table(lines, [*first, "block, ms", "schedule", "way", *figures])
 
 
 def simulated_blocks(result: Row) -> str:
     """Return a table of blocks of many sizes."""
-    return _of_cells(of_part(result, "blocks"))
+    return _of_cells(result)
 
 
 def simulated_cards(result: Row) -> str:
     """Return a table of both cards and models."""
-    return _of_cells(of_part(result, "cards"), "card", "model")
+    return _of_cells(result, "card", "model")
 
 
-def simulated_aims(result: Row) -> str:
-    """Return a table of what was aimed at, and reached."""
-    lines = []
-    for one in of_part(result, "devices", "aims"):
-        bound = next(f"{words} {one[words]}" for words in ("at least", "at most") if words in one)
-        lines.append([one["aim"], bound, f"{one['reached']:.2f}", "yes" if one["met"] else "no"])
-    return table(lines, ["aim", "bound", "reached", "met"]) if lines else ""
+def showing(
+    measure: Callable[[argparse.Namespace], Row], title: str, tabled: Callable[[Row], str]
+) -> tuple[Callable[[argparse.Namespace], Row], Callable[[Row], dict[str, str]]]:
+    """Return what measures a part, and what shows it."""
+    return (
+        lambda args: {"unit": "seconds, simulated", "cards": CARDS, **measure(args)},
+        lambda result: {
+            title: tabled(result),
+            **({"what was aimed at": aims_table(result)} if "aims" in result else {}),
+        },
+    )
 
 
-def show(result: Row) -> dict[str, str]:
-    told = {
-        "simulated: share of the ideal": simulated_devices(result),
-        "simulated: sizes of a block": simulated_blocks(result),
-        "simulated: cards and models": simulated_cards(result),
-        "what was aimed at": simulated_aims(result),
-    }
-    return {title: text for title, text in told.items() if text}
+PARTS = {
+    "devices": Part("simulated_gpus/devices", *showing(devices, "simulated: share of the ideal", simulated_devices)),
+    "blocks": Part("simulated_gpus/blocks", *showing(blocks, "simulated: sizes of a block", simulated_blocks)),
+    "cards": Part("simulated_gpus/cards", *showing(cards, "simulated: cards and models", simulated_cards)),
+}
 
 
-def main() -> None:
-    command = Command("simulated_gpus", __doc__, show=show)
-    command.add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts to measure")
-    command.add("--partitions", nargs="+", type=int, default=[1, 2, 4, 8])
-    command.add("--milliseconds", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 5.0, 10.0])
-    command.add("--schedules", nargs="+", choices=NAMES, default=["GPipe", "1F1B", "ZeroBubble"])
-    command.add("--turns", type=int, default=3)
-    args = command.parse()
+def begin(args: argparse.Namespace) -> None:
+    """Load the simulated devices."""
     torch.set_num_threads(1)
     os.environ.setdefault("LATE_DEVICES", str(max(args.partitions)))
     from tests import late
 
     late.load()
-    command.finish_parts(PARTS, args.only, args, unit="seconds, simulated", cards=CARDS)
+
+
+def main() -> None:
+    command = Program("simulated_gpus", __doc__, PARTS, PARTS)
+    command.add("--partitions", nargs="+", type=int, default=[1, 2, 4, 8])
+    command.add("--milliseconds", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 5.0, 10.0])
+    command.add("--schedules", nargs="+", choices=NAMES, default=["GPipe", "1F1B", "ZeroBubble"])
+    command.add("--turns", type=int, default=3)
+    command.run(begin)
 
 
 if __name__ == "__main__":

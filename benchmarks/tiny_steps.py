@@ -14,8 +14,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter, process_time
 from typing import Any
@@ -77,13 +76,13 @@ class Chain(nn.Module):
     """Layers that a module of its own class calls one after the other.
 
     Args:
-        count: the number of layers
+        blocks: the layers
         residual: whether each layer's output is added to its input: an operation between two layers
     """
 
-    def __init__(self, count: int, residual: bool) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], residual: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+        self.blocks = nn.ModuleList(blocks)
         self.residual = residual
 
     def forward(self, input: Tensor) -> Tensor:
@@ -189,25 +188,6 @@ def deep(peer: str, request: Request) -> Answer:
     return {name: value * 1e3 for name, value in seconds.items()}
 
 
-def nodes(peer: str, request: Request) -> Answer:
-    """Return the autograd nodes of one step, counted by name."""
-    layers = tiny_layers(sum(request["balance"]))
-    model = wrap(peer, layers, request)
-    output = model(torch.randn(request["m"] * ROWS, WIDTH))
-
-    seen: set[object] = set()
-    names: Counter[str] = Counter()
-    waiting = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names[node.name()] += 1
-        waiting.extend(function for function, _ in node.next_functions)
-    return {"nodes": dict(names.most_common())}
-
-
 def mean(output: Tensor, _target: Any = None) -> Tensor:
     return output.mean()
 
@@ -259,7 +239,7 @@ def pipelined(peer: str, request: Request) -> Answer:
 
     def made() -> Chain:
         torch.manual_seed(0)
-        return Chain(count, request["glue"])
+        return Chain(tiny_layers(count), request["glue"])
 
     how = {"chunks": m, "devices": request["devices"], "balance": [count // 2, count - count // 2]}
     model: Any = pipelined_model(made(), (x[:ROWS],), loss_fn=mean, **how)
@@ -279,7 +259,7 @@ def pipelined(peer: str, request: Request) -> Answer:
     return {name: own / m * 1e6 for name, own in found.items()}
 
 
-KINDS = {"cells": cells, "deep": deep, "nodes": nodes, "step": step, "pipelined": pipelined}
+KINDS = {"cells": cells, "deep": deep, "step": step, "pipelined": pipelined}
 
 
 def answer(peer: str, request: Request) -> Answer:

@@ -118,12 +118,12 @@ def schedule_costs() -> Picture:
 def plan() -> str:
     """Draw a plan for 24 equal blocks, an embedding and a head, on four devices with too little memory."""
     from torchgpipe_balancing.planning.alternatives import Question, alternatives, problem_of
-    from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
+    from torchgpipe_balancing.planning.costs import Costs, LayerCosts
     from torchgpipe_balancing.planning.picture import draw
-    from torchgpipe_balancing.planning.problem import Device
+    from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
 
     def layer(name: str, seconds: float, kept: float, parameters: int) -> LayerCosts:
-        took = Sample(seconds, 2 * seconds, seconds, seconds, 0.0, kept, 0.0, 2**24, 0.0, 2**24)
+        took = Layer(seconds, 2 * seconds, seconds, seconds, kept=kept, input=2**24, crossing=2**24)
         return LayerCosts((name,), parameters, parameters, 0, (took,))
 
     layers = [layer("embed", 1e-4, 0.0, 2**27), *[layer(f"h.{k}", 5e-3, 2**29, 2**27) for k in range(24)]]
@@ -132,9 +132,7 @@ def plan() -> str:
     devices = tuple(Device(f"cuda:{k}", 12 * 2**30) for k in range(4))
     question = Question(costs, devices, batch=8, states=3.0, schedules=("1F1B",), chunks=(8,))
     best = alternatives(question).fitting[0]
-    problem = problem_of(question, best.schedule, best.chunks)
-    assert problem is not None
-    return draw(question, best, problem.outcome(best.choice))
+    return draw(question, best, problem_of(question, best.schedule, best.chunks).outcome(best.choice))
 
 
 AIMS = {

@@ -1,4 +1,4 @@
-"""Layers that fail on demand, in the cells and phases of a `Plan`.
+"""Layers that note their runs, and fail on demand, in the cells and phases of a `Plan`.
 
 A micro-batch is one row whose first number is the index of the micro-batch, so that a layer knows its cell. Phases are
 ``forward``, ``recomputation``, ``backward`` and ``weight``, where the gradient of a weight is computed.
@@ -6,15 +6,21 @@ A micro-batch is one row whose first number is the index of the micro-batch, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchgpipe import is_recomputing
+from torchgpipe import is_checkpointing, is_recomputing
 
 __all__ = ["Cell", "Fault", "Layer", "Plan", "build", "note", "rows"]
 
 Cell = tuple[int, int]
+
+#: What is raised, or called.
+What: TypeAlias = BaseException | type[BaseException] | Callable[[], object]
 
 
 class Fault(Exception):
@@ -27,26 +33,43 @@ class Fault(Exception):
 
 
 class Plan:
-    """The cells that fail and their phases, the cells that have run, and their results."""
+    """The cells that fail and their phases, and what is noted of those that run.
+
+    Attributes:
+        faults: by cell and phase, what is raised or called
+        runs: what has run, in order
+        checkpoints: the cells that have run as checkpoints, in order
+        alive_before: by recomputed cell, which other recomputed results were in memory
+        storages: the results
+    """
 
     def __init__(self) -> None:
-        self.faults: dict[tuple[Cell, str], BaseException | type[BaseException]] = {}
+        self.faults: dict[tuple[Cell, str], What] = {}
         self.runs: list[tuple[Cell, str]] = []
-        self.storages: list[StorageWeakRef] = []
+        self.checkpoints: list[Cell] = []
+        self.alive_before: dict[Cell, set[Cell]] = {}
+        self.storages: dict[tuple[Cell, str], StorageWeakRef] = {}
 
-    def add(self, cell: Cell, phase: str, error: BaseException | type[BaseException] = Fault) -> None:
+    def add(self, cell: Cell, phase: str, error: What = Fault) -> None:
         self.faults[cell, phase] = error
 
     def enter(self, cell: Cell, phase: str) -> None:
         self.runs.append((cell, phase))
         error = self.faults.get((cell, phase))
+        if isinstance(error, type):
+            raise error(cell, phase)
+        if isinstance(error, BaseException):
+            raise error
         if error is not None:
-            raise error(cell, phase) if isinstance(error, type) else error
+            error()
 
-    @property
-    def alive(self) -> int:
-        """Count the intermediate results that are still in memory."""
-        return sum(not storage.expired() for storage in self.storages)
+    def of(self, phase: str) -> list[Cell]:
+        """Return the cells that have run in a phase, in order."""
+        return [cell for cell, its_phase in self.runs if its_phase == phase]
+
+    def alive(self, phase: str) -> set[Cell]:
+        """Return the cells whose results of a phase are still in memory."""
+        return {cell for (cell, its), storage in self.storages.items() if its == phase and not storage.expired()}
 
 
 class Layer(nn.Module):
@@ -63,12 +86,16 @@ class Layer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         cell = int(input[0, 0].item()), self.j
+        if is_recomputing():
+            self.plan.alive_before[cell] = self.plan.alive("recomputation")
         weight = self.weight * 1
         self.watch(weight, cell, "weight")
         result = (input[:, 1:] * weight).sin() + input[:, :1] * 0
-        self.plan.storages.append(StorageWeakRef(result.untyped_storage()))
+        phase = "recomputation" if is_recomputing() else "forward"
+        self.plan.storages[cell, phase] = StorageWeakRef(result.untyped_storage())
         self.watch(result, cell, "backward")
-        self.plan.enter(cell, "recomputation" if is_recomputing() else "forward")
+        self.plan.checkpoints += [cell] * is_checkpointing()
+        self.plan.enter(cell, phase)
         if not is_recomputing():
             self.count += 1
         return torch.cat([input[:, :1], self.norm(result[:, None])[:, 0]], dim=1)

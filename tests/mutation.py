@@ -1,15 +1,16 @@
 """Take waits, records, orders and locks out of the engine, one at a time, and check that a test fails each time.
 
-    python tests/mutation.py             runs all and writes the table, mutations.md
+    python tests/mutation.py             runs all and writes the table again
     python tests/mutation.py WORD ...    runs those with one of the words in their names, and prints the outcome only
-    python tests/mutation.py --check     only checks that all can be applied, and that the table lists them
+    python tests/mutation.py --check     only checks that all can be applied, and that their tests are there
 
-What is taken out is a call: named by the function around it, in any file, and by what is called, as the syntax tree has
-it. So neither moving nor reformatting code makes a mutation stale. A call that is
+The table is mutations.md. A row names what is taken out, the function around it, in any file, what it is for, and the
+test that noticed; the file of this test is run. A new row may name a file alone. What is taken out is a call, as the
+syntax tree has it, so neither moving nor reformatting code makes a row stale. A call that is
 
 * a statement goes;
 * entered by a ``with`` statement is not entered, and what was inside stays; so a lock is not held;
-* used for its value has the value of one of its arguments.
+* used for its value has the value of its first argument, or of the last, if the row says so: ``wait[-1]``.
 
 What other parts of the library do, tests of results show. The tests run on copies of the sources, first as usual and
 then on the accelerator of `tests.late`.
@@ -34,33 +35,34 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutations.md"
 COPIES = 2
 
-HEADER = """\
-# Mutations
-
-Waits, records, orders and locks of the engine whose removal the tests notice. Written by `python tests/mutation.py`;
-the test is the first that fails in the files that were run.
-
-| taken out | of | for | noticed by |
-| --- | --- | --- | --- |
-"""
+#: The tests run as usual, and on the accelerator.
+RUNS = ([], ["--late"])
+NONE_COLLECTED = 5
 
 
 class Mutation(NamedTuple):
     """A call to leave out.
 
     Attributes:
-        name: what the call is for
-        place: the qualified name of the function that contains the call
         part: what is called, or, without parentheses, the lock that is held; in all of its places in the function
-        tests: the files that should notice, without ``test_`` and ``.py``, as in ``skip/portal``
-        keeps: the position of the argument that takes the place of the value, where it is used
+        place: the qualified name of the function that contains the call
+        name: what the call is for
+        test: the file that should notice, and the test that did
     """
 
-    name: str
-    place: str
     part: str
-    tests: str = "engine/streams"
-    keeps: int = 0
+    place: str
+    name: str
+    test: str
+
+    @classmethod
+    def of(cls, line: str) -> Mutation:
+        """Read a row of the table."""
+        part, place, name, test = line.strip("| ").split(" | ")
+        return cls(part.strip("`"), place.strip("`"), name, test.strip("`"))
+
+    def __str__(self) -> str:
+        return f"| `{self.part}` | `{self.place}` | {self.name} | `{self.test}` |"
 
     def apply(self, sources: Mapping[Path, str]) -> tuple[Path, str]:
         """Return the file that changes, and its mutated source.
@@ -73,7 +75,7 @@ class Mutation(NamedTuple):
             if self.place.rpartition(".")[2] not in source:
                 continue
             tree = ast.parse(source)
-            removal = _Removal(self.part, self.keeps)
+            removal = _Removal(self.part)
             for name, definition in _functions(tree):
                 if name == self.place:
                     removal.visit(definition)
@@ -82,6 +84,19 @@ class Mutation(NamedTuple):
         if len(found) != 1:
             raise ValueError(f"'{self.name}' is stale: {self.part} is in {len(found)} functions {self.place}")
         return found[0]
+
+    def fault(self, sources: Mapping[Path, str]) -> str | None:
+        """Return why the mutation cannot be applied, or noticed."""
+        try:
+            path, mutated = self.apply(sources)
+            compile(mutated, path, "exec")
+        except (SyntaxError, ValueError) as error:
+            return str(error)
+        file, _, function = self.test.partition("::")
+        path = ROOT / "tests" / file
+        if not path.exists() or f"def {function.split('::')[-1]}(" not in path.read_text():
+            return f"'{self.name}' was noticed by {self.test}, which does not exist"
+        return None
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -97,9 +112,9 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]
 class _Removal(ast.NodeTransformer):
     """Take out all calls of ``part``, and count them."""
 
-    def __init__(self, part: str, keeps: int) -> None:
+    def __init__(self, part: str) -> None:
         self.count = 0
-        self._part, self._keeps = part, keeps
+        self._part, self._keeps = (part.removesuffix("[-1]"), -1) if part.endswith("[-1]") else (part, 0)
 
     def _is_it(self, node: ast.expr) -> bool:
         it = ast.unparse(node.func if isinstance(node, ast.Call) else node) == self._part
@@ -121,157 +136,20 @@ class _Removal(ast.NodeTransformer):
         return node.args[self._keeps] if node.args and self._is_it(node) else node
 
 
-MUTATIONS = [
-    # Waits of streams
-    Mutation("a copy waits for what computes the output", "_copy", "route.leaving.wait", "engine/streams"),
-    Mutation("the computation waits for the copy of its input", "_copy", "route.target.wait"),
-    Mutation("the copy of a gradient waits for what computes it", "copy_back", "route.grads_leaving.wait"),
-    Mutation("the computation waits for the copy of its gradient", "wait_back", "route.source.wait"),
-    Mutation("... with a graph, in a node of its own", "Wait.backward", "wait_back"),
-    Mutation("the end of a cell is marked, with a graph", "Wait.forward", "mark_ready"),
-    Mutation("... without a graph", "wait", "mark_ready"),
-    Mutation("... of a plain cell", "_pass_plain", "wait", keeps=-1),
-    Mutation("... of a checkpointed cell", "_pass_checkpointed", "wait", keeps=-1),
-    Mutation("... of a recorded cell", "_pass_kept", "wait", "engine/streams", keeps=-1),
-    Mutation("... of a cell of a program", "Executor._run", "mark_ready", "step_transparency"),
-    Mutation("a backward of a program waits for its gradient", "Executor._backward", "wait_back", "step_transparency"),
-    Mutation(
-        "anomaly mode looks at a gradient that has arrived",
-        "copy_back",
-        "route.grads_arriving.synchronize",
-        "late/owners",
-    ),
-    Mutation(
-        "a gradient that a parameter shares is added to when it is copied",
-        "copy_back",
-        "route.target.wait",
-        "late/owners",
-    ),
-    Mutation("memory of the caller's is copied when the call ends", "release", "source.wait", "late/owners"),
-    Mutation("... of a forward", "ForwardPass._run_in_workers", "release", "late/owners"),
-    Mutation("... of a program", "Executor.run", "release", "late/owners"),
-    # Records
-    Mutation("memory is not used again before it was copied", "_move", "leaving.record"),
-    Mutation("... nor before it was computed with", "_move", "target.record"),
-    # Streams
-    Mutation("copies run beside the computation of the source", "_move", "leaving.use", "engine/overlap"),
-    Mutation("copies run beside the computation of the target", "_move", "arriving.use", "engine/overlap"),
-    Mutation(
-        "a recomputation is on its device",
-        "Recomputation._recompute",
-        "call.stream.use",
-        "late/streams_of_the_caller",
-    ),
-    Mutation(
-        "gradients of a pipelined model are ready for other streams",
-        "MiniBatch.run_backward_half",
-        "self._columns.streams.current(computing.device).wait",
-        "late/streams_of_the_caller",
-    ),
-    Mutation("a worker is on the stream of its device", "_Crew._serve_tasks", "worker.stream.use"),
-    Mutation("with one device, the caller is on its stream", "ForwardPass.run", "self._calls[0].stream.use"),
-    Mutation("... also in a step", "Executor.run", "streams[0].use", "engine/streams"),
-    Mutation(
-        "a skip comes to the device of its pop", "_receive", "portal.receive", "skip/portal engine/streams", keeps=-1
-    ),
-    # Orders
-    Mutation("a cell is differentiated after the next micro-batch", "_pass_plain", "tie", "engine/dependency"),
-    Mutation("the last lanes end in the output", "ForwardPass._run_in_workers", "tie", "engine/dependency"),
-    Mutation("Join takes the phonies", "tie", "join", "engine/dependency"),
-    Mutation(
-        "a recomputation does not wait for the gradient",
-        "Recompute.backward",
-        "ctx.checkpoint.recomputation.second_run",
-        "engine/checkpoint engine/overlap",
-    ),
-    Mutation(
-        "a gradient on its way is not added to by the next", "Executor._backward", "unshare", "bugs frames/hard_cases"
-    ),
-    Mutation(
-        "a backward is differentiated in its worker's thread",
-        "Executor._backward",
-        "torch.autograd.set_multithreading_enabled",
-        "step step_faults frames/hard_cases late/owners",
-    ),
-    Mutation("workers leave autocast together", "_Crew._serve_tasks", "self._leaving.wait", "replay/ambient"),
-    Mutation(
-        "numbers that were not noted are not those of a cell", "_pass_plain", "call.random.forget", "replay/random"
-    ),
-    Mutation("... nor those of a cell that keeps its graph", "_pass_kept", "call.random.forget", "replay/random"),
-    Mutation(
-        "a recomputation draws what the first run drew",
-        "Recomputation._recompute",
-        "call.random.replay",
-        "replay/random",
-    ),
-    Mutation("random numbers follow a micro-batch", "MiniBatch.forward", "self.random_numbers.of", "frames/pipelined"),
-    # Locks
-    Mutation("steps of one model come one after the other", "run_step", "lock", "engine/threads"),
-    Mutation("one thread at a time copies a generator's state", "state_of", "_copying", "replay/random"),
-    Mutation("... or sets it", "go_on_from", "_copying", "replay/random"),
-    Mutation(
-        "a norm counts one run at a time",
-        "exclusive",
-        "stack.enter_context",
-        "replay/statistics norms/deferred_batch_norm",
-    ),
-    Mutation(
-        "... that is not a recomputation",
-        "_run_exclusively",
-        "exclusive",
-        "replay/statistics norms/deferred_batch_norm",
-    ),
-    Mutation("layers with seeds draw one after the other", "borrowed", "sharing", "step late/seeds"),
-    # Threads
-    Mutation("no thread is left when a call returns", "_Crew.work", "join", "engine/ends"),
-    Mutation("no layer runs on after an interrupt", "_Crew._abandon", "worker.working", "engine/ends"),
-    Mutation("no frame is unwound after a call has failed", "Frame.cancel", "self._working", "engine/ends"),
-    # Host memory
-    Mutation("the computation waits for its weights", "Residence.before", "computing.wait", "frames/offload"),
-    Mutation("... in one piece", "OnDemand._need", "self._memory.streams.current(device).wait", "frames/offload"),
-    Mutation("weights leave when the computation is through with them", "leave", "up.wait", "frames/offload"),
-    Mutation("a gradient goes down when it is computed", "bring_down", "down.wait", "frames/offload"),
-    Mutation("... and keeps its memory until then", "HostMemory.bring_down", "stream.record", "frames/offload"),
-    Mutation(
-        "weights are still until they have arrived",
-        "Residence.end.work",
-        "self._memory.up(device).synchronize",
-        "frames/offload",
-    ),
-    Mutation(
-        "gradients are there when a step returns",
-        "Residence.end.work",
-        "self._memory.down(device).synchronize",
-        "frames/offload",
-    ),
-    Mutation("what rests goes down when it is computed", "Rested.__init__", "leaving.wait", "frames/offload"),
-    Mutation("... and keeps its memory until then", "Rested.leave", "computing.wait", "frames/offload"),
-    Mutation("... also that of another stream", "Rested.__init__", "leaving.record", "frames/offload"),
-    Mutation("what rests comes to memory that is free", "Rested.come", "arriving.wait", "frames/offload"),
-    Mutation(
-        "the computation waits for what rests",
-        "Rested.get",
-        "self._memory.streams.current(self._device).wait",
-        "frames/offload",
-    ),
-    Mutation(
-        "what rests is through when a step returns",
-        "Resting.end",
-        "self._memory.side(device, f'activations {way}').synchronize",
-        "frames/offload",
-    ),
-]
+def table() -> tuple[str, list[Mutation]]:
+    """Return the head of the table, and its rows."""
+    head, rule, rows = TABLE.read_text().partition("| --- | --- | --- | --- |\n")
+    return head + rule, [Mutation.of(line) for line in rows.splitlines()]
 
 
 def main() -> None:
     words = sys.argv[1:]
     sources = read(ROOT)
-    stale = faults(sources)
-    if words == ["--check"]:
-        sys.exit("\n".join([*stale, *faults_of_table()]) or 0)
-    if stale:
-        sys.exit("\n".join(stale))
-    chosen = [each for each in MUTATIONS if not words or any(word in f"{each.name} {each.place}" for word in words)]
+    head, mutations = table()
+    faults = [fault for each in mutations if (fault := each.fault(sources))]
+    if words == ["--check"] or faults:
+        sys.exit("\n".join(faults) or 0)
+    chosen = [each for each in mutations if not words or any(word in f"{each.name} {each.place}" for word in words)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(COPIES) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for k in range(COPIES):
@@ -284,62 +162,25 @@ def main() -> None:
             finally:
                 copies.put(copy)
 
-        outcomes = list(zip(chosen, pool.map(outcome, chosen), strict=True))
+        tests = [*pool.map(outcome, chosen)]
         # A test that fails without mutations would notice every mutation.
-        copy, failed = copies.get(), {test for _, test in outcomes if test}
+        copy = copies.get()
         for options in RUNS:
-            result = run_tests(copy, [*options, *sorted(failed)])
+            result = run_tests(copy, [*options, *sorted({test for test in tests if test})])
             if result.returncode not in (0, NONE_COLLECTED):
                 sys.exit(f"tests fail without a mutation:\n{result.stdout}{result.stderr}")
+    missed = [mutation.name for mutation, test in zip(chosen, tests) if test is None]
+    if missed:
+        sys.exit(f"no test notices: {'; '.join(missed)}")
     if not words:
-        TABLE.write_text(HEADER + "".join(row(mutation, test) for mutation, test in outcomes))
-    missed = [mutation.name for mutation, test in outcomes if test is None]
-    sys.exit(f"no test notices: {'; '.join(missed)}" if missed else 0)
-
-
-#: The tests run as usual, and on the accelerator.
-RUNS = ([], ["--late"])
-NONE_COLLECTED = 5
+        names = [str(test).removeprefix("tests/").partition("[")[0] for test in tests]
+        rows = [f"{mutation._replace(test=name)}\n" for mutation, name in zip(chosen, names)]
+        TABLE.write_text(head + "".join(rows))
 
 
 def read(root: Path) -> dict[Path, str]:
     """Return the sources of the engine."""
     return {path: path.read_text() for path in sorted((root / "torchgpipe").rglob("*.py"))}
-
-
-def faults(sources: Mapping[Path, str]) -> list[str]:
-    """Return the errors of the mutations that cannot be applied."""
-    result = []
-    for mutation in MUTATIONS:
-        try:
-            path, mutated = mutation.apply(sources)
-            compile(mutated, path, "exec")
-        except (SyntaxError, ValueError) as error:
-            result.append(str(error))
-    return result
-
-
-def faults_of_table() -> list[str]:
-    """Return the faults of the table: other mutations, or tests that do not exist."""
-    table = TABLE.read_text()
-    if not table.startswith(HEADER):
-        return ["mutations.md is of another kind: run all"]
-    rows = [line.strip("| ").split(" | ") for line in table.removeprefix(HEADER).splitlines()]
-    listed = [(place.strip("`"), part.strip("`")) for part, place, *_ in rows]
-    if listed != [(each.place, each.part) for each in MUTATIONS]:
-        return ["mutations.md lists other mutations: run all"]
-    result = []
-    for *_, name, test in rows:
-        file, _, function = test.strip("`").partition("::")
-        path = ROOT / "tests" / file
-        if not path.exists() or f"def {function.split('::')[-1]}(" not in path.read_text():
-            result.append(f"'{name}' was noticed by {file}::{function}, which does not exist")
-    return result
-
-
-def row(mutation: Mutation, test: str | None) -> str:
-    name = "**no test**" if test is None else f"`{test.removeprefix('tests/').partition('[')[0]}`"
-    return f"| `{mutation.part}` | `{mutation.place}` | {mutation.name} | {name} |\n"
 
 
 def make_copy(folder: Path) -> Path:
@@ -354,11 +195,6 @@ def make_copy(folder: Path) -> Path:
     return folder
 
 
-def targets(mutation: Mutation) -> list[str]:
-    paths = [Path("tests", name) for name in mutation.tests.split()]
-    return [str(path.with_name(f"test_{path.name}.py")) for path in paths]
-
-
 def noticed(mutation: Mutation, copy: Path) -> str | None:
     """Return the first test that fails, or None."""
     sources = read(copy)
@@ -366,7 +202,7 @@ def noticed(mutation: Mutation, copy: Path) -> str | None:
     file.write_text(mutated)
     try:
         for options in RUNS:
-            result = run_tests(copy, [*options, *targets(mutation)])
+            result = run_tests(copy, [*options, f"tests/{mutation.test.partition('::')[0]}"])
             if result.returncode not in (0, NONE_COLLECTED):
                 break
         else:

@@ -8,7 +8,7 @@ same shapes, and gradients are summed in the same order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,10 @@ from torchgpipe import NoChunk
 __all__ = [
     "Outcome",
     "assert_same",
+    "assert_unchanged",
     "loss_of",
     "mapped",
+    "on_host",
     "outcome",
     "pieces",
     "plain_outcome",
@@ -70,7 +72,8 @@ def run_plain(
     return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
 
-def _on_host(tensor: Any) -> Any:
+def on_host(tensor: Any) -> Any:
+    """Return a copy of a tensor in host memory; None if there is none."""
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
@@ -94,13 +97,12 @@ def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Calla
     value = (loss or loss_of)(output)
     if value is not None and value.requires_grad:
         value.backward()
-    for given, kept in zip(tensors(inputs), tensors(before)):
-        _assert_equal(given.detach(), kept.detach(), "the caller's input")
+    assert_unchanged(inputs, before)
     return Outcome(
-        output=mapped(_on_host, output),
-        input_grads=[_on_host(x.grad) for x in tensors(inputs)],
-        param_grads={name: _on_host(parameter.grad) for name, parameter in model.named_parameters()},
-        buffers={name: _on_host(buffer) for name, buffer in model.named_buffers()},
+        output=mapped(on_host, output),
+        input_grads=[on_host(x.grad) for x in tensors(inputs)],
+        param_grads={name: on_host(parameter.grad) for name, parameter in model.named_parameters()},
+        buffers={name: on_host(buffer) for name, buffer in model.named_buffers()},
     )
 
 
@@ -134,6 +136,12 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
     assert list(actual.buffers) == list(expected.buffers)
     for name, buffer in expected.buffers.items():
         _assert_equal(actual.buffers[name], buffer, name)
+
+
+def assert_unchanged(inputs: Any, before: Any) -> None:
+    """Assert that inputs are as they were before a call."""
+    for given, kept in zip(tensors(inputs), tensors(before), strict=True):
+        _assert_equal(given.detach(), kept.detach(), "the caller's input")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -184,12 +192,8 @@ def _merge(outputs: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _merge([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_merge(items) for items in _columns(outputs))
+        return type(first)(_merge(items) for items in zip(*outputs, strict=True))
     return first
-
-
-def _columns(outputs: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    return zip(*outputs, strict=True)
 
 
 def _assert_equal(actual: Any, expected: Any, what: str) -> None:

@@ -6,8 +6,10 @@ import io
 import re
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,29 +23,51 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 
+#: Settings of the language model, at a small size.
+SMALL = "--dtype float64 --batch 6 --layers 2 --width 8 --heads 2 --context 8"
+OF_MODEL = "matplotlib tqdm"
 
-def test_offload(capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(EXAMPLES / "offload.py"))["main"]
-    main(["--width", "4", "--layers", "2", "--steps", "2"])
-    lines = capsys.readouterr().out.splitlines()
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that calls the main of an example with command line arguments."""
+    threads = torch.get_num_threads()
+
+    def run(name: str, arguments: str, needs: str = "") -> Any:
+        for module in needs.split():
+            pytest.importorskip(module, minversion="5" if module == "transformers" else None)
+        monkeypatch.syspath_prepend(EXAMPLES)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def example(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs an example, and returns what it prints."""
+
+    def run(*arguments: str) -> str:
+        main(*arguments)
+        return capsys.readouterr().out
+
+    return run
+
+
+Example = Callable[..., str]
+
+
+def test_offload(example: Example) -> None:
+    lines = example("offload", "--width 4 --layers 2 --steps 2").splitlines()
     assert [line.partition(":")[0] for line in lines[:2]] == ["weights on cpu", "weights in host memory"]
     assert lines[2] == "the losses are equal"
 
 
-def test_rebalance(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    threads = torch.get_num_threads()
-    main = runpy.run_path(str(EXAMPLES / "rebalance.py"))["main"]
-    try:
-        # With a tolerance of 0 every phase ends in a rebalancing, whatever the times are.
-        small = (
-            "--sizes 8 16 --steps 2 --batch 8 --width 4 --features 8 --timeout 0 --partitions 3 --tolerance 0 --table"
-        )
-        main(small.split())
-    finally:
-        torch.set_num_threads(threads)
-
-    lines = capsys.readouterr().out.splitlines()
+def test_rebalance(example: Example) -> None:
+    # With a tolerance of 0 every phase ends in a rebalancing, whatever the times are.
+    small = "--sizes 8 16 --steps 2 --batch 8 --width 4 --features 8 --timeout 0 --partitions 3 --tolerance 0 --table"
+    lines = example("rebalance", small, "tqdm").splitlines()
     phases = [line for line in lines if re.match(r"\d+ px, balance \[\d+, \d+, \d+\]: .* ms a step, loss \d", line)]
     assert [line.partition(" ")[0] for line in phases] == ["8", "8", "16", "16"]
     assert sum(line.startswith("The slowest partition takes") for line in lines) == 2
@@ -62,68 +86,47 @@ def distributed_language_model(arguments: list[str]) -> str:
 
 @needs_stages
 def test_distributed_language_model_learns_what_the_pipeline_in_one_process_learns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, example: Example
 ) -> None:
-    pytest.importorskip("tqdm")
-    pytest.importorskip("matplotlib")
-    small = ["--dtype", "float64", "--steps", "6", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
-    small += ["--context", "8", "--curve", str(tmp_path / "curve.png")]
-    said = launch(2, distributed_language_model, small)
+    small = f"{SMALL} --steps 6 --curve {tmp_path / 'curve.png'}"
+    once = example("language_model", f"--pipeline --sample 1 --timeline {tmp_path / 'timeline.svg'} {small}", OF_MODEL)
+    said = launch(2, distributed_language_model, small.split())
     assert all(re.match(rf"rank {rank}\b", text) for rank, text in enumerate(said))
-
-    once = ["--pipeline", "--sample", "1", "--timeline", str(tmp_path / "timeline.svg")]
-    monkeypatch.setattr(sys, "argv", ["language_model.py", *once, *small])
-    runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
     losses = re.findall(r"\d\.\d{6}", said[0])
     assert len(losses) == 2
-    assert re.findall(r"\d\.\d{6}", capsys.readouterr().out) == losses
+    assert re.findall(r"\d\.\d{6}", once) == losses
+
+
+def demo(tmp_path: Path) -> str:
+    """Return arguments of the language model, which then compares ways to train, and draws."""
+    drawn = [f"--{name} {tmp_path / name}.svg" for name in ("timeline", "gain")]
+    return " ".join([SMALL, "--sample 1 --sleep 0.001", f"--curve {tmp_path / 'curve.png'}", *drawn])
 
 
 def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputation_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, example: Example
 ) -> None:
     """The demo once showed a pipeline beside the whole mini-batch only: a reader saw that it is slower, but not why."""
-    pytest.importorskip("tqdm")
-    pytest.importorskip("matplotlib")
-    small = ["--dtype", "float64", "--steps", "2", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
-    small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png")]
-    monkeypatch.setattr(sys, "argv", ["language_model.py", *small, "--timeline", str(tmp_path / "timeline.svg")])
-    sys.argv += ["--gain", str(tmp_path / "gain.svg"), "--sleep", "0.001"]
-    runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
-
-    out = capsys.readouterr().out
+    out = example("language_model", f"{demo(tmp_path)} --steps 2", OF_MODEL)
     assert re.search(r"difference +0\.000000 +0\.000000\n", out)
     ways = ["plain, whole", "plain, in 4 micro-batches"]
     ways += [f"pipeline, checkpoint={mode!r}" for mode in ("never", "except_last")]
     assert re.findall(r"^ *(p.*\S) +\d+ +\d+\.\d\d$", out, re.MULTILINE) == ways
-
     # It ends with what several devices gain.
     assert re.search(r"\n +plain, one device +\d+\n1F1B, 4 devices, idle \d+% of the time +\d+ +\d\.\d\dx\n", out)
     assert (tmp_path / "gain.svg").exists()
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
-def test_language_model_learns_the_same_under_a_schedule(
-    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tqdm")
-    pytest.importorskip("matplotlib")
-    small = ["--dtype", "float64", "--steps", "3", "--batch", "6", "--layers", "2", "--width", "8", "--heads", "2"]
-    small += ["--context", "8", "--sample", "1", "--curve", str(tmp_path / "curve.png"), "--partitions", "2"]
-    small += ["--timeline", str(tmp_path / "timeline.svg"), "--schedule", schedule]
-    small += ["--gain", str(tmp_path / "gain.svg"), "--sleep", "0.001"]
-    monkeypatch.setattr(sys, "argv", ["language_model.py", *small])
-    runpy.run_path(str(EXAMPLES / "language_model.py"))["main"]()
-
-    out = capsys.readouterr().out
+def test_language_model_learns_the_same_under_a_schedule(schedule: str, tmp_path: Path, example: Example) -> None:
+    out = example("language_model", f"{demo(tmp_path)} --steps 3 --partitions 2 --schedule {schedule}", OF_MODEL)
     assert re.search(r"difference +0\.000000 +0\.000000\n", out)
     assert f"{schedule}, checkpoint='never'" in out
     assert (tmp_path / "timeline.svg").exists()
 
 
-def test_schedules_give_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "schedules.py"))["main"](["--chunks", "2"])
-    out = capsys.readouterr().out
+def test_schedules_give_equal_losses(example: Example) -> None:
+    out = example("schedules", "--chunks 2")
     lines = re.findall(r"^(\S+): (loss 0\.\d+, then 0\.\d{6}); measured \d+\.\d ms a step$", out, re.MULTILINE)
     assert sorted(name for name, _ in lines) == sorted(NAMES)
     assert len({losses for _, losses in lines}) == 1
@@ -143,37 +146,21 @@ def test_four_partitions_share_fewer_accelerators(
     assert devices_for(4) == (shared and [torch.device("cuda", index) for index in shared])
 
 
-def test_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("tqdm")
-    monkeypatch.syspath_prepend(EXAMPLES)
-    threads = torch.get_num_threads()
-    main = runpy.run_path(str(EXAMPLES / "mixed_precision.py"))["main"]
-    try:
-        losses = {
-            dtype: main(["--dtype", dtype, "--steps", "3", "--batch", "4", "--context", "8"])
-            for dtype in ("float32", "bfloat16", "float16")
-        }
-    finally:
-        torch.set_num_threads(threads)
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01) and losses["bfloat16"] != losses["float32"]
-    assert losses["float16"] == pytest.approx(losses["float32"], rel=0.01) and losses["float16"] != losses["float32"]
+def test_mixed_precision(main: Callable[..., Any]) -> None:
+    small, dtypes = "--steps 3 --batch 4 --context 8 --dtype", ("float32", "bfloat16", "float16")
+    losses = {dtype: main("mixed_precision", f"{small} {dtype}", OF_MODEL) for dtype in dtypes}
+    for dtype in dtypes[1:]:
+        assert losses[dtype] == pytest.approx(losses["float32"], rel=0.01) and losses[dtype] != losses["float32"]
 
 
-def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    main = runpy.run_path(str(EXAMPLES / "sequences.py"))["main"]
-    main(["--steps", "2", "--batch", "8", "--width", "4", "--longest", "5"])
-    assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", capsys.readouterr().out)
+def test_sequences(example: Example) -> None:
+    out = example("sequences", "--steps 2 --batch 8 --width 4 --longest 5", "tqdm")
+    assert re.match(r"\d+\.\d% of 1000 new numbers of up to 5 digits", out)
 
 
-def test_huggingface(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", minversion="5")
-    pytest.importorskip("accelerate")
-    main = runpy.run_path(str(EXAMPLES / "huggingface.py"))["main"]
-    main(["--steps", "8", "--batch", "6", "--layers", "2", "--width", "16", "--chunks", "3"])
-
-    out = capsys.readouterr().out
+def test_huggingface(example: Example) -> None:
+    small = "--steps 8 --batch 6 --layers 2 --width 16 --chunks 3"
+    out = example("huggingface", small, "transformers accelerate")
     assert "model.embed_tokens" in out, "the table of the partitions"
     rows = re.findall(r"^ +(\d\.\d{7}) +(\d\.\d{7}) +-?\d\.\d{7}$", out, re.MULTILINE)
     assert len(rows) == 2
@@ -182,26 +169,17 @@ def test_huggingface(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
-def test_lora(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", minversion="5")
-    pytest.importorskip("peft")
-    main = runpy.run_path(str(EXAMPLES / "lora.py"))["main"]
-    main(["--steps", "4", "--batch", "6", "--layers", "2", "--width", "16", "--chunks", "3", "--schedule", schedule])
-
-    out = capsys.readouterr().out
+def test_lora(schedule: str, example: Example) -> None:
+    small = f"--steps 4 --batch 6 --layers 2 --width 16 --chunks 3 --schedule {schedule}"
+    out = example("lora", small, "transformers peft")
     assert len(re.findall(r"^loss \d\.\d{3}, then \d\.\d{3}$", out, re.MULTILINE)) == 2
     trained, total = map(int, re.findall(r"^(\d+) of (\d+) parameters", out, re.MULTILINE)[0])
     assert 0 < trained < total / 2
     assert re.search(r"^Saved \d+ kB of adapters", out, re.MULTILINE)
 
 
-def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("diffusers")
-    pytest.importorskip("sklearn")
-    main = runpy.run_path(str(EXAMPLES / "diffusion.py"))["main"]
-    main(["--steps", "10", "--batch", "6", "--width", "8", "--chunks", "3"])
-
-    lines = capsys.readouterr().out.splitlines()
+def test_diffusion(example: Example) -> None:
+    lines = example("diffusion", "--steps 10 --batch 6 --width 8 --chunks 3", "diffusers sklearn").splitlines()
     losses = [line.split()[1:] for line in lines if re.match(r" +\d-\d ", line)]
     assert len(losses) == 10
     for ours, plain, _ in losses:

@@ -1,16 +1,22 @@
-"""A failing layer raises the caller's own exception, with its place; nothing hangs or leaks, and the model works on."""
+"""A failing layer raises the caller's own exception, with its place; nothing hangs or leaks, and the model works on.
+
+The layers fail on demand: forward, in recomputation, in backward, and where the gradient of a weight is computed, which
+a split backward does later. The loss function of a step and hooks of parameters fail, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import gc
+import os
+import signal
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -19,22 +25,53 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchgpipe.engine.forward_pass
-from tests.conftest import Devices, Pipe
-from tests.faults import Cell, Fault, Layer, Plan, build, note, rows
-from tests.layers import Apply
-from tests.plain import assert_same, outcome, plain_outcome
+from tests.conftest import VARIANTS, Pipe
+from tests.faults import Cell, Fault, Plan, build, note, rows
+from tests.plain import plain_outcome
+from tests.random_pipelines import MODES, Placing, in_order, placings
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.schedule import Action
 
-PHASES = ["forward", "recomputation", "backward"]
+#: The cells and phases that fail.
+Places: TypeAlias = set[tuple[Cell, str]]
 
+every_phase = pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
 
-def in_schedule_order(cells: Iterable[Cell]) -> list[Cell]:
-    return sorted(cells, key=lambda cell: (sum(cell), cell[1]))
+#: Exceptions, with their arguments.
+ERRORS: dict[type[BaseException], tuple[Any, ...]] = {
+    ValueError: ("message",),
+    KeyError: ("key",),
+    StopIteration: ("value",),
+    StopAsyncIteration: ("value",),
+    AssertionError: (),
+    RuntimeError: ("generator raised StopIteration",),
+    MemoryError: (),
+    torch.OutOfMemoryError: ("device is full",),
+    KeyboardInterrupt: (),
+    SystemExit: (3,),
+    GeneratorExit: (),
+    asyncio.CancelledError: (),
+    ExceptionGroup: ("group", [ValueError("first"), ValueError("second")]),
+    type("NeedsNothing", (BaseException,), {}): (),
+}
 
 
 def step(model: nn.Module, m: int) -> None:
     model(rows(m)).sum().backward()
+
+
+def grads_of(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def copies(values: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [None if value is None else value.clone() for value in values]
+
+
+def assert_equal(actual: Iterable[Any], expected: Iterable[Any]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a is b is None or torch.equal(a, b)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +86,158 @@ def plan() -> Plan:
     return Plan()
 
 
-every_phase = pytest.mark.parametrize("phase", PHASES)
+# ------------------------------------------------------------------------------------------------------ any faults
+
+
+def failing(plan: Plan, executor: str, placing: Placing, device: Callable[[int], str], m: int, mode: str) -> GPipe:
+    """Return a pipeline whose layers, loss function and hooks fail as planned."""
+    n = len(placing.places)
+
+    def loss_fn(output: Tensor, _: Any) -> Tensor:
+        plan.enter((int(output[0, 0].item()), n - 1), "loss")
+        return output.square().sum()
+
+    steps: dict[str, Any] = {"schedule": placing.make(m), "loss_fn": loss_fn} if executor == "step" else {}
+    devices = [device(place) for place in placing.places]
+    # M in a note is the number of micro-batches, which may be less than chunks.
+    chunks = m if steps else m + 1
+    return GPipe(build(plan, n), [2] * n, devices=devices, chunks=chunks, checkpoint=mode, **steps)
+
+
+@pytest.mark.parametrize("executor", ["call", "step"])
+@given(data=st.data())
+def test_any_faults(executor: str, data: st.DataObject) -> None:
+    """The caller gets a planned error with its place. A failed step leaves all gradients, and the model works on.
+
+    The same error comes again at the second time, and notes do not accumulate in an instance that is raised again.
+    """
+    steps = executor == "step"
+    m, n = data.draw(st.integers(1, 4), label="m"), data.draw(st.integers(1, 4), label="n")
+    variant = data.draw(st.sampled_from(sorted(VARIANTS)), label="variant")
+    mode = data.draw(st.sampled_from(MODES), label="checkpoint")
+    one_device = variant == "inline"
+    placing = Placing([0] * n if one_device else [*range(n)], lambda m: [], "GPipe")
+    if steps:
+        placing = data.draw(placings(n, exact=True, one_device=one_device), label="placing")
+    device = VARIANTS[variant]
+    plan = Plan()
+    model = failing(plan, executor, placing, device, m, mode)
+    if hooked := steps and data.draw(st.booleans(), label="hooked"):
+        for j in range(n):
+            # The second phase of a step, once all cells have run: no cell has failed.
+            model[2 * j].weight.register_hook(lambda _, j=j: plan.enter((0, j), "hook") if plan.faults else None)
+
+    def told(cell: Cell, phase: str) -> str:
+        return note(cell, m, device(placing.places[cell[1]]), phase)
+
+    def run() -> Tensor:
+        if steps:
+            loss: Tensor = model.step(rows(m))
+            return loss
+        output: Tensor = model(rows(m))
+        output.sum().backward()
+        return output.detach()
+
+    buffers, before = [*model.buffers()], copy.deepcopy(model.state_dict())
+    result, grads, counted = run(), grads_of(model), copies(buffers)
+    happens = {*plan.runs, *[((0, j), "hook") for j in range(n) if hooked]}
+    model.load_state_dict(before)
+    model.zero_grad()
+    if data.draw(st.booleans(), label="gradients are there"):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    present, values = grads_of(model), copies(grads_of(model))
+
+    faults = data.draw(st.sets(st.sampled_from(sorted(happens)), min_size=1, max_size=4), label="faults")
+    kind, arguments = data.draw(st.sampled_from([*[(Fault, None)] * len(ERRORS), *ERRORS.items()]), label="error")
+    error: Any = kind if arguments is None else kind(*arguments)
+    for place in faults:
+        plan.add(*place, error)
+    threads, raised = threading.enumerate(), []
+    for _ in range(2):
+        plan.runs.clear()
+        with pytest.raises(kind) as caught:
+            run()
+        assert threading.enumerate() == threads
+        assert not is_checkpointing() and not is_recomputing() and torch.is_grad_enabled()
+        assert caught.value is error or arguments is None
+        raised.append(caught.value)
+        assert all(int(layer.count) == int(layer.norm.num_batches_tracked) for layer in model[::2])
+        assert all(now is buffer for now, buffer in zip(model.buffers(), buffers)), "scratch statistics have stayed"
+        if steps:
+            assert all(now is grad for now, grad in zip(grads_of(model), present))
+            assert_equal(present, values)
+        if arguments is None and steps:
+            assert_place_of_step(caught.value, faults, told, in_order(placing.make(m)))
+        elif arguments is None:
+            assert_place_of_call(caught.value, faults, told, [cell for cell, _ in plan.runs], m, n, mode)
+    del caught
+    if steps and arguments is None:
+        assert raised[0].args == raised[1].args, "another error at the second time"
+        assert getattr(raised[0], "__notes__", []) == getattr(raised[1], "__notes__", [])
+    elif arguments is not None:
+        # Workers may raise one instance at several places at once.
+        notes = getattr(error, "__notes__", [])
+        assert len(set(notes)) == len(notes) <= len(faults) * (1 + isinstance(error, torch.OutOfMemoryError))
+
+    plan.faults.clear()
+    model.zero_grad()
+    model.load_state_dict(before)
+    assert torch.equal(run(), result)
+    assert_equal(grads_of(model), grads)
+    assert_equal(model.buffers(), counted)
+
+
+def assert_place_of_call(
+    error: Fault, faults: Places, told: Callable[[Cell, str], str], started: list[Cell], m: int, n: int, mode: str
+) -> None:
+    """Assert that an error tells its place, and that the first in the order of the schedule wins in forward."""
+    assert (error.cell, error.phase) in faults
+    stop = {"always": m, "except_last": m - 1, "never": 0}[mode]
+    if error.phase == "forward" or error.cell[0] < stop:
+        assert error.__notes__ == [told(error.cell, error.phase.replace("weight", "backward"))]
+        assert traceback.format_exception(error)[-1].rstrip() == error.__notes__[0]
+    elif mode == "never":  # None of our code runs at backward.
+        assert not hasattr(error, "__notes__")
+    forward = [cell for cell, phase in faults if phase == "forward"]
+    if forward:
+        order = sorted([(i, j) for i in range(m) for j in range(n)], key=lambda cell: (sum(cell), cell[1]))
+        first = min(forward, key=order.index)
+        assert (error.cell, error.phase) == (first, "forward")
+        # All cells before it have run, and no cell of a later clock.
+        assert {*order[: order.index(first) + 1]} <= {*started}
+        assert max(map(sum, started)) == sum(first)
+        assert len(started) == len({*started})
+
+
+def assert_place_of_step(error: Fault, faults: Places, told: Callable[[Cell, str], str], actions: list[Action]) -> None:
+    """Assert that an error is the first in the order of the program, and tells its place."""
+    assert (error.cell, error.phase) in faults
+    cells = {fault for fault in faults if fault[1] != "hook"}
+    if error.phase == "hook":
+        assert not cells
+        return
+    phase = error.phase
+    place = told(error.cell, "")
+    (line,) = error.__notes__
+    assert line.startswith(place)
+    kinds = {"weight": ["backward"], "loss": ["forward", "recomputation"]}.get(phase, [phase])
+    # A half of a backward is told as such: "backward of the weights".
+    assert line.removeprefix(place).partition(" of the ")[0] in kinds
+    # The gradient of a weight belongs to B, I or W, as the graph allows. So does all of backward in the first
+    # partition, whose input needs no gradient.
+    splits = {(action.i, action.j) for action in actions if action.kind == "I"}
+    in_any_half = {(cell, "backward") for cell in splits if cell[1] == 0}
+    if all(part in ("forward", "recomputation", "backward") for _, part in cells) and not cells & in_any_half:
+        position = {
+            (cell, part): next(
+                k
+                for k, (kind, *place) in enumerate(actions)
+                if tuple(place) == cell and (kind == "F") == (part == "forward") and kind != "W"
+            )
+            for cell, part in cells
+        }
+        assert position[error.cell, phase] == min(position.values()), "not the first in the order of the program"
 
 
 # ------------------------------------------------------------------------------------ what the caller is told
@@ -69,54 +257,15 @@ def test_the_traceback_leads_into_the_layer(pipe: Pipe, plan: Plan, phase: str) 
 
 
 @every_phase
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("message"),
-        KeyError("key"),
-        StopIteration("value"),
-        StopAsyncIteration("value"),
-        AssertionError(),
-        RuntimeError("generator raised StopIteration"),
-        MemoryError(),
-        torch.OutOfMemoryError("device is full"),
-        KeyboardInterrupt(),
-        SystemExit(3),
-        GeneratorExit(),
-        asyncio.CancelledError(),
-        ExceptionGroup("group", [ValueError("first"), ValueError("second")]),
-        type("NeedsNothing", (BaseException,), {})(),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_any_exception_is_raised_as_it_is(pipe: Pipe, plan: Plan, error: BaseException, phase: str) -> None:
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_any_exception_is_raised_as_it_is(pipe: Pipe, plan: Plan, kind: type[BaseException], phase: str) -> None:
     """The caller gets the same instance, whatever exception it is."""
     model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
+    error = kind(*ERRORS[kind])
     plan.add((0, 1), phase, error)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(kind) as caught:
         step(model, 2)
     assert caught.value is error
-    plan.faults.clear()
-    step(model, 2)
-
-
-def test_one_instance_raised_again_and_again(pipe: Pipe, devices: Devices, plan: Plan) -> None:
-    """The notes do not accumulate, and the last place is among them."""
-    error = ValueError("the only one")
-    model = pipe(build(plan, 2), [2, 2], chunks=3, checkpoint="always")
-    plan.add((0, 1), "forward", error)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="the only one"):
-            model(rows(3))
-    assert error.__notes__ == [note((0, 1), 3, devices(2)[1], "forward")]
-
-    plan.faults.clear()
-    plan.add((1, 0), "recomputation", error)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="the only one"):
-            step(model, 3)
-    assert error.__notes__[-1] == note((1, 0), 3, devices(2)[0], "recomputation")
-    assert len(error.__notes__) == len(set(error.__notes__))
 
 
 def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
@@ -134,34 +283,8 @@ def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
 # ------------------------------------------------------------------------------------------------------ order
 
 
-@given(data=st.data())
-def test_the_first_in_schedule_order_wins(devices: Devices, data: st.DataObject) -> None:
-    m, n = data.draw(st.integers(1, 5), label="m"), data.draw(st.integers(1, 4), label="n")
-    mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
-    cells = st.tuples(st.integers(0, m - 1), st.integers(0, n - 1))
-    failing = data.draw(st.sets(cells, min_size=1, max_size=4))
-    plan = Plan()
-    model = GPipe(build(plan, n), [2] * n, devices=devices(n), chunks=m, checkpoint=mode)
-    for cell in failing:
-        plan.add(cell, "forward")
-
-    with pytest.raises(Fault) as caught:
-        model(rows(m))
-
-    first = in_schedule_order(failing)[0]
-    assert caught.value.cell == first
-    assert caught.value.__notes__ == [note(first, m, devices(n)[first[1]], "forward")]
-    # All cells before it have run, and no cell of a later clock.
-    started = [cell for cell, _ in plan.runs]
-    before = in_schedule_order((i, j) for i in range(m) for j in range(n))
-    before = before[: before.index(first) + 1]
-    assert set(before) <= set(started)
-    assert max(map(sum, started)) == sum(first)
-    assert len(started) == len(set(started))
-
-
 @pytest.mark.parametrize("slow", [0, 1])
-def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, plan: Plan, slow: int) -> None:
     """Cells of one clock fail at the same time, on devices that need not take turns.
 
     Both have started before one of them fails; the other fails after the first has finished.
@@ -170,18 +293,16 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
     both_started = threading.Barrier(2, timeout=30)
     fast_is_through = threading.Event()
 
-    def fails(j: int, input: Tensor) -> Tensor:
-        cell = int(input[0, 0].item()), j
-        if sum(cell) == 1:
-            both_started.wait()
-            if j == slow:
-                assert fast_is_through.wait(timeout=30)
-            fast_is_through.set()
-            raise Fault(cell, "forward")
-        return input
+    def fails(cell: Cell) -> None:
+        both_started.wait()
+        if cell[1] == slow:
+            assert fast_is_through.wait(timeout=30)
+        fast_is_through.set()
+        raise Fault(cell, "forward")
 
-    layers = nn.Sequential(*[Apply(partial(fails, j)) for j in range(2)])
-    model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
+    model = GPipe(build(plan, 2), [2, 2], devices=["cpu:0", "cpu:1"], chunks=2)
+    for cell in ((0, 1), (1, 0)):
+        plan.add(cell, "forward", partial(fails, cell))
     for _ in range(2):
         fast_is_through.clear()
         with pytest.raises(Fault) as caught:
@@ -199,48 +320,6 @@ def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(monkeypatch: pytes
         model(rows(3))
     started = {cell for cell, _ in plan.runs}
     assert (2, 0) in started and (0, 2) not in started
-
-
-@given(data=st.data())
-def test_any_faults(devices: Devices, data: st.DataObject) -> None:
-    """For any cells and phases, the caller gets a planned error with its place, and the model then works as before."""
-    m, n = data.draw(st.integers(1, 4), label="m"), data.draw(st.integers(1, 3), label="n")
-    mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
-    cells = st.tuples(st.integers(0, m - 1), st.integers(0, n - 1))
-    plan = Plan()
-    layers = build(plan, n)
-    # M in a note is the number of micro-batches, which may be less than chunks.
-    model = GPipe(layers, [2] * n, devices=devices(n), chunks=m + data.draw(st.integers(0, 3)), checkpoint=mode)
-    before = copy.deepcopy(layers.state_dict())
-    expected = plain_outcome(layers, rows(m), chunks=m)
-    stop = {"always": m, "except_last": m - 1, "never": 0}[mode]
-
-    for _ in range(data.draw(st.integers(1, 3), label="steps")):
-        plan.faults.clear()
-        for cell, phase in data.draw(st.sets(st.tuples(cells, st.sampled_from(PHASES)), max_size=4)):
-            plan.add(cell, phase)
-        happens = {(c, p) for c, p in plan.faults if p != "recomputation" or c[0] < stop}
-        layers.zero_grad()
-        try:
-            step(model, m)
-        except Fault as error:
-            assert (error.cell, error.phase) in happens
-            if error.phase == "forward" or error.cell[0] < stop:
-                i, j = error.cell
-                assert error.__notes__ == [note((i, j), m, devices(n)[j], error.phase)]
-                assert traceback.format_exception(error)[-1].rstrip() == error.__notes__[0]
-            elif mode == "never":  # None of our code runs at backward.
-                assert not hasattr(error, "__notes__")
-        else:
-            assert not happens
-        assert not is_checkpointing() and not is_recomputing() and torch.is_grad_enabled()
-
-        assert all(int(layer.count) == int(layer.norm.num_batches_tracked) for layer in layers[::2])
-
-    plan.faults.clear()
-    layers.zero_grad()
-    layers.load_state_dict(before)
-    assert_same(outcome(model, rows(m)), expected)
 
 
 # ------------------------------------------------------------------------------------------------- afterwards
@@ -265,24 +344,6 @@ def test_backward_can_be_tried_again(pipe: Pipe, plan: Plan) -> None:
         assert torch.equal(parameter.grad, expected.param_grads[name])
 
 
-def test_batch_norm_counts_right_after_a_fault(pipe: Pipe, plan: Plan) -> None:
-    """The scratch statistics of a failed recomputation do not stay in the layer."""
-    layers = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5).double(), Layer(plan, 0))
-    layers[0].weight.data.zero_()  # the index of the micro-batch, which the next layer reads, becomes 0
-    model = pipe(layers, [2], chunks=1, checkpoint="always")
-    statistics = dict(layers.named_buffers())
-    output = model(rows(4))
-    expected = {name: buffer.clone() for name, buffer in statistics.items()}
-
-    plan.add((0, 0), "recomputation")
-    with pytest.raises(Fault):
-        output.sum().backward()
-    now = dict(layers.named_buffers())
-    assert all(now[name] is buffer for name, buffer in statistics.items())
-    assert all(torch.equal(now[name], buffer) for name, buffer in expected.items())
-    assert layers[0].num_batches_tracked == 1
-
-
 # --------------------------------------------------------------------------------------------------- no leaks
 
 
@@ -303,12 +364,51 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
         # After an error, the autograd engine's queue keeps its ready tasks until the next backward.
         torch.ones((), requires_grad=True).backward()
         assert plan.storages
-        assert plan.alive == 0
+        assert not plan.alive("forward") and not plan.alive("recomputation")
     finally:
         gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.on_late
+@every_phase
+@pytest.mark.parametrize("steps", [True, False], ids=["step", "backward"])
+def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
+    """A signal arrives while a layer computes: the main thread waits for this layer, or runs it."""
+
+    def press() -> None:
+        plan.faults.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def run() -> None:
+        if steps:
+            model.step(rows(2))
+        else:
+            step(model, 2)
+
+    options = {"chunks": 2, "checkpoint": "always", "schedule": "GPipe", "loss_fn": lambda y, _: y.sum()}
+    model = pipe(build(plan, 3), [2, 2, 2], **options)
+    run()
+    grads = grads_of(model)
+    values = copies(grads)
+    plan.add((0, 1), phase, press)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    for grad, before, value in zip(grads_of(model), grads, values, strict=True):
+        assert grad is before and (not steps or torch.equal(grad, value))
+    with suppress(KeyboardInterrupt):
+        run()
+    if steps:
+        assert_equal(grads_of(model), [2 * value for value in values])
+    model.zero_grad()
+    run()
+    assert_equal(grads_of(model), values)
 
 
 @pytest.mark.timeout(60)

@@ -1,6 +1,6 @@
 """Neighbouring partitions on one device are one cell of a step, where that changes nothing but the host's time.
 
-`test_step_transparency` and `test_step_faults` draw models whose partitions are joined.
+`test_transparency` and `test_faults` draw models whose partitions are joined.
 """
 
 from __future__ import annotations

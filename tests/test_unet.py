@@ -20,7 +20,7 @@ sys.path.append(str(ROOT / "examples"))
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from unet import counted_step, draw_images, intersections_over_unions, main, unet, without_portals  # noqa: E402
+from unet import counted_step, draw_images, main, unet, without_portals  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -71,19 +71,6 @@ def test_what_is_copied_is_counted(checkpoint: str, chunks: int) -> None:
         devices = ["cpu:0", "cpu:1", "cpu:2"]
         _, copied = counted_step(layers, input, [2, 2, 2], devices, chunks, checkpoint)
         assert copied == {**expected[way], **{(b, a): count for (a, b), count in expected[way].items()}}
-
-
-def test_images_of_a_seed_are_the_same_and_show_all_classes() -> None:
-    images, classes = draw_images(32, 16, torch.Generator().manual_seed(0))
-    again, _ = draw_images(32, 16, torch.Generator().manual_seed(0))
-    assert torch.equal(images, again)
-    assert classes.unique().tolist() == [0, 1, 2, 3]
-
-
-def test_intersections_over_unions() -> None:
-    assert intersections_over_unions(torch.tensor([0, 0, 1, 1, 3]), torch.tensor([0, 1, 1, 1, 2])) == pytest.approx(
-        [1 / 2, 2 / 3, 0, 0]
-    )
 
 
 def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from torchgpipe.model.settings import (
     fixed,
     verify_checkpoint_or_layers,
     verify_chunks,
+    verify_functions,
 )
 from torchgpipe.model.verify import (
     verify_balance,
@@ -47,6 +48,7 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name
 from torchgpipe.schedule.programs import USUAL, given_or_usual
 from torchgpipe.skip.verify import verify_skippables
@@ -165,6 +167,7 @@ class GPipe(nn.Module):
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._lock = StepLock()
+        verify_functions(loss_fn=loss_fn, weight=weight)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self.schedule = given_or_usual(schedule, offload=bool(offload))
@@ -335,6 +338,7 @@ class GPipe(nn.Module):
             replicas=self._replicas,
             schedule=schedule,
             lock=self._lock,
+            random_numbers=RandomNumbers(self, devices),
             host_memory=self._host_memory,
             watches=kind is not None and kind not in self._watched,
         )
@@ -350,10 +354,10 @@ class GPipe(nn.Module):
             optimizer.step()
             optimizer.zero_grad()
 
-        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Random
-        numbers of a layer depend on the step, the micro-batch and the layer only, so dropout is the same for any
-        balance, schedule, checkpoint mode and number of devices. A micro-batch whose backward through a partition comes
-        next on its device is not recomputed there.
+        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Each
+        micro-batch has a seed in each step, so dropout is the same for any balance, schedule, checkpoint mode and
+        number of devices. A micro-batch whose backward through a partition comes next on its device is not recomputed
+        there.
 
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of

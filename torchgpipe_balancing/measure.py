@@ -14,7 +14,6 @@ from dataclasses import astuple
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,11 @@ from torchgpipe.devices.device import default_device
 from torchgpipe.devices.memory import bytes_of, storages_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
+from torchgpipe_balancing.held import HeldBytes, Saved
 from torchgpipe_balancing.profiles import LayerProfile, Profile, Sizes, Times
 from torchgpipe_balancing.walk import Input, Output, gradients_of, layers_of, run, shapes_of, tensors_in, walk
 
-__all__ = ["Saved", "profile", "profile_sizes", "undisturbed"]
+__all__ = ["profile", "profile_sizes", "undisturbed"]
 
 T = TypeVar("T")
 
@@ -108,14 +108,6 @@ def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device | None =
         return walk(module, sample, place, _SizeCounter())
 
 
-class Saved:
-    """A tensor that autograd has saved, in a class that can be referred to weakly."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached, because an operation that saves its output would otherwise hold itself.
-        self.tensor = tensor.detach()
-
-
 class _SizeCounter:
     """Count what a layer keeps for backward, and what it owns.
 
@@ -126,18 +118,11 @@ class _SizeCounter:
         self._counted: set[int] = set()
 
     def __call__(self, layer: nn.Module, input: Input) -> tuple[Output, Sizes]:
-        # Weak, because a tensor that autograd drops before the layer returns is not kept.
-        saved: WeakSet[Saved] = WeakSet()
-
-        def pack(tensor: Tensor) -> Saved:
-            packed = Saved(tensor)
-            saved.add(packed)
-            return packed
-
-        with saved_tensors_hooks(pack, lambda packed: packed.tensor):
+        held = HeldBytes()
+        with saved_tensors_hooks(lambda tensor: Saved(tensor, held), lambda saved: saved.tensor):
             output = run(layer, input)
 
-        kept = storages_of(packed.tensor for packed in saved)
+        kept = dict(held.memories)  # A tensor that autograd has dropped before the layer returned is not kept.
         new = kept.keys() - storages_of(chain(layer.parameters(), layer.buffers())).keys() - self._counted
         # Without skips: they move to the host, and a later tensor can get their address.
         self._counted = (self._counted | new) & storages_of(tensors_in(output.value)).keys()

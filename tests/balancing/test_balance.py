@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-import torchgpipe.balance.balance
+import torchgpipe.balance
 import torchgpipe_balancing
+from tests.layers import Apply
 from tests.plain import run_plain
+from tests.skip.layers import pair
 from torchgpipe import GPipe
-from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe_balancing.planning.optimizer import states_of
+
+NEW, OLD = torchgpipe_balancing, torchgpipe.balance
 
 
 class Work(nn.Module):
@@ -35,48 +38,30 @@ class Work(nn.Module):
 @pytest.mark.parametrize(("times", "balance"), [([1, 1, 1, 400], [3, 1]), ([400, 1, 1, 1], [1, 3])])
 def test_by_time(times: list[int], balance: list[int]) -> None:
     module, sample = nn.Sequential(*map(Work, times)), torch.rand(100, 100)
-    assert torchgpipe_balancing.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0) == balance
-    assert torchgpipe.balance.balance_by_time(2, module, sample, device="cpu", timeout=0) == balance
+    assert NEW.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0) == balance
+    assert OLD.balance_by_time(2, module, sample, device="cpu", timeout=0) == balance
 
 
 def test_by_size() -> None:
     # Each row has 80 bytes of activations, and the last layer 40,000 bytes of parameters.
     module = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 500, bias=False))
     sample = torch.rand(1000, 20)
-    by_size = torchgpipe.balance.balance_by_size
-    assert torchgpipe_balancing.balance_by_size(module, sample, partitions=2, device="cpu") == [2, 2]
-    assert by_size(2, module, sample, device="cpu") == [2, 2]
-    assert by_size(2, module, sample, chunks=1000, device="cpu") == [3, 1]
-    assert by_size(2, module, sample, param_scale=10, device="cpu") == [3, 1]
-    balance = torchgpipe_balancing.balance_by_size(module, sample, partitions=3, device="cpu")
+    assert NEW.balance_by_size(module, sample, partitions=2, device="cpu") == [2, 2]
+    assert OLD.balance_by_size(2, module, sample, device="cpu") == [2, 2]
+    assert OLD.balance_by_size(2, module, sample, chunks=1000, device="cpu") == [3, 1]
+    assert OLD.balance_by_size(2, module, sample, param_scale=10, device="cpu") == [3, 1]
+    balance = NEW.balance_by_size(module, sample, partitions=3, device="cpu")
     model = GPipe(module, balance, devices=["cpu"] * 3, chunks=4)
     assert torch.equal(model(sample), run_plain(module, sample, chunks=4))
 
 
-@skippable(stash=["skip"])
-class Start(nn.Module):
-    def forward(self, input: Tensor) -> Any:
-        yield stash("skip", input)
-        return input
-
-
-@skippable(pop=["skip"])
-class End(nn.Module):
-    def forward(self, input: Tensor) -> Any:
-        skip = yield pop("skip")
-        return input + skip
-
-
 def test_models_with_skips() -> None:
     # The original raises a KeyError where a layer pops a skip that another layer has stashed.
-    inner, outer = Namespace(), Namespace()
-    module = nn.Sequential(
-        Start().isolate(outer), Work(1), Start().isolate(inner), Work(400), End().isolate(inner), End().isolate(outer)
-    )
-    sample = torch.rand(100, 100)
-    assert sum(torchgpipe_balancing.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0)) == 6
-    assert torchgpipe_balancing.balance_by_size(module, sample, partitions=2, device="cpu") == [2, 4]
-    assert torchgpipe.balance.balance_by_size(2, module, sample, device="cpu") == [2, 4]
+    (start, end), (inner_start, inner_end) = pair(), pair()
+    module, sample = nn.Sequential(start, Work(1), inner_start, Work(400), inner_end, end), torch.rand(100, 100)
+    assert sum(NEW.balance_by_time(module, sample, partitions=2, device="cpu", timeout=0)) == 6
+    assert NEW.balance_by_size(module, sample, partitions=2, device="cpu") == [3, 3]
+    assert OLD.balance_by_size(2, module, sample, device="cpu") == [3, 3]
     model = GPipe(module, [3, 3], devices=["cpu", "cpu"], chunks=4)
     assert torch.equal(model(sample), module(sample))
 
@@ -94,18 +79,15 @@ def test_the_functions_behind_the_signatures_keep_their_import_paths() -> None:
     sizes = profile_sizes(module, sample, 4, 3.0, torch.device("cuda"))
     assert sizes[1] == 100 * 20 * 4 // 4 + 20 * 100 * 4 * 3
     assert blockpartition.solve([1, 2, 3, 4, 5, 6], partitions=2) == [[1, 2, 3, 4], [5, 6]]
-    assert torchgpipe.balance.blockpartition.solve([7]) == [[7]]
+    assert OLD.blockpartition.solve([7]) == [[7]]
     with pytest.raises(ValueError, match="partitions"):
         blockpartition.solve([1], 2)
 
 
 def test_by_parameters() -> None:
     module = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10), nn.Linear(10, 30))
-    assert torchgpipe_balancing.balance_by_parameters(module, partitions=2) == [3, 1]
-    assert torchgpipe_balancing.balance_by_parameters(module.to("meta"), partitions=2) == [3, 1]
-
-
-NEW, OLD = torchgpipe_balancing, torchgpipe.balance
+    assert NEW.balance_by_parameters(module, partitions=2) == [3, 1]
+    assert NEW.balance_by_parameters(module.to("meta"), partitions=2) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -127,29 +109,27 @@ def test_signatures(function: Any, signature: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_stands_for_what_the_machine_has() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert torchgpipe.balance.balance_by_size(2, module, torch.rand(2, 4)) == [1, 1]
-    assert torchgpipe.balance.balance_by_time(2, module, torch.rand(2, 4), timeout=0) == [1, 1]
+    assert OLD.balance_by_size(2, module, torch.rand(2, 4)) == [1, 1]
+    assert OLD.balance_by_time(2, module, torch.rand(2, 4), timeout=0) == [1, 1]
 
 
-def test_mistakes_show_before_anything_is_measured() -> None:
-    class Untouched(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            raise AssertionError
-
-    module, sample = nn.Sequential(Untouched(), Untouched()), torch.rand(1)
-    for balance in (
-        lambda partitions: NEW.balance_by_time(module, sample, partitions=partitions),
-        lambda partitions: NEW.balance_by_size(module, sample, partitions=partitions),
-        lambda partitions: NEW.balance_by_parameters(module, partitions=partitions),
-        lambda partitions: OLD.balance_by_time(partitions, module, sample),
-        lambda partitions: OLD.balance_by_size(partitions, module, sample),
-    ):
-        with pytest.raises(ValueError, match="2 layers cannot be split into 3 partitions: one would be empty"):
-            balance(3)
-        with pytest.raises(ValueError, match="partitions must be 1 or more, not 0"):
-            balance(0)
-    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned, not Untouched"):
-        torchgpipe_balancing.balance_by_parameters(Untouched(), partitions=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "balance",
+    [
+        lambda module, n: NEW.balance_by_time(module, torch.rand(1), partitions=n),
+        lambda module, n: NEW.balance_by_size(module, torch.rand(1), partitions=n),
+        lambda module, n: NEW.balance_by_parameters(module, partitions=n),
+        lambda module, n: OLD.balance_by_time(n, module, torch.rand(1)),
+        lambda module, n: OLD.balance_by_size(n, module, torch.rand(1)),
+    ],
+)
+def test_mistakes_show_before_anything_is_measured(balance: Any) -> None:
+    untouched = Apply(lambda _: pytest.fail("a layer ran"))
+    for n, message in [(3, "2 layers cannot be split into 3 partitions"), (0, "partitions must be 1 or more, not 0")]:
+        with pytest.raises(ValueError, match=message):
+            balance(nn.Sequential(untouched, untouched), n)
+    with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned, not Apply"):
+        balance(untouched, 1)
 
 
 #: The optimizers of the documented table, under the table's words.
@@ -177,6 +157,6 @@ def test_table_of_optimizers() -> None:
 
 
 def test_public_names() -> None:
-    for package in (torchgpipe_balancing, torchgpipe.balance):
+    for package in (NEW, OLD):
         assert all(getattr(package, name).__doc__ for name in package.__all__)
-    assert torchgpipe_balancing.Report is torchgpipe_balancing.Profile
+    assert NEW.Report is NEW.Profile

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.accelerator import DEVICE, KIND, backend, needs_accelerator
-from tests.layers import Apply
+from tests.balancing.planning.models import state_of
+from tests.layers import Apply, Using
+from tests.skip.layers import Pop, Stash, pair
 from torchgpipe.pipe import PipeSequential
-from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.skip.tracker import current_skip_tracker
 from torchgpipe_balancing import Profile, measure, profile
 
@@ -29,48 +30,19 @@ def quick(module: nn.Sequential, sample: Any, **options: Any) -> Profile:
     return profile(module, sample, **{"timeout": 0, "device": "cpu", **options})
 
 
-def sizes(measured: Profile, name: str) -> list[int]:
+def column(measured: Profile, name: str) -> list[Any]:
     return [row[name] for row in measured.rows()]
 
 
-# -- Layers for the cases below --
+def made(*layers: nn.Module | Callable[..., Any]) -> nn.Sequential:
+    return nn.Sequential(*[one if isinstance(one, nn.Module) else Apply(one) for one in layers])
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    """A layer that stashes a function of the input and returns the input."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, input: Tensor) -> Any:
-        yield stash("skip", self.function(input))
-        return input
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(shape, requires_grad=True)
 
 
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    """A layer that joins the skip and the input by a function."""
-
-    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, input: Tensor) -> Any:
-        skip = yield pop("skip")
-        return self.function(input, skip)
-
-
-class Graph(nn.Module):
-    """A layer with a sparse matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("adjacency", torch.eye(100).to_sparse())
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.sparse.mm(self.adjacency, input)
+# -- Sizes --
 
 
 class Checkpointed(nn.Sequential):
@@ -87,16 +59,10 @@ def embedded(batch: dict[str, Any]) -> tuple[Tensor, list[Any]]:
     return torch.ones(10, 3, requires_grad=True)[batch["tokens"]], [batch["mask"], None]
 
 
-def summed(pair: tuple[Tensor, list[Any]]) -> Tensor:
-    hidden, (mask, nothing) = pair
+def summed(given: tuple[Tensor, list[Any]]) -> Tensor:
+    hidden, (mask, nothing) = given
     assert nothing is None
     return (hidden * mask[..., None]).sum(1)
-
-
-def frozen_first() -> nn.Sequential:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
-    module[0].requires_grad_(False)
-    return module
 
 
 def sharing() -> nn.Sequential:
@@ -107,31 +73,21 @@ def sharing() -> nn.Sequential:
 
 def nested_skips() -> nn.Sequential:
     """Return layers with skips in several namespaces, one of which does not leave a block."""
-    inner, outer, other = Namespace(), Namespace(), Namespace()
-    block = [Stash(torch.neg).isolate(inner), nn.Tanh(), Pop(torch.mul).isolate(inner), Pop(torch.add).isolate(other)]
-    return nn.Sequential(
-        Stash(torch.exp).isolate(outer),
-        Stash(torch.tanh).isolate(other),
-        nn.Sequential(*block),
-        Pop(torch.mul).isolate(outer),
+    (stash, pop), (outer, outer_pop), (other, other_pop) = (
+        pair(torch.neg, torch.mul),
+        pair(torch.exp, torch.mul),
+        pair(),
     )
+    return nn.Sequential(outer, other, nn.Sequential(stash, nn.Tanh(), pop, other_pop), outer_pop)
 
 
-def made(*layers: nn.Module | Callable[..., Any]) -> Callable[[], nn.Sequential]:
-    return lambda: nn.Sequential(*[one if isinstance(one, nn.Module) else Apply(one) for one in layers])
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.rand(shape, requires_grad=True)
-
-
+SPARSE = torch.eye(100).to_sparse()
 TOKENS = {"tokens": torch.arange(6).view(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool)}
-
-# -- Sizes --
+FROZEN = [nn.Linear(3, 3).requires_grad_(False), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()]
 
 #: What it is about, the model, the sample, and the bytes for each layer: of activations (A), parameters (P), buffers
 #: (B) and outputs (O).
-SIZES: dict[str, tuple[Callable[[], nn.Sequential], Any, str]] = {
+SIZES: dict[str, tuple[nn.Sequential, Any, str]] = {
     # The norm keeps its input, mean and variance, but no running statistics.
     "what a layer owns is no activation": (
         made(nn.Linear(3, 5), nn.BatchNorm1d(5, affine=False)),
@@ -144,20 +100,20 @@ SIZES: dict[str, tuple[Callable[[], nn.Sequential], Any, str]] = {
     "passes by": (made(twice, lambda xy: (xy[0] + 1, xy[1]), lambda xy: xy[0] * xy[1]), leaf(4), "A 16 0 16"),
     "freed by autograd": (made(lambda x: x + x.exp().detach()), leaf(4), "A 0"),
     "a view keeps its storage": (made(lambda x: (x * torch.ones(1000)[:4]).sum()), leaf(4), "A 4000"),
-    "frozen": (frozen_first, torch.rand(4, 3), "A 0 0 48 48 P 48 0 48 0"),
-    "sparse": (made(nn.Linear(2, 2), Graph()), torch.rand(100, 2), "B 0 0 A 800 0"),
-    "shared parameters": (sharing, torch.rand(2, 4), "P 80 0 80 80"),
+    "frozen": (made(*FROZEN), torch.rand(4, 3), "A 0 0 48 48 P 48 0 48 0"),
+    "sparse": (made(nn.Linear(2, 2), lambda x: torch.sparse.mm(SPARSE, x)), torch.rand(100, 2), "B 0 0 A 800 0"),
+    "shared parameters": (sharing(), torch.rand(2, 4), "P 80 0 80 80"),
     "integers, None and containers": (made(embedded, summed), TOKENS, "O 78 24"),
     "no gradient": (
         made(nn.Linear(4, 4), lambda x: x.argmax(1), nn.Embedding(4, 3), nn.Linear(3, 1)),
         torch.rand(5, 4),
         "A 80 0 40 60",
     ),
-    # A skip is an output. exp keeps its result, and a product both factors, one of which is the skip.
-    "a skip is kept": (made(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), leaf(2, 4), "O 64 32 32 A 32 32 32"),
-    "a skip is not kept": (made(Stash(torch.neg), nn.Tanh(), Pop(torch.add)), leaf(2, 4), "A 0 32 0"),
-    # No skip leaves the block: the skip is kept once, for the product.
-    "several namespaces": (nested_skips, leaf(2, 4), "O 64 64 32 32 A 32 32 64 64"),
+    # A skip is an output. exp keeps its result, sin its input, and a product both factors, one of which is the skip.
+    "a skip is kept": (made(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), leaf(2, 4), "O 64 32 32 A 64 32 32"),
+    "a skip is not kept": (made(Stash(torch.neg), nn.Tanh(), Pop(torch.add)), leaf(2, 4), "A 32 32 0"),
+    # The skip that does not leave the block is kept once, for the product.
+    "several namespaces": (nested_skips(), leaf(2, 4), "O 64 64 32 32 A 64 32 128 64"),
     "checkpointed": (made(Checkpointed(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))), leaf(2, 4), "A 32"),
     "no layers": (made(), torch.rand(1), "A"),
 }
@@ -166,12 +122,12 @@ SIZES: dict[str, tuple[Callable[[], nn.Sequential], Any, str]] = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name: str) -> None:
-    make, sample, expected = SIZES[name]
-    measured = quick(make(), sample)
-    for column in re.findall("[A-Z][ 0-9]*", expected):
-        name = {"A": "activations", "P": "parameters", "B": "buffers", "O": "output"}[column[0]]
-        assert sizes(measured, name) == [int(number) for number in column[1:].split()]
-    assert [layer.name for layer in measured.layers] == [str(k) for k in range(len(measured.layers))]
+    module, sample, expected = SIZES[name]
+    measured = quick(module, sample)
+    for words in re.findall("[A-Z][ 0-9]*", expected):
+        of = {"A": "activations", "P": "parameters", "B": "buffers", "O": "output"}[words[0]]
+        assert column(measured, of) == [int(number) for number in words[1:].split()]
+    assert column(measured, "layer") == [str(k) for k in range(len(module))]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -179,36 +135,34 @@ def test_gradients_are_profiled_whatever_the_caller_is_in(mode: Callable[[], Any
     with mode():
         measured = quick(nn.Sequential(nn.Linear(4, 4)), torch.rand(2, 4))
         assert not torch.is_grad_enabled()
-    assert sizes(measured, "activations") == [32]
+    assert column(measured, "activations") == [32]
 
 
 def test_autocast_of_the_caller_holds_and_keeps_nothing_from_run_to_run() -> None:
     gradients: list[Tensor] = []
     weights: list[weakref.ref[Tensor]] = []
 
-    class Watched(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                self.weight.register_hook(gradients.append)  # type: ignore[no-untyped-call]
-            weights.append(weakref.ref(self.weight))
-            assert all(weight() is None or weight() is self.weight for weight in weights)
-            return super().forward(input)
+    def watched(linear: nn.Linear, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            linear.weight.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+        weights.append(weakref.ref(linear.weight))
+        assert all(weight() is None or weight() is linear.weight for weight in weights)
+        return linear(input)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        measured = quick(nn.Sequential(Watched(4, 4, bias=False), Watched(4, 4, bias=False)), torch.rand(8, 4))
+        measured = quick(nn.Sequential(Using(watched, bias=False), Using(watched, bias=False)), torch.rand(8, 4))
         assert len(gradients) == 4  # the cast in the run without gradients has no graph
         assert {weight() for weight in weights} == {None}
     # The second layer also keeps its cast weight, for the gradient of its input.
-    assert (sizes(measured, "output"), sizes(measured, "activations")) == ([64, 64], [64, 64 + 32])
+    assert (column(measured, "output"), column(measured, "activations")) == ([64, 64], [64, 64 + 32])
 
 
 def test_a_stash_that_is_gone_hides_no_activation() -> None:
     """A later layer may keep a tensor at the address of a freed stash."""
-    ends = Namespace(), Namespace()
-    stashes = [Stash(function).isolate(end) for function, end in zip([torch.exp, torch.tanh], ends)]
-    module = nn.Sequential(*stashes, *[Pop(torch.add).isolate(end) for end in ends])
+    (first, first_pop), (second, second_pop) = pair(torch.exp, torch.add), pair(torch.tanh, torch.add)
+    module = nn.Sequential(first, second, first_pop, second_pop)
     for _ in range(20):
-        assert sizes(quick(module, leaf(1 << 10)), "activations") == [4096, 4096, 0, 0]
+        assert column(quick(module, leaf(1 << 10)), "activations") == [2 * 4096, 2 * 4096, 0, 0]
 
 
 LAYERS: list[Callable[[], nn.Module]] = [
@@ -221,10 +175,9 @@ LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.Dropout(0.5),
     lambda: nn.Dropout(0.5, inplace=True),
     nn.Tanh,
-    nn.Softmax,
+    lambda: nn.Softmax(1),
     nn.Identity,
-    lambda: nn.Unflatten(1, (2, 2)),
-    nn.Flatten,
+    lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten()),
     lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
 ]
 
@@ -244,20 +197,11 @@ def kept(module: nn.Sequential, input: Tensor) -> int:
     return sum(storage.nbytes() for address, storage in storages.items() if address not in own)
 
 
-@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
-@given(st.lists(st.integers(0, len(LAYERS) - 1), max_size=7), st.booleans())
-def test_activations_add_up_to_those_of_the_model(which: list[int], requires_grad: bool) -> None:
-    made: list[nn.Module] = []
-    flat = True
-    for index in which:
-        layer = LAYERS[index]()
-        if flat or isinstance(layer, nn.Flatten | nn.ReLU | nn.Tanh | nn.Dropout | nn.Identity):
-            made.append(layer)
-            flat = isinstance(layer, nn.Flatten) or (flat and not isinstance(layer, nn.Unflatten))
-    module = nn.Sequential(*made)
-
+@given(st.lists(st.sampled_from(LAYERS), max_size=7), st.booleans())
+def test_activations_add_up_to_those_of_the_model(which: list[Callable[[], nn.Module]], requires_grad: bool) -> None:
+    module = nn.Sequential(*[make() for make in which])
     sample = torch.rand(6, 4, requires_grad=requires_grad)
-    assert sum(sizes(quick(module, sample), "activations")) == kept(module, sample * 1)
+    assert sum(column(quick(module, sample), "activations")) == kept(module, sample * 1)
 
 
 # -- Times --
@@ -266,11 +210,25 @@ def test_activations_add_up_to_those_of_the_model(which: list[int], requires_gra
 class Clock:
     """A clock that only layers move, so that every time is known in advance."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def perf_counter(self) -> float:
         return self.now
+
+    def move(self, seconds: float) -> None:
+        self.now += seconds
+
+    def slow(self, forward: float, backward: float) -> nn.Module:
+        """Return a layer that moves the clock by known times."""
+
+        def run(linear: nn.Linear, input: Tensor) -> Tensor:
+            self.move(forward)
+            output: Tensor = linear(input)
+            if output.requires_grad:
+                output.register_hook(lambda _: self.move(backward))
+            return output
+
+        return Using(run)
 
 
 @pytest.fixture
@@ -280,75 +238,61 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Slow(nn.Module):
-    """A layer that moves the clock by known times."""
-
-    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
-        super().__init__()
-        self.clock, self.seconds, self.backward_seconds = clock, forward, backward
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slow:
-        copied = Slow(self.clock, self.seconds, self.backward_seconds)
-        copied.weight.requires_grad_(self.weight.requires_grad)
-        return copied
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.clock.now += self.seconds
-        output = input * self.weight
-        if output.requires_grad:
-            output.register_hook(self.slow_backward)
-        return output
-
-    def slow_backward(self, gradient: Tensor) -> None:
-        self.clock.now += self.backward_seconds
-
-
 def test_times(clock: Clock) -> None:
-    measured = profile(nn.Sequential(Slow(clock, 1, 2), Slow(clock, 3, 10)), torch.rand(4), device="cpu", timeout=100)
+    measured = profile(nn.Sequential(clock.slow(1, 2), clock.slow(3, 10)), torch.rand(4), device="cpu", timeout=100)
     first, second = (layer.times for layer in measured.layers)
-
     assert (first.forward, first.recompute, first.backward) == (1, 1, 2)
     assert (second.forward, second.recompute, second.backward) == (3, 3, 10)
-    assert first.total() == 4
-    assert first.total(recompute=False) == 3
+    assert (first.total(), first.total(recompute=False)) == (4, 3)
     # A round has three forwards, the first one untimed, and a backward: 3 * 4 + 12.
     assert measured.rounds == 5
     assert "20% of the time is recomputation" in str(measured)
 
 
-def test_frozen_layers_are_neither_recomputed_nor_run_backward(clock: Clock) -> None:
-    module = nn.Sequential(Slow(clock, 1, 2), Slow(clock, 1, 2), Slow(clock, 1, 2), Slow(clock, 1, 2))
-    module[0].requires_grad_(False)
-    module[2].requires_grad_(False)
-    measured = quick(module, torch.rand(4))
-
-    # Layer 2 has no gradient of its own, but the earlier layer 1 has.
-    assert [row["recompute"] for row in measured.rows()] == [0, 1, 1, 1]
-    assert [row["backward"] for row in measured.rows()] == [0, 2, 2, 2]
-    assert [row["forward"] for row in measured.rows()] == [1, 1, 1, 1]
-
-
 def test_median_over_rounds(clock: Clock) -> None:
     seconds = iter([9, *[9, 1, 1], *[9, 1, 5], *[9, 1, 3]])
-    module = nn.Sequential(Apply(lambda x: setattr(clock, "now", clock.now + next(seconds)) or x))
-    sample = torch.rand(4, requires_grad=True)
-    measured = profile(module, sample, device="cpu", timeout=27)
+    measured = profile(made(lambda x: clock.move(next(seconds)) or x), leaf(4), device="cpu", timeout=27)
     assert measured.rounds == 3
     assert measured.layers[0].times.forward == 3
 
 
+def test_only_what_has_a_gradient_is_recomputed_and_runs_backward(clock: Clock) -> None:
+    def frozen() -> nn.Module:
+        return clock.slow(1, 2).requires_grad_(False)
+
+    def slow(input: Tensor) -> Tensor:
+        clock.move(1)
+        output = input * 1
+        output.requires_grad and output.register_hook(lambda _: clock.move(2))
+        return output
+
+    for module, sample, forward, recompute, backward in [
+        # Layer 2 has no gradient of its own, but the earlier layer 1 has.
+        (
+            made(frozen(), clock.slow(1, 2), frozen(), clock.slow(1, 2)),
+            torch.rand(4),
+            [1] * 4,
+            [0, 1, 1, 1],
+            [0, 2, 2, 2],
+        ),
+        # The gradient of a skip is part of backward of the layer that stashes it.
+        (made(Stash(slow), Pop(torch.add)), leaf(4), [1, 0], [1, 0], [2, 0]),
+        # The skip alone has a gradient, because the sample needs none.
+        (
+            made(Stash(lambda x: x.clone().requires_grad_()), Pop(lambda x, skip: x.detach() + slow(skip))),
+            torch.rand(4),
+            [0, 1],
+            [0, 1],
+            [0, 2],
+        ),
+    ]:
+        measured = quick(module, sample)
+        assert column(measured, "forward") == forward
+        assert column(measured, "recompute") == recompute
+        assert column(measured, "backward") == backward
+
+
 # -- Unchanged by profiling --
-
-
-def state_of(module: nn.Module) -> list[Any]:
-    tensors = [*module.parameters(), *module.buffers()]
-    return [
-        [(tensor.data_ptr(), tensor._version, tensor.tolist(), tensor.device) for tensor in tensors],
-        [None if p.grad is None else (p.grad.data_ptr(), p.grad.tolist()) for p in module.parameters()],
-        [(m.training, len(m._forward_hooks), sorted(vars(m))) for m in module.modules()],
-        torch.get_rng_state().tolist(),
-    ]
 
 
 def test_all_stays_as_it_was_and_layers_run_in_training_mode() -> None:
@@ -395,16 +339,17 @@ def test_one_copy_at_a_time() -> None:
 
 def test_layers_that_work_in_place() -> None:
     # Doubling makes a second run on the same tensor visible, and a leaf must not be changed in place at all.
-    runs: list[float] = []
+    seen: list[float] = []
 
-    def doubled(x: Tensor) -> Tensor:
-        x.mul_(2)
-        runs.append(x.flatten()[0].item())
+    def doubled(x: Tensor, skip: Tensor | None = None) -> Tensor:
+        seen.append((x if skip is None else skip).mul_(2).flatten()[0].item())
         return x
 
-    sample = torch.ones(2, 2, requires_grad=True)
-    quick(nn.Sequential(Apply(doubled), Apply(doubled), nn.Linear(2, 2), nn.ReLU(inplace=True)), sample)
-    assert sorted(set(runs)) == [2, 4]
+    quick(made(doubled, doubled, nn.Linear(2, 2), nn.ReLU(inplace=True)), torch.ones(2, 2, requires_grad=True))
+    assert {*seen} == {2, 4}
+    seen.clear()
+    quick(made(Stash(torch.ones_like), nn.ReLU(inplace=True), Pop(doubled)), torch.rand(4))
+    assert {*seen} == {2}
 
 
 class Attend(nn.Module):
@@ -433,35 +378,16 @@ def test_a_tuple_is_several_arguments_of_the_first_layer_that_takes_them() -> No
 def test_a_tuple_is_one_argument_of_a_later_layer_unless_the_module_hands_on_several() -> None:
     """As in GPipe and in `torchgpipe.pipe.Pipe`."""
     seen: list[int] = []
-    pair = Apply(lambda x: (x, x.exp()))
+    doubled = Apply(lambda x: (x, x.exp()))
     count = Apply(lambda *values: (seen.append(len(values)), values[0])[1])
     for kind, several in [(nn.Sequential, 1), (PipeSequential, 2)]:
         seen.clear()
-        quick(kind(pair, count), torch.rand(2, 3))
+        quick(kind(doubled, count), torch.rand(2, 3))
         assert {*seen} == {several}
     quick(PipeSequential(nn.Bilinear(3, 3, 4), nn.ReLU()), (torch.rand(2, 3),) * 2)
     with pytest.raises(TypeError, match="input2") as raised:
-        quick(nn.Sequential(pair, nn.Bilinear(3, 3, 4)), torch.rand(2, 3))
+        quick(nn.Sequential(doubled, nn.Bilinear(3, 3, 4)), torch.rand(2, 3))
     assert "while profiling layer '1' (Bilinear) with input (2, 3) float32, (2, 3) float32" in raised.value.__notes__[0]
-
-
-def test_gradients_of_skips_are_part_of_backward(clock: Clock) -> None:
-    def slow(input: Tensor) -> Tensor:
-        return Slow(clock, 3, 10)(input)
-
-    stashing = quick(nn.Sequential(Stash(slow), Pop(torch.add)), torch.rand(4, requires_grad=True))
-    assert [row["forward"] for row in stashing.rows()] == [3, 0]
-    assert [row["recompute"] for row in stashing.rows()] == [3, 0]
-    assert [row["backward"] for row in stashing.rows()] == [10, 0]
-
-    # The skip alone has a gradient, because the sample needs none.
-    popping = nn.Sequential(
-        Stash(lambda input: input.clone().requires_grad_()),
-        Pop(lambda input, skip: input.detach() + slow(skip)),
-    )
-    measured = quick(popping, torch.rand(4))
-    assert [row["recompute"] for row in measured.rows()] == [0, 3]
-    assert [row["backward"] for row in measured.rows()] == [0, 10]
 
 
 @pytest.mark.parametrize(
@@ -481,7 +407,7 @@ def test_skips_need_gradient_as_at_their_stash(function: Callable[[Tensor], Any]
             seen.add(skip if skip is None else (skip.requires_grad, skip.dtype, skip.shape))
         return input
 
-    quick(nn.Sequential(Stash(function), nn.Tanh(), Pop(noted)), torch.rand(4, 3, requires_grad=True))
+    quick(made(Stash(function), nn.Tanh(), Pop(noted)), leaf(4, 3))
     assert seen == {expected}
 
 
@@ -495,27 +421,15 @@ def test_skips_are_cut_off() -> None:
             output.register_hook(gradients.append)  # type: ignore[no-untyped-call]
         return output
 
-    quick(nn.Sequential(Stash(watched), Pop(torch.mul)), torch.rand(4, requires_grad=True))
+    quick(made(Stash(watched), Pop(torch.mul)), leaf(4))
     assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once per backward
-
-
-def test_skips_that_layers_change_in_place() -> None:
-    # A second run must not see the skip as the first run changed it.
-    seen: list[float] = []
-
-    def doubled(input: Tensor, skip: Tensor) -> Tensor:
-        seen.append(skip.mul_(2).flatten()[0].item())
-        return input + skip
-
-    quick(nn.Sequential(Stash(torch.ones_like), nn.ReLU(inplace=True), Pop(doubled)), torch.rand(4))
-    assert set(seen) == {2}
 
 
 def test_skips_leave_nothing_in_the_thread() -> None:
     tracker = current_skip_tracker()
-    quick(nn.Sequential(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), torch.rand(4))
+    quick(made(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), torch.rand(4))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        quick(nn.Sequential(Stash(torch.exp), nn.Linear(1, 1), Pop(torch.mul)), torch.rand(4, 4))
+        quick(made(Stash(torch.exp), nn.Linear(1, 1), Pop(torch.mul)), torch.rand(4, 4))
     assert current_skip_tracker() is tracker
     assert not tracker.skips
 
@@ -540,38 +454,42 @@ def test_layer_that_keeps_what_it_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "message", "note"),
+    ("module", "sample", "timeout", "kind", "message", "note"),
     [
-        (lambda: quick(nn.Sequential(), 1, timeout=-1), ValueError, "timeout must be 0 seconds or more, not -1", ""),
-        (lambda: quick(nn.Sequential(), 1, timeout=math.nan), ValueError, "0 seconds or more, not nan", ""),
-        (lambda: quick(nn.Linear(1, 1), 1), TypeError, r"module must be nn\.Sequential to be partitioned, not Lin", ""),
+        (made(), 1, -1, ValueError, "timeout must be 0 seconds or more, not -1", ""),
+        (made(), 1, math.nan, ValueError, "0 seconds or more, not nan", ""),
+        (nn.Linear(1, 1), 1, 0, TypeError, r"module must be nn\.Sequential to be partitioned, not Lin", ""),
         (
-            lambda: quick(nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)), torch.rand(16, 3)),
+            made(nn.Linear(3, 4), nn.Linear(3, 4)),
+            torch.rand(16, 3),
+            0,
             RuntimeError,
             "shapes cannot be multiplied",
             "while profiling layer '1' (Linear) with input (16, 4) float32, from a sample of (16, 3) float32, on cpu",
         ),
         (
-            lambda: quick(nn.Sequential(nn.ReLU(), Pop(torch.add)), torch.rand(4)),
+            made(nn.ReLU(), Pop(torch.add)),
+            torch.rand(4),
+            0,
             RuntimeError,
             "Pop pops 'skip', which no earlier layer has stashed",
             "while profiling layer '1' (Pop) with input (4,) float32, from a sample of (4,) float32, on cpu",
         ),
     ],
+    ids=["negative", "nan", "no Sequential", "shapes", "no stash"],
 )
-def test_mistakes(call: Callable[[], Any], kind: type[Exception], message: str, note: str) -> None:
+def test_mistakes(module: Any, sample: Any, timeout: float, kind: type[Exception], message: str, note: str) -> None:
     """The error of a layer has a note that names it."""
     with pytest.raises(kind, match=message) as raised:
-        call()
+        quick(module, sample, timeout=timeout)
     assert getattr(raised.value, "__notes__", [""]) == [note]
 
 
-# -- Devices, and many rounds --
+# -- Devices --
 
 
 def test_default_device() -> None:
-    module = nn.Sequential(nn.Linear(3, 4))
-    measured = profile(module, torch.rand(2, 3), timeout=0)
+    measured = quick(nn.Sequential(nn.Linear(3, 4)), torch.rand(2, 3), device=None)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert torch.device(measured.device).type == (accelerator.type if accelerator else "cpu")
 
@@ -580,7 +498,7 @@ def test_default_device() -> None:
 def test_on_a_gpu() -> None:
     module = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(), nn.ReLU(inplace=True), nn.Linear(2048, 16)).eval()
     sample = torch.rand(64, 512)
-    profile(module, sample, device=KIND, timeout=0)  # cuBLAS allocates a workspace per thread, and keeps it
+    quick(module, sample, device=KIND)  # cuBLAS allocates a workspace per thread, and keeps it
     backend.manual_seed(0)
     state = backend.get_rng_state()
     held = backend.memory_allocated()
@@ -589,7 +507,7 @@ def test_on_a_gpu() -> None:
     assert measured.device == DEVICE
     assert all(layer.times.forward > 0 and layer.times.backward > 0 for layer in measured.layers)
     assert torch.equal(backend.get_rng_state(), state)
-    assert sum(sizes(measured, "activations")) == kept(module.train().to(DEVICE), sample.to(DEVICE))
+    assert sum(column(measured, "activations")) == kept(module.train().to(DEVICE), sample.to(DEVICE))
     module.cpu()
     backend.synchronize()
     assert backend.memory_allocated() == held
@@ -607,7 +525,7 @@ def test_skips_wait_on_the_host_while_other_layers_run() -> None:
         assert skip.device == input.device
         return input + skip.sum()
 
-    module = nn.Sequential(Stash(lambda input: input.repeat(2**20)), Apply(noted), Pop(joined))
+    module = made(Stash(lambda input: input.repeat(2**20)), noted, Pop(joined))
     before = backend.memory_allocated()
-    measure.profile_sizes(module, torch.rand(8, requires_grad=True), device=KIND)
+    measure.profile_sizes(module, leaf(8), device=KIND)
     assert held[0] < 2**20

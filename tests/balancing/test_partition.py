@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from benchmarks.balance import optimum
 from torchgpipe_balancing import partition
 
 Value = tuple[Fraction, Fraction]  # the largest load, and the sum of squared loads
@@ -36,68 +37,62 @@ def value(costs: Sequence[float], speeds: Sequence[float], cuts: Sequence[int]) 
     return max(loads), sum(load * load for load in loads)
 
 
-def splits(layers: int, partitions: int) -> list[list[int]]:
-    return [[0, *cuts, layers] for cuts in combinations(range(1, layers), partitions - 1)]
-
-
 def cuts_of(balance: list[int]) -> list[int]:
     assert all(count > 0 for count in balance)
     return [*accumulate(balance, initial=0)]
 
 
+class Row(NamedTuple):
+    """Layers, and the devices for them; without sizes there are no limits."""
+
+    costs: list[float]
+    speeds: list[float]
+    sizes: list[float] | None = None
+    limits: list[float] | None = None
+
+    def fits(self, cuts: Sequence[int]) -> bool:
+        if self.sizes is None or self.limits is None:
+            return True
+        spans = zip(pairwise(cuts), self.limits, strict=True)
+        return all(sum(map(Fraction, self.sizes[a:b])) <= limit for (a, b), limit in spans)
+
+
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[list[float], int]:
+def rows(draw: st.DrawFn) -> Row:
+    def devices(one: st.SearchStrategy[float]) -> list[float]:
+        return draw(st.lists(one, min_size=n, max_size=n))
+
     layers = draw(st.integers(1, 9))
-    return draw(numbers(layers)), draw(st.integers(1, layers))
-
-
-def best(costs: Sequence[float], speeds: Sequence[float], fits: Callable[[Sequence[int]], bool]) -> Value | None:
-    found = [value(costs, speeds, cuts) for cuts in splits(len(costs), len(speeds)) if fits(cuts)]
-    return min(found, default=None)
+    n = draw(st.integers(1, layers))
+    costs = draw(numbers(layers))
+    speed = st.one_of(st.sampled_from([1, 2, 0.5, 0.1, 1e300, 1e-300]), st.floats(0.1, 10), st.integers(1, 3))
+    speeds = draw(st.sampled_from([[1.0] * n, devices(speed)]))
+    if draw(st.booleans()):
+        return Row(costs, speeds)
+    sizes, shares = draw(numbers(layers)), devices(st.floats(0, 1.1) | st.just(math.inf))
+    limits = [share * sum(sizes) if any(sizes) else 0 for share in shares]
+    assume(not any(map(math.isnan, limits)))
+    return Row(costs, speeds, sizes, limits)
 
 
 @given(rows())
-@example(([0.1, 0.2, 0.3, 0.3, 0.3], 2))
-@example(([0, 0, 0, 0], 2))
+@example(Row([0.1, 0.2, 0.3, 0.3, 0.3], [1, 1]))
+@example(Row([0, 0, 0, 0], [1, 1]))
 # Rounding would prefer a worse split of these.
-@example(([1.0, 1.0, 0.3, 0.1, 0.1, 0.2], 4))
-@example(([1e8, 1.0, 0.2, 0.2, 1.0], 3))
-@example(([1000000001.0, 0.4, 1.0, 1000000001.0, 0.2, 1e17], 3))
-def test_best_of_all_splits(row: tuple[list[float], int]) -> None:
-    costs, partitions = row
-    alike = [1] * partitions
-    assert value(costs, alike, cuts_of(partition(costs, partitions))) == best(costs, alike, lambda _: True)
-
-
-@given(rows(), st.data())
-def test_best_of_all_splits_on_unequal_devices(row: tuple[list[float], int], data: st.DataObject) -> None:
-    costs, partitions = row
-    speed = st.one_of(st.sampled_from([1, 2, 0.5, 0.1, 1e300, 1e-300]), st.floats(0.1, 10), st.integers(1, 3))
-    speeds = data.draw(st.lists(speed, min_size=partitions, max_size=partitions))
-    assert value(costs, speeds, cuts_of(partition(costs, speeds=speeds))) == best(costs, speeds, lambda _: True)
-
-
-@given(rows(), st.data())
-def test_best_of_the_splits_within_limits(row: tuple[list[float], int], data: st.DataObject) -> None:
-    costs, partitions = row
-    sizes = data.draw(numbers(len(costs)))
-    shares = data.draw(st.lists(st.floats(0, 1.1) | st.just(math.inf), min_size=partitions, max_size=partitions))
-    limits = [share * sum(sizes) if any(sizes) else 0 for share in shares]
-    assume(not any(map(math.isnan, limits)))
-    speeds = data.draw(st.lists(st.sampled_from([1, 2, 3.5]), min_size=partitions, max_size=partitions))
-
-    def fits(cuts: Sequence[int]) -> bool:
-        spans = zip(pairwise(cuts), limits, strict=True)
-        return all(sum(map(Fraction, sizes[a:b])) <= limit for (a, b), limit in spans)
-
-    wanted = best(costs, speeds, fits)
+@example(Row([1.0, 1.0, 0.3, 0.1, 0.1, 0.2], [1] * 4))
+@example(Row([1e8, 1.0, 0.2, 0.2, 1.0], [1] * 3))
+@example(Row([1000000001.0, 0.4, 1.0, 1000000001.0, 0.2, 1e17], [1] * 3))
+def test_the_best_of_all_splits_that_keep_the_limits(row: Row) -> None:
+    """On devices that are alike or not."""
+    cuts = [[0, *cuts, len(row.costs)] for cuts in combinations(range(1, len(row.costs)), len(row.speeds) - 1)]
+    wanted = min([value(row.costs, row.speeds, one) for one in cuts if row.fits(one)], default=None)
     if wanted is None:
         with pytest.raises(ValueError, match="sizes do not fit into limits"):
-            partition(costs, speeds=speeds, sizes=sizes, limits=limits)
+            partition(row.costs, speeds=row.speeds, sizes=row.sizes, limits=row.limits)
     else:
-        found = cuts_of(partition(costs, speeds=speeds, sizes=sizes, limits=limits))
-        assert fits(found)
-        assert value(costs, speeds, found) == wanted
+        found = cuts_of(partition(row.costs, speeds=row.speeds, sizes=row.sizes, limits=row.limits))
+        assert row.fits(found)
+        assert value(row.costs, row.speeds, found) == wanted
 
 
 def recurrence(costs: list[int], partitions: int, bound: int) -> int:
@@ -111,24 +106,6 @@ def recurrence(costs: list[int], partitions: int, bound: int) -> int:
         ]
     assert isinstance(least[-1], int)
     return least[-1]
-
-
-def bottleneck(costs: list[int], partitions: int) -> int:
-    """Return the smallest largest load, by bisection with a greedy trial."""
-
-    def reaches(bound: int) -> bool:
-        used, load = 1, 0
-        for cost in costs:
-            load += cost
-            if load > bound:
-                used, load = used + 1, cost
-        return used <= partitions
-
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(middle) else (middle + 1, high)
-    return low
 
 
 MADE: dict[str, Callable[[random.Random], int]] = {
@@ -150,7 +127,7 @@ def test_many_layers(kind: str) -> None:
         costs[made.randrange(layers)] += max(costs) * made.choice([0, 3, 10**6])
         loads = [sum(costs[a:b]) for a, b in pairwise(cuts_of(partition(costs, partitions)))]
 
-        assert max(loads) == bottleneck(costs, partitions)
+        assert max(loads) == optimum(costs, partitions)
         assert sum(load * load for load in loads) == recurrence(costs, partitions, max(loads))
 
 
@@ -161,7 +138,7 @@ def test_1000_layers_on_32_partitions(heavy: int) -> None:
     costs[617] += heavy
     loads = [sum(costs[a:b]) for a, b in pairwise(cuts_of(partition(costs, 32)))]
     assert len(loads) == 32
-    assert max(loads) == bottleneck(costs, 32)
+    assert max(loads) == optimum(costs, 32)
     # The other partitions are as even as their layers allow: each is close to the mean.
     rest = sorted(loads)[:-1] if heavy else loads
     assert max(abs(load - sum(rest) / len(rest)) for load in rest) < 10**7
@@ -180,21 +157,16 @@ def test_1000_layers_on_32_partitions(heavy: int) -> None:
         ([1, 1, 1, 1], {"sizes": [4, 1, 1, 1], "limits": [math.inf, 1]}, [3, 1]),
         # [3, 1, 3] has the same largest load and would also fit; its sum of squares is 46, not 44.
         ([2, 2, 2, 1, 3, 0, 0], {"sizes": [0, 0, 2, 1, 1, 1, 0], "limits": [3, 1, 6]}, [1, 1, 5]),
+        (np.array([1, 2, 3, 4]), {"partitions": 2}, [3, 1]),
+        (np.array([1, 2, 3, 4], dtype=np.float32), {"partitions": 2}, [3, 1]),
+        ([Fraction(x, 3) for x in (1, 2, 3, 4)], {"partitions": 2}, [3, 1]),
     ],
+    ids=str,
 )
 def test_small_ones(costs: list[int], more: dict[str, Any], balance: list[int]) -> None:
-    assert partition(costs, **more) == balance
-
-
-@pytest.mark.parametrize(
-    "costs",
-    [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 4], dtype=np.float32), (Fraction(x, 3) for x in (1, 2, 3, 4))],
-    ids=["integers", "float32", "generator of fractions"],
-)
-def test_takes_any_numbers(costs: Sequence[float]) -> None:
-    balance = partition(costs, 2)
-    assert balance == [3, 1]
-    assert all(type(count) is int for count in balance)
+    found = partition(costs, **more)
+    assert found == balance
+    assert all(type(count) is int for count in found)
 
 
 @pytest.mark.parametrize(

@@ -48,21 +48,6 @@ def test_prints_as_a_table(profile: Profile) -> None:
     ]
 
 
-def test_rows_are_flat(profile: Profile) -> None:
-    assert profile.rows()[1] == {
-        "layer": "layer1",
-        "type": "Linear",
-        "forward": 0.0005,
-        "recompute": 0.0005,
-        "backward": 0.001,
-        "activations": 2 * MIB,
-        "parameters": 3 * MIB,
-        "buffers": 0,
-        "output": 64,
-        "share": pytest.approx(1 / 6),
-    }
-
-
 def test_costs(profile: Profile) -> None:
     assert profile.costs() == pytest.approx([0.008, 0.002, 0.002])
     assert profile.costs(recompute=False) == pytest.approx([0.006, 0.0015, 0.0015])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,52 +76,25 @@ def test_two_runs_that_are_equal_compare_as_equal() -> None:
     assert compare(*run()) == []
 
 
-def _wrong_gradient(run: Run) -> None:
-    run.gradients["first.weight"] = run.gradients["first.weight"] + 1e-8  # type: ignore[operator]
+def returning(run: Run, **changes: Any) -> None:
+    run.outputs[0] = replace(run.outputs[0], **changes)
 
 
-def _no_gradient(run: Run) -> None:
-    run.gradients["last.bias"] = None
+#: What is wrong in a run, and what is named.
+DAMAGES: list[tuple[Callable[[Run], Any], str]] = [
+    (lambda run: run.gradients["first.weight"].add_(1e-8), "the gradient of first.weight"),  # type: ignore[union-attr]
+    (lambda run: run.gradients.update({"last.bias": None}), "the gradient of last.bias is None"),
+    (lambda run: run.gradients.update(unused=torch.zeros(1)), "the gradient of unused is there"),
+    (lambda run: run.buffers["norm.num_batches_tracked"].add_(1), "buffer norm.num_batches_tracked"),
+    (lambda run: setattr(run, "loss", run.loss + 1e-6), "the loss"),
+    (lambda run: returning(run, logits=run.outputs[0].logits.flip(0)), "output .logits"),
+    (lambda run: returning(run, states=(run.outputs[0].states[0][:2],)), "output .states[0]"),
+    (lambda run: returning(run, states=list(run.outputs[0].states)), "output .states is list"),
+]
 
 
-def _gradient_of_what_is_not_used(run: Run) -> None:
-    run.gradients["unused"] = torch.zeros(1)
-
-
-def _wrong_buffer(run: Run) -> None:
-    run.buffers["norm.num_batches_tracked"] += 1
-
-
-def _wrong_loss(run: Run) -> None:
-    run.loss = run.loss + 1e-6
-
-
-def _swapped_rows(run: Run) -> None:
-    run.outputs[0] = replace(run.outputs[0], logits=run.outputs[0].logits.flip(0))
-
-
-def _lost_rows(run: Run) -> None:
-    run.outputs[0] = replace(run.outputs[0], states=(run.outputs[0].states[0][:2],))
-
-
-def _another_container(run: Run) -> None:
-    run.outputs[0] = replace(run.outputs[0], states=list(run.outputs[0].states))
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (_wrong_gradient, "the gradient of first.weight"),
-        (_no_gradient, "the gradient of last.bias is None"),
-        (_gradient_of_what_is_not_used, "the gradient of unused is there"),
-        (_wrong_buffer, "buffer norm.num_batches_tracked"),
-        (_wrong_loss, "the loss"),
-        (_swapped_rows, "output .logits"),
-        (_lost_rows, "output .states[0]"),
-        (_another_container, "output .states is list"),
-    ],
-)
-def test_a_difference_is_found_and_named(damage: Callable[[Run], None], named: str) -> None:
+@pytest.mark.parametrize(("damage", "named"), DAMAGES, ids=[named for _, named in DAMAGES])
+def test_a_difference_is_found_and_named(damage: Callable[[Run], Any], named: str) -> None:
     plain, other = run()
     damage(other)
     (fault,) = compare(plain, other)

@@ -26,7 +26,6 @@ from benchmarks import (
     pytorch_pipelines,
     schedules,
     tasks,
-    training,
     training_cores,
     training_steps,
 )
@@ -163,17 +162,6 @@ def test_parts_stay_in_a_result_that_another_part_is_written_to(
     )
     with pytest.raises(SystemExit):
         schedules.main()
-
-
-@pytest.mark.parametrize("module", [host_time, memory, schedules, training, mechanisms])
-def test_programs_take_the_same_options(
-    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["program", "--help"])
-    with pytest.raises(SystemExit):
-        module.main()
-    told = capsys.readouterr().out
-    assert all(option in told for option in ("--only", "--all", "--json", "--draw"))
 
 
 def test_ways_are_asked_in_turn_and_every_other_turn_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,31 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import language_models, schedules
+from benchmarks import schedules
 from benchmarks.cost import ideal_speed_up
-from benchmarks.language_models import place_naively
 from benchmarks.mechanisms import places
-from benchmarks.memory_capacity import LADDERS
 from benchmarks.memory_steps import MAKERS
 from benchmarks.models import gpt, resnet, unet
 from benchmarks.peers import Peer, Request
 from benchmarks.placement import placed
 from benchmarks.pytorch_pipelines import answer as pytorch_answer
 from benchmarks.pytorch_pipelines import refusal
-from benchmarks.random_models import random_model
 from benchmarks.records import spread, table_of
-from benchmarks.schedules import NAMES, WAYS, Sleeping
+from benchmarks.schedules import NAMES, WAYS
 from benchmarks.tasks import TASKS, closed_units, inputs
-from benchmarks.tiny_steps import Chain
 from benchmarks.training_speed import Proposal, experiments, summary, targets
 from benchmarks.training_steps import balance, runner, train
 from tests.benchmarks.test_benchmarks import Silent
-from torchgpipe import GPipe
-from torchgpipe.schedule import Action
 
 pytestmark = pytest.mark.slow
 
@@ -64,23 +57,6 @@ def test_neighbours_share_a_device_where_there_are_too_few() -> None:
     assert places(["cpu"], 2) == ["cpu:0", "cpu:1"], "each partition has a device to copy to"
 
 
-def test_models_are_drawn_by_the_seed() -> None:
-    for seed in range(4):
-        first, second = random_model(seed), random_model(seed)
-        assert sum(first.balance) == len(first.layers)
-        assert (first.about, first.balance, first.m, first.mode) == (
-            second.about,
-            second.balance,
-            second.m,
-            second.mode,
-        )
-        for part, same in zip(first.x.chunk(first.m), second.x.chunk(second.m), strict=True):
-            torch.manual_seed(0)
-            output = first.layers(part)
-            torch.manual_seed(0)
-            assert torch.equal(output, second.layers(same))
-
-
 # ---- Memory.
 
 
@@ -103,17 +79,6 @@ def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
     assert again == always
 
 
-@pytest.mark.parametrize(("size", "model"), [("small", "amoebanetd"), ("paper", "unet")])
-def test_a_ladder_climbs(size: str, model: str) -> None:
-    ladder = LADDERS[size][model]
-    counts = []
-    for step in ladder.sizes[:3]:
-        with torch.device("meta"):
-            module = MAKERS[model](*ladder.arguments(step))
-        counts.append(sum(parameter.numel() for parameter in module.parameters()))
-    assert counts == sorted(set(counts))
-
-
 @pytest.mark.parametrize(
     "asked",
     [*({"schedule": name, "mode": "never"} for name in NAMES), *({"way": way} for way in WAYS)],
@@ -126,38 +91,6 @@ def test_saved_activations_are_those_of_the_simulation(asked: dict[str, str], mo
     assert answer["same_each_step"]
     assert all(saved <= simulated for saved, simulated in zip(answer["saved"], answer["simulated"], strict=True))
     assert max(answer["saved"]) == max(answer["simulated"])
-
-
-# ---- Layers that sleep, and naive placement.
-
-
-def test_the_backward_of_a_sleeping_layer_is_split() -> None:
-    """The path to the input, of two rows, sleeps in I; the path to the weight, of one row, sleeps in W."""
-    slept: list[int] = []
-
-    class Noted(Sleeping):
-        def _sleep(self, grad: Tensor) -> None:
-            slept.append(len(grad))
-
-    model = GPipe(
-        nn.Sequential(Noted(0.0)),
-        [1],
-        devices=["cpu"],
-        chunks=2,
-        checkpoint="never",
-        schedule=[[Action(kind, i, 0) for kind in ("F", "I", "W") for i in range(2)]],
-        loss_fn=lambda output, _: output.mean(),
-    )
-    model.step(torch.zeros(4, 1, requires_grad=True))
-    assert slept == [2, 2, 1, 1]
-
-
-def test_naive_placement_moves_what_a_module_is_called_with() -> None:
-    model = Chain(2, residual=True)
-    place_naively(model, {"blocks.1": torch.device("meta")})
-    assert model.blocks[1](torch.zeros(1, 4)).device.type == "meta"
-    moved = language_models.moved({"a": (torch.zeros(1), [torch.zeros(1), 3])}, torch.device("meta"))
-    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
 
 
 # ---- Whole models.

@@ -10,19 +10,9 @@ import torch
 from torch import nn
 
 import torchgpipe
+from tests.layers import Chain
 
 MODEL, X = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(4, 2)
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MODEL)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize(

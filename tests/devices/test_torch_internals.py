@@ -1,6 +1,7 @@
 """Each private name of PyTorch does what the packages rely on, and no other file reaches one.
 
-When a new release of PyTorch breaks the packages, the failures here say which name it was and what depends on it.
+When a new release of PyTorch breaks the packages, the failures here say which name it was and what depends on it: a
+docstring says what is relied on, and what breaks without it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import ast
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchgpipe
+from tests.layers import Apply
 from torchgpipe.devices import torch_internals as internals
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 HOME = ROOT / "torchgpipe" / "devices" / "torch_internals.py"
-
-
-@contextmanager
-def relied_on(what: str, breaks: str) -> Iterator[None]:
-    """Say with a failure what was relied on, and what breaks without it."""
-    try:
-        yield
-    except Exception as error:
-        pytest.fail(
-            f"PyTorch {torch.__version__}: {what}. Without that, {breaks}. See {HOME.relative_to(ROOT)}. "
-            f"({type(error).__name__}: {error})"
-        )
 
 
 class AtBackward(torch.autograd.Function):
@@ -71,87 +60,87 @@ def at_backward(call: Callable[[], Any]) -> Tensor:
 
 
 def test_a_pass_has_a_number() -> None:
-    with relied_on("each backward pass has a number of its own", "what is checked once for each pass is not checked"):
-        numbers: list[int] = []
-        inner = at_backward(lambda: numbers.append(internals.current_pass()))
+    """Each backward pass has a number of its own. Without that, what is checked once for each pass is not checked."""
+    numbers: list[int] = []
+    inner = at_backward(lambda: numbers.append(internals.current_pass()))
 
-        def begin() -> None:
-            numbers.append(internals.current_pass())
-            inner.backward()
-            numbers.append(internals.current_pass())
+    def begin() -> None:
+        numbers.append(internals.current_pass())
+        inner.backward()
+        numbers.append(internals.current_pass())
 
-        at_backward(begin).backward()
-        outer, within, again = numbers
-        assert outer == again != within
-        assert min(numbers) >= 0
-        assert internals.current_pass() == -1
+    at_backward(begin).backward()
+    outer, within, again = numbers
+    assert outer == again != within
+    assert min(numbers) >= 0
+    assert internals.current_pass() == -1
 
 
 def test_a_callback_at_the_end_of_a_pass() -> None:
-    with relied_on("a callback is called when its pass has succeeded", "sums of gradients are dropped too early"):
-        events: list[str] = []
-        late = at_backward(lambda: events.append("late"))
-        first = AtBackward.apply(late, lambda: internals.at_end_of_pass(lambda: events.append("end")))
-        first.backward()
-        assert events == ["late", "end"]
+    """A callback is called when its pass has succeeded. Without that, sums of gradients are dropped too early."""
+    events: list[str] = []
+    late = at_backward(lambda: events.append("late"))
+    first = AtBackward.apply(late, lambda: internals.at_end_of_pass(lambda: events.append("end")))
+    first.backward()
+    assert events == ["late", "end"]
 
 
 def test_whether_the_graph_is_kept() -> None:
-    with relied_on("a pass tells whether it keeps its graph", "random states and graphs of cells go too early"):
-        kept: list[bool] = []
-        x = at_backward(lambda: kept.append(internals.keeps_graph()))
-        x.backward(retain_graph=True)
-        x.backward()
-        assert kept == [True, False]
+    """A pass tells whether it keeps its graph. Without that, random states and graphs of cells go too early."""
+    kept: list[bool] = []
+    x = at_backward(lambda: kept.append(internals.keeps_graph()))
+    x.backward(retain_graph=True)
+    x.backward()
+    assert kept == [True, False]
 
 
 def test_which_nodes_a_pass_runs() -> None:
-    with relied_on("a pass tells whether it runs a node", "torch.autograd.grad adds to .grad of parameters"):
-        runs: list[bool] = []
-        wanted, other = one(), one()
-        node = (other * 1).grad_fn.next_functions[0][0]
-        x = AtBackward.apply(wanted * other, lambda: runs.append(internals.will_run(node)))
-        x.backward(retain_graph=True)
-        x.backward(retain_graph=True, inputs=[wanted])
-        torch.autograd.grad(x, wanted)
-        assert runs == [True, False, False]
+    """A pass tells whether it runs a node. Without that, torch.autograd.grad adds to .grad of parameters."""
+    runs: list[bool] = []
+    wanted, other = one(), one()
+    node = (other * 1).grad_fn.next_functions[0][0]
+    x = AtBackward.apply(wanted * other, lambda: runs.append(internals.will_run(node)))
+    x.backward(retain_graph=True)
+    x.backward(retain_graph=True, inputs=[wanted])
+    torch.autograd.grad(x, wanted)
+    assert runs == [True, False, False]
 
 
 def test_nodes_are_numbered_in_their_thread() -> None:
-    with relied_on("autograd nodes have ascending numbers", "a frame cannot tell the column of a tensor"):
-        x = one()
-        before = internals.next_sequence_number()
-        first = x * 2
-        then = internals.next_sequence_number()
-        second = AtBackward.apply(first, print)
-        numbers = [internals.sequence_number(tensor.grad_fn) for tensor in (first, second)]
-        assert before <= numbers[0] < then <= numbers[1] < internals.next_sequence_number()
+    """Autograd nodes have ascending numbers. Without that, a frame cannot tell the column of a tensor."""
+    x = one()
+    before = internals.next_sequence_number()
+    first = x * 2
+    then = internals.next_sequence_number()
+    second = AtBackward.apply(first, print)
+    numbers = [internals.sequence_number(tensor.grad_fn) for tensor in (first, second)]
+    assert before <= numbers[0] < then <= numbers[1] < internals.next_sequence_number()
 
 
 def test_a_pass_from_an_edge() -> None:
-    with relied_on("run_backward takes edges as roots", "no cell can be differentiated"):
-        x, unused = one(), one()
-        roots = (get_gradient_edge(x * 3),)
-        keep, create_graph = True, False
-        arguments = (roots, (torch.ones(()),), keep, create_graph)
-        options = {"allow_unreachable": True}
-        assert internals.run_backward(*arguments, (x, unused), accumulate_grad=False, **options) == (3, None)
-        assert x.grad is None
-        internals.run_backward(*arguments, (), accumulate_grad=True, **options)
-        assert x.grad == 3
+    """A pass takes edges as roots. Without that, no cell can be differentiated."""
+    x, unused = one(), one()
+    roots = (get_gradient_edge(x * 3),)
+    keep, create_graph = True, False
+    arguments = (roots, (torch.ones(()),), keep, create_graph)
+    options = {"allow_unreachable": True}
+    assert internals.run_backward(*arguments, (x, unused), accumulate_grad=False, **options) == (3, None)
+    assert x.grad is None
+    internals.run_backward(*arguments, (), accumulate_grad=True, **options)
+    assert x.grad == 3
 
 
 def test_a_function_applied_directly() -> None:
-    with relied_on("a function can be applied without Function.apply", "no cell can run"):
+    """A function can be applied without Function.apply. Without that, no cell can run."""
 
-        class Direct(AtBackward):
-            apply = internals.apply_directly
+    class Direct(AtBackward):
+        apply = internals.apply_directly
 
-        calls: list[int] = []
-        x = one()
-        Direct.apply(x, lambda: calls.append(1)).backward()
-        assert calls == [1]
-        assert x.grad == 1
+    calls: list[int] = []
+    x = one()
+    Direct.apply(x, lambda: calls.append(1)).backward()
+    assert calls == [1]
+    assert x.grad == 1
 
 
 # ---------------------------------------------------------------------------------------------- the state of a thread
@@ -174,264 +163,164 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
     ids=["function", "dispatch"],
 )
 def test_the_stack_of_modes(kind: Any, modes: Any, push: Any, pop: Any) -> None:
-    with relied_on("the modes of a thread can be listed, pushed and popped", "layers in workers miss the modes"):
-        outer, inner = kind(), kind()
-        with outer, inner:
-            assert modes() == [outer, inner]
-            assert in_a_thread(modes) == []
-            assert pop() is inner
-            assert modes() == [outer]
-            push(inner)
-            assert modes() == [outer, inner]
-        assert modes() == []
+    """The modes of a thread can be listed, pushed and popped. Without that, layers in workers miss the modes."""
+    outer, inner = kind(), kind()
+    with outer, inner:
+        assert modes() == [outer, inner]
+        assert in_a_thread(modes) == []
+        assert pop() is inner
+        assert modes() == [outer]
+        push(inner)
+        assert modes() == [outer, inner]
+    assert modes() == []
 
 
 def test_a_default_device_is_a_function_mode() -> None:
-    with relied_on("torch.device sets a function mode", "layers in workers miss the default device"):
-        with torch.device("meta"):
-            (mode,) = internals.function_modes()
-        internals.push_function_mode(mode)
-        try:
-            assert torch.ones(1).is_meta
-        finally:
-            internals.pop_function_mode()
+    """A default device is a function mode. Without that, layers in workers miss the default device."""
+    with torch.device("meta"):
+        (mode,) = internals.function_modes()
+    internals.push_function_mode(mode)
+    try:
+        assert torch.ones(1).is_meta
+    finally:
+        internals.pop_function_mode()
 
 
 def test_without_dispatch_modes() -> None:
-    with relied_on("all dispatch modes can be left", "random states cannot be noted under fake tensors"):
-        mode = internals.fake_tensor_mode()
-        with mode, internals.without_dispatch_modes():
-            assert internals.dispatch_modes() == []
-            assert torch.ones(1).numpy() == 1
+    """All dispatch modes can be left. Without that, random states cannot be noted under fake tensors."""
+    mode = internals.fake_tensor_mode()
+    with mode, internals.without_dispatch_modes():
+        assert internals.dispatch_modes() == []
+        assert torch.ones(1).numpy() == 1
 
 
 def test_the_hooks_for_saved_tensors() -> None:
-    with relied_on("the topmost hooks for saved tensors are known", "layers in workers save without them"):
-        assert internals.saved_tensors_hooks_in_use() is None
-        with saved_tensors_hooks(abs, abs):
-            with saved_tensors_hooks(round, round):
-                assert internals.saved_tensors_hooks_in_use() == (round, round)
-            assert internals.saved_tensors_hooks_in_use() == (abs, abs)
+    """The topmost hooks for saved tensors are known. Without that, layers in workers save without them."""
+    assert internals.saved_tensors_hooks_in_use() is None
+    with saved_tensors_hooks(abs, abs):
+        with saved_tensors_hooks(round, round):
+            assert internals.saved_tensors_hooks_in_use() == (round, round)
+        assert internals.saved_tensors_hooks_in_use() == (abs, abs)
 
 
-#: What is relied on, what breaks without it, what tells, and ways to call a function with something around it.
-AROUND: list[tuple[str, str, Callable[[], bool], list[Callable[[Callable[[Tensor], Tensor]], Any]]]] = [
-    (
-        "a thread tells whether a function transform is active",
-        "transforms fail with obscure errors",
-        internals.transforms_are_active,
-        [lambda call: torch.func.grad(call)(torch.ones(())), lambda call: torch.func.vmap(call)(torch.ones(2))],
-    ),
-    (
-        "the hooks of a checkpoint tell where they come from",
-        "a checkpoint meets a pipeline unnoticed",
-        internals.is_checkpointed,
-        [lambda call: checkpoint(call, one(), use_reentrant=False)],
-    ),
-    (
-        "the level of forward mode is known",
-        "tangents vanish in a pipeline",
-        internals.forward_mode_is_active,
-        [lambda call: within(torch.autograd.forward_ad.dual_level(), call)],
-    ),
-    (
-        "the profiler tells whether it runs",
-        "its trace has no labels, or each cell pays for them",
-        internals.profiler_runs,
-        [lambda call: within(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), call)],
-    ),
-]
-
-
-def within(context: Any, call: Callable[[Tensor], Tensor]) -> None:
-    with context:
+def profiled(call: Callable[[Tensor], Tensor]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         call(one())
 
 
-@pytest.mark.parametrize(("what", "breaks", "tells", "ways"), AROUND, ids=[row[0] for row in AROUND])
-def test_what_is_around_a_function(what: str, breaks: str, tells: Callable[[], bool], ways: list[Any]) -> None:
-    with relied_on(what, breaks):
-        seen: list[bool] = []
+def in_forward_mode(call: Callable[[Tensor], Tensor]) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        call(one())
 
-        def square(x: Tensor) -> Tensor:
-            seen.append(tells())
-            return x * x
 
-        for way in ways:
-            way(square)
-        square(one())
-        assert seen == [True] * len(ways) + [False]
+#: What tells what is around a function, what breaks without it, and a call of a function with that around it.
+AROUND: list[tuple[Callable[[], bool], str, Callable[[Callable[[Tensor], Tensor]], Any]]] = [
+    (internals.transforms_are_active, "transforms fail obscurely", lambda call: torch.func.grad(call)(one())),
+    (internals.transforms_are_active, "transforms fail obscurely", lambda call: torch.func.vmap(call)(torch.ones(2))),
+    (internals.is_checkpointed, "a checkpoint is unnoticed", lambda call: checkpoint(call, one(), use_reentrant=False)),
+    (internals.forward_mode_is_active, "tangents vanish in a pipeline", in_forward_mode),
+    (internals.profiler_runs, "its trace has no labels, or each cell pays for them", profiled),
+]
+
+
+@pytest.mark.parametrize(("tells", "breaks", "call_within"), AROUND)
+def test_what_is_around_a_function(tells: Callable[[], bool], breaks: str, call_within: Any) -> None:
+    seen: list[bool] = []
+
+    def square(x: Tensor) -> Tensor:
+        seen.append(tells())
+        return x * x
+
+    call_within(square)
+    square(one())
+    assert seen == [True, False], f"without that, {breaks}"
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
 def test_versions() -> None:
-    with relied_on("a tensor counts changes in place", "a second run may start from other inputs"):
-        x = torch.ones(2)
-        with torch.inference_mode():
-            inference = torch.ones(2)
-        before = internals.versions([x, None, inference])
-        x.view(-1).mul_(2)
-        assert internals.versions([x, None, inference]) == [before[0] + 1, 0, 0]
+    """A tensor counts changes in place. Without that, a second run may start from other inputs."""
+    x = torch.ones(2)
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    before = internals.versions([x, None, inference])
+    x.view(-1).mul_(2)
+    assert internals.versions([x, None, inference]) == [before[0] + 1, 0, 0]
 
 
-def test_gradient_hooks() -> None:
-    with relied_on("the hooks of a tensor are in a dict that can be changed", "hooks hear parts of a gradient"):
-        x, heard = one(), []
-        assert not internals.gradient_hooks(x)
-        assert not internals.has_gradient_hooks(x)
-        x.register_hook(lambda grad: heard.append("old"))
-        assert internals.has_gradient_hooks(x)
-        ((key, _),) = internals.gradient_hooks(x).items()
-        internals.gradient_hooks(x)[key] = lambda grad: heard.append("new")
-        x.backward()
-        internals.gradient_hooks(x).clear()
-        x.backward()
-        assert heard == ["new"]
-
-
-def test_hooks_after_accumulation() -> None:
-    with relied_on("hooks after accumulation can be seen", "such hooks hear the gradient of each micro-batch"):
-        x = one()
-        heard = []
-        handle = x.register_post_accumulate_grad_hook(lambda x: heard.append("old"))
-        assert internals.has_gradient_hooks(x)
-        ((key, _),) = internals.hooks_behind_accumulation(x).items()
-        internals.hooks_behind_accumulation(x)[key] = lambda x: heard.append("new")
-        x.backward()
-        assert heard == ["new"]
-        handle.remove()
-        assert not internals.has_gradient_hooks(x)
+@pytest.mark.parametrize(
+    ("hooks_of", "register"),
+    [
+        (internals.gradient_hooks, "register_hook"),
+        (internals.hooks_behind_accumulation, "register_post_accumulate_grad_hook"),
+    ],
+)
+def test_gradient_hooks(hooks_of: Callable[[Tensor], dict[int, Any]], register: str) -> None:
+    """Hooks of a tensor are in a dict that can be changed. Without that, hooks hear parts of a gradient."""
+    x, heard = one(), []
+    assert not hooks_of(x) and not internals.has_gradient_hooks(x)
+    handle = getattr(x, register)(lambda _: heard.append("old"))
+    assert internals.has_gradient_hooks(x)
+    (key,) = hooks_of(x)
+    hooks_of(x)[key] = lambda _: heard.append("new")
+    x.backward()
+    handle.remove()
+    x.backward()
+    assert heard == ["new"] and not internals.has_gradient_hooks(x)
 
 
 def test_memory_is_exchanged_and_hooks_stay() -> None:
-    with relied_on("two tensors can exchange all but their hooks", "parameters on the meta device lose their hooks"):
-        parameter = nn.Parameter(torch.ones(2, device="meta"))
-        heard = []
-        parameter.register_hook(lambda grad: heard.append("before"))
-        parameter.register_post_accumulate_grad_hook(lambda p: heard.append("after"))
-        internals.exchange_memory(parameter, nn.Parameter(torch.ones(2)))
-        parameter.sum().backward()
-        assert torch.equal(parameter, torch.ones(2))
-        assert heard == ["before", "after"]
+    """Two tensors can exchange all but their hooks. Without that, parameters on the meta device lose their hooks."""
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    heard = []
+    parameter.register_hook(lambda grad: heard.append("before"))
+    parameter.register_post_accumulate_grad_hook(lambda p: heard.append("after"))
+    internals.exchange_memory(parameter, nn.Parameter(torch.ones(2)))
+    parameter.sum().backward()
+    assert torch.equal(parameter, torch.ones(2))
+    assert heard == ["before", "after"]
 
 
-# ------------------------------------------------------------------------------------------------------------ modules
+def test_whether_memory_is_shared_and_a_tensor_is_held() -> None:
+    """Those who share or hold a tensor are counted. Without that, a gradient on its way is changed in place."""
+    tensor, parameter = torch.ones(3), torch.ones(3, requires_grad=True)
+    assert not internals.shares_memory(tensor) and not internals.is_shared(tensor)
+    view = tensor[None]
+    assert internals.shares_memory(tensor) and internals.is_shared(tensor)
+    del view
+    graph = parameter * tensor
+    assert not internals.shares_memory(tensor) and internals.is_shared(tensor)
+    del graph
+    assert not internals.is_shared(tensor)
 
 
-def test_the_base_of_batch_norms() -> None:
-    with relied_on("all batch norms have one base", "deferred batch norms replace only some of them"):
-        kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
-        assert all(issubclass(kind, internals.BatchNormBase) for kind in kinds)
-        assert not issubclass(nn.InstanceNorm1d, internals.BatchNormBase)
+def test_whether_data_can_move() -> None:
+    """It is known where .data can go. Without that, an optimizer trains parameters that the pipeline has left."""
+    assert internals.can_move_data(torch.ones(1), torch.device("cpu"))
+    assert not internals.can_move_data(torch.ones(1), torch.device("meta"))
 
 
-def test_nested_containers() -> None:
-    with relied_on("nested containers are flattened with their paths", "layers cannot return containers"):
-        value = {"a": [1, (2, None)]}
-        leaves, spec = internals.pytree.tree_flatten(value)
-        assert leaves == [1, 2, None]
-        assert internals.pytree.tree_unflatten(leaves, spec) == value
-        paths = [internals.pytree.keystr(path) for path, _ in internals.pytree.tree_flatten_with_path(value)[0]]
-        assert paths == ["['a'][0]", "['a'][1][0]", "['a'][1][1]"]
-        assert internals.pytree.tree_leaves(value) == leaves
-        assert internals.pytree.tree_map_only(int, str, value) == {"a": ["1", ("2", None)]}
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memories_have_numbers(device: str) -> None:
+    """Tensors that share memory are known. Without that, a plan counts no memory of a model on the meta device."""
+    one, other = torch.empty(4, device=device), torch.empty(4, device=device)
+    assert internals.storage_key(one) == internals.storage_key(one[1:].detach()) != internals.storage_key(other)
 
 
-def test_cached_parametrizations_can_be_forgotten() -> None:
-    with relied_on("the cache of parametrizations can be cleared", "checkpointed cells fail within cached()"):
-
-        class Double(nn.Module):
-            calls = 0
-
-            def forward(self, weight: Tensor) -> Tensor:
-                self.calls += 1
-                return 2 * weight
-
-        layer, double = nn.Linear(1, 1), Double()
-        parametrize.register_parametrization(layer, "weight", double)
-        with parametrize.cached():
-            assert internals.caches_parametrizations()
-            before = double.calls
-            _ = layer.weight, layer.weight
-            internals.forget_parametrizations()
-            _ = layer.weight
-            assert double.calls == before + 2
-        assert not internals.caches_parametrizations()
-
-
-def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) -> None:
-    with relied_on("the active DistributedDataParallel is known", "gradients in replicas differ"):
-        seen: list[Any] = []
-
-        class Look(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                active = internals.active_data_parallel()
-                seen.append((active, internals.joins_unevenly(active)))
-                return super().forward(x)
-
-        assert internals.active_data_parallel() is None
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-        try:
-            wrapper = DistributedDataParallel(Look(1, 1))
-            wrapper(torch.ones(1, 1))
-            with wrapper.join():
-                wrapper(torch.ones(1, 1))
-            with wrapper.join(throw_on_early_termination=True):
-                wrapper(torch.ones(1, 1))
-        finally:
-            dist.destroy_process_group()
-        assert seen == [(wrapper, False), (wrapper, True), (wrapper, False)]
-        assert internals.active_data_parallel() is None
-
-
-@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
-def test_a_module_tells_that_it_has_hooks(kind: str) -> None:
-    with relied_on("a module tells its hooks", "a partition is divided or joined, and its hooks are not called"):
-        layer = nn.Linear(2, 2)
-        assert not internals.has_call_hooks(layer)
-        handle = getattr(layer, f"register_{kind}")(print)
-        assert internals.has_call_hooks(layer)
-        handle.remove()
-        assert not internals.has_call_hooks(layer)
-
-
-def test_a_module_tells_that_it_was_compiled() -> None:
-    with relied_on("compile() and torch.compile leave marks", "code that cannot stop runs in a step or is pipelined"):
-        layer = nn.Linear(2, 2)
-        assert not internals.is_compiled(layer) and not internals.is_optimized(layer)
-        assert internals.is_optimized(torch.compile(layer, backend="eager"))
-        layer.compile(backend="eager")
-        assert internals.is_compiled(layer) and not internals.is_optimized(layer)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
-def test_a_module_tells_that_it_was_compiled_into_cuda_graphs() -> None:
-    with relied_on("compiled code tells its configuration", "CUDA graphs are made in threads that end with the call"):
-        modes = {"reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False, "default": False}
-        for mode, expected in modes.items():
-            layer = nn.Linear(2, 2)
-            assert internals.uses_cuda_graphs(torch.compile(layer, mode=mode)) is expected
-            layer.compile(mode=mode)
-            assert internals.uses_cuda_graphs(layer) is expected
-        layer.compile(backend="eager")
-        assert not internals.uses_cuda_graphs(layer) and not internals.uses_cuda_graphs(nn.Linear(2, 2))
-
-
-# -------------------------------------------------------------------------------------------------- several processes
-
-
-def test_fake_tensors() -> None:
-    with relied_on("layers run on fake tensors", "the shapes between processes are unknown"):
-        mode = internals.fake_tensor_mode()
-        with mode:
-            output = nn.Linear(2, 3)(mode.from_tensor(torch.ones(4, 2)))
-        assert output.shape == (4, 3)
-        assert output.device.type == "cpu"
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_the_memory_of_sparse_tensors_and_within_transforms() -> None:
+    """The memory behind a tensor is known. Without that, a model that uses sparse ones or transforms is not watched."""
+    x = torch.eye(2)
+    for sparse in (x.to_sparse().coalesce(), x.to_sparse_csr()):
+        assert internals.memory_of(sparse).data_ptr() == sparse.values().data_ptr()
+    seen: list[int] = []
+    torch.func.vmap(lambda row: seen.append(internals.memory_of(row).data_ptr()) or row)(x)
+    assert [*seen, internals.memory_of(x).data_ptr()] == [x.data_ptr()] * 2
 
 
 def test_operations_are_seen_below_autograd() -> None:
+    """An operation tells what it writes to. Without that, a weight in host memory loses what a forward changes."""
     seen: list[list[Any]] = []
 
     class Note(internals.DispatchMode):
@@ -439,14 +328,143 @@ def test_operations_are_seen_below_autograd() -> None:
             seen.append(internals.written(func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
-    with relied_on("an operation tells what it writes to", "a weight in host memory loses what a forward changes"):
-        x, y = torch.ones(2), torch.ones(2)
-        with Note():
-            x + y
-            x.add_(y)
-            torch.add(x, y, out=y)
-        assert [len(own) for own in seen] == [0, 1, 1]
-        assert seen[1][0] is x and seen[2][0] is y
+    x, y = torch.ones(2), torch.ones(2)
+    with Note():
+        x + y
+        x.add_(y)
+        torch.add(x, y, out=y)
+    assert [len(own) for own in seen] == [0, 1, 1]
+    assert seen[1][0] is x and seen[2][0] is y
+
+
+# ------------------------------------------------------------------------------------------------------------ modules
+
+
+def test_the_base_of_batch_norms() -> None:
+    """All batch norms have one base. Without that, deferred batch norms replace only some of them."""
+    kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+    assert all(issubclass(kind, internals.BatchNormBase) for kind in kinds)
+    assert not issubclass(nn.InstanceNorm1d, internals.BatchNormBase)
+
+
+def test_nested_containers() -> None:
+    """Nested containers are flattened with their paths. Without that, layers cannot return containers."""
+    value = {"a": [1, (2, None)]}
+    leaves, spec = internals.pytree.tree_flatten(value)
+    assert leaves == [1, 2, None]
+    assert internals.pytree.tree_unflatten(leaves, spec) == value
+    paths = [internals.pytree.keystr(path) for path, _ in internals.pytree.tree_flatten_with_path(value)[0]]
+    assert paths == ["['a'][0]", "['a'][1][0]", "['a'][1][1]"]
+    assert internals.pytree.tree_leaves(value) == leaves
+    assert internals.pytree.tree_map_only(int, str, value) == {"a": ["1", ("2", None)]}
+
+
+def test_cached_parametrizations_can_be_forgotten() -> None:
+    """The cache of parametrizations can be cleared. Without that, checkpointed cells fail within cached()."""
+    calls: list[Tensor] = []
+
+    def double(weight: Tensor) -> Tensor:
+        calls.append(weight)
+        return 2 * weight
+
+    layer = nn.Linear(1, 1)
+    parametrize.register_parametrization(layer, "weight", Apply(double))
+    with parametrize.cached():
+        assert internals.caches_parametrizations()
+        calls.clear()
+        _ = layer.weight, layer.weight
+        internals.forget_parametrizations()
+        _ = layer.weight
+        assert len(calls) == 2
+    assert not internals.caches_parametrizations()
+
+
+def test_the_data_parallel_wrapper_whose_forward_is_under_way(tmp_path: Path) -> None:
+    """The active DistributedDataParallel is known. Without that, gradients in replicas differ."""
+    seen: list[Any] = []
+
+    class Look(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            active = internals.active_data_parallel()
+            seen.append((active, internals.joins_unevenly(active)))
+            return super().forward(x)
+
+    assert internals.active_data_parallel() is None
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapper = DistributedDataParallel(Look(1, 1))
+        wrapper(torch.ones(1, 1))
+        with wrapper.join():
+            wrapper(torch.ones(1, 1))
+        with wrapper.join(throw_on_early_termination=True):
+            wrapper(torch.ones(1, 1))
+    finally:
+        dist.destroy_process_group()
+    assert seen == [(wrapper, False), (wrapper, True), (wrapper, False)]
+    assert internals.active_data_parallel() is None
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
+def test_a_module_tells_that_it_has_hooks(kind: str) -> None:
+    """A module tells its hooks. Without that, a partition is divided or joined, and its hooks are not called."""
+    layer = nn.Linear(2, 2)
+    assert not internals.has_call_hooks(layer)
+    handle = getattr(layer, f"register_{kind}")(print)
+    assert internals.has_call_hooks(layer)
+    handle.remove()
+    assert not internals.has_call_hooks(layer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
+def test_a_module_tells_that_it_was_compiled() -> None:
+    """Compilers leave marks. Without that, code that cannot stop runs in a step, or CUDA graphs in threads that end."""
+    plain = nn.Linear(2, 2)
+    assert not (internals.is_compiled(plain) or internals.is_optimized(plain) or internals.uses_cuda_graphs(plain))
+    modes = {"reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False, "default": False}
+    for mode, cuda_graphs in modes.items():
+        layer = nn.Linear(2, 2)
+        returned = torch.compile(layer, mode=mode)
+        assert internals.is_optimized(returned) and internals.uses_cuda_graphs(returned) is cuda_graphs
+        layer.compile(mode=mode)
+        assert internals.is_compiled(layer) and not internals.is_optimized(layer)
+        assert internals.uses_cuda_graphs(layer) is cuda_graphs
+    plain.compile(backend="eager")
+    assert internals.is_compiled(plain) and not internals.uses_cuda_graphs(plain)
+
+
+def test_the_call_of_a_module_is_replaced() -> None:
+    """A module runs what takes the place of its call. Without that, frames do not stop where partitions begin."""
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(lambda *_: "hooked")  # type: ignore[arg-type]
+    assert internals.own_call(module) is None
+    internals.replace_call(module, lambda x: (x, internals.plain_call(module)(x)))
+    x = torch.ones(1)
+    assert module(x) == (x, "hooked")
+    assert copy.deepcopy(module)(x) == "hooked"
+    internals.replace_call(module, None)
+    assert module(x) == "hooked"
+    module.compile(backend="eager")
+    assert internals.own_call(module) is not None
+
+
+def test_buffers_that_are_saved() -> None:
+    """Buffers that are not saved are known. Without that, a buffer on the meta device stays nan."""
+    module = nn.Module()
+    module.register_buffer("a", torch.ones(1))
+    module.register_buffer("b", torch.ones(1), persistent=False)
+    assert (internals.is_saved(module, "a"), internals.is_saved(module, "b")) == (True, False)
+
+
+# -------------------------------------------------------------------------------------------------- several processes
+
+
+def test_fake_tensors() -> None:
+    """Layers run on fake tensors. Without that, the shapes between processes are unknown."""
+    mode = internals.fake_tensor_mode()
+    with mode:
+        output = nn.Linear(2, 3)(mode.from_tensor(torch.ones(4, 2)))
+    assert output.shape == (4, 3)
+    assert output.device.type == "cpu"
 
 
 # ----------------------------------------------------------------------------------------------- all are in one file
@@ -533,55 +551,6 @@ def test_no_other_file_reaches_a_private_name_of_torch() -> None:
         for name in private_names_of_others(tree, ours)
     }
     assert not found, f"give these names a plain one in {HOME.relative_to(ROOT)}, with a reason and a test: {found}"
-
-
-def test_the_call_of_a_module_is_replaced() -> None:
-    with relied_on("a module runs what takes the place of its call", "frames do not stop where partitions begin"):
-        module = nn.Linear(1, 1)
-        module.register_forward_hook(lambda *_: "hooked")  # type: ignore[arg-type]
-        assert internals.own_call(module) is None
-        internals.replace_call(module, lambda x: (x, internals.plain_call(module)(x)))
-        x = torch.ones(1)
-        assert module(x) == (x, "hooked")
-        assert copy.deepcopy(module)(x) == "hooked"
-        internals.replace_call(module, None)
-        assert module(x) == "hooked"
-        module.compile(backend="eager")
-        assert internals.own_call(module) is not None
-
-
-def test_whether_memory_is_shared_and_a_tensor_is_held() -> None:
-    with relied_on("those who share or hold a tensor are counted", "a gradient on its way is changed in place"):
-        tensor, parameter = torch.ones(3), torch.ones(3, requires_grad=True)
-        assert not internals.shares_memory(tensor) and not internals.is_shared(tensor)
-        view = tensor[None]
-        assert internals.shares_memory(tensor) and internals.is_shared(tensor)
-        del view
-        graph = parameter * tensor
-        assert not internals.shares_memory(tensor) and internals.is_shared(tensor)
-        del graph
-        assert not internals.is_shared(tensor)
-
-
-def test_whether_data_can_move() -> None:
-    with relied_on("it is known where .data can go", "an optimizer trains parameters that the pipeline has left"):
-        assert internals.can_move_data(torch.ones(1), torch.device("cpu"))
-        assert not internals.can_move_data(torch.ones(1), torch.device("meta"))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_memories_have_numbers(device: str) -> None:
-    with relied_on("tensors that share memory are known", "a plan counts no memory of a model on the meta device"):
-        one, other = torch.empty(4, device=device), torch.empty(4, device=device)
-        assert internals.storage_key(one) == internals.storage_key(one[1:].detach()) != internals.storage_key(other)
-
-
-def test_buffers_that_are_saved() -> None:
-    with relied_on("buffers that are not saved are known", "a buffer on the meta device stays nan"):
-        module = nn.Module()
-        module.register_buffer("a", torch.ones(1))
-        module.register_buffer("b", torch.ones(1), persistent=False)
-        assert (internals.is_saved(module, "a"), internals.is_saved(module, "b")) == (True, False)
 
 
 def test_each_name_is_tested_and_used() -> None:

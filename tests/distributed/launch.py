@@ -6,12 +6,10 @@ its own.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
-import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +41,6 @@ def launch(
     timeout: float = 20.0,
     victim: int | None = None,
     limit: float = 60.0,
-    imports: Sequence[str] = (),
 ) -> list[Any]:
     """Call ``function(*args)`` in ``n`` processes of one group.
 
@@ -52,7 +49,6 @@ def launch(
         victim: the rank of a process that fails or hangs on purpose; it may end in any way, and is killed when all
             others have ended
         limit: the seconds after which a process counts as hanging and is killed
-        imports: modules that take long to import: they are imported once, in a process of which the others are forked
 
     Returns:
         the results of all processes by rank; None for a process that was killed
@@ -63,10 +59,7 @@ def launch(
     with TemporaryDirectory() as folder:
         pipes = [_SERVER.Pipe(duplex=False) for _ in range(n)]
         each = [(rank, n, folder, timeout, victim is None, pipes[rank][1], function, args) for rank in range(n)]
-        if imports:
-            processes = [_SERVER.Process(target=_fork, args=(imports, each))]
-        else:
-            processes = [_SERVER.Process(target=_run, args=own, daemon=True) for own in each]
+        processes = [_SERVER.Process(target=_run, args=own, daemon=True) for own in each]
         for process in processes:
             process.start()
         for _, sender in pipes:
@@ -87,9 +80,6 @@ def launch(
                 receiver.close()
         finally:
             for rank, process in enumerate(processes):
-                if imports and "hangs" in replies:
-                    process.terminate()  # which kills those that it has forked
-                    process.join(10)
                 process.kill() if "hangs" in replies or rank == victim else process.join(10)
                 process.kill()
                 process.join()
@@ -98,20 +88,6 @@ def launch(
     if faults:
         raise Crash("\n".join(faults))
     return [value for _, value in replies]
-
-
-def _fork(imports: Sequence[str], each: list[tuple[Any, ...]]) -> None:
-    for module in imports:
-        importlib.import_module(module)
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_run, args=own, daemon=True) for own in each]
-    signal.signal(signal.SIGTERM, lambda *_: [process.kill() for process in processes])
-    for process in processes:
-        process.start()
-    for *_, sender, _, _ in each:
-        sender.close()
-    for process in processes:
-        process.join()
 
 
 def _run(

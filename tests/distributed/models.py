@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,12 @@ from torch.nn import functional as F
 
 from tests.skip.layers import pair
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.distributed import DistributedGPipe
+from torchgpipe.batchnorm import mini_batch
 
-__all__ = ["assert_gradients", "cross_entropy", "data", "everything", "mlp", "plain_step", "tokens", "weigh"]
+__all__ = [
+    "EVERYTHING", "MLP", "Task", "assert_gradients", "assert_step", "cross_entropy", "data", "everything", "mlp",
+    "plain_step", "tokens", "weigh",
+]  # fmt: skip
 
 CLASSES = 5
 
@@ -113,31 +116,60 @@ def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 
-def plain_step(
-    model: nn.Module,
-    input: Tensor,
-    target: Tensor,
-    chunks: int,
-    loss_fn: Callable[[Any, Any], Tensor] = F.mse_loss,
-    weight: Callable[[Any], Any] = len,
-) -> Tensor:
-    """Return the mean loss and accumulate its gradients, one micro-batch after the other."""
+class Task(NamedTuple):
+    """A model and what it learns."""
+
+    make: Callable[[], nn.Sequential]
+    draw: Callable[[int], tuple[Tensor, Tensor]]
+    loss_fn: Callable[[Any, Any], Tensor]
+    weight: Callable[[Any], Any] | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"chunks": 4, "loss_fn": self.loss_fn, "weight": self.weight}
+
+
+MLP = Task(mlp, data, F.mse_loss, None)
+EVERYTHING = Task(everything, tokens, cross_entropy, weigh)
+
+
+def plain_step(task: Task, model: nn.Module, *parts: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean loss and accumulate its gradients, one micro-batch of all parts after the other."""
+    inputs = [x for input, _ in parts for x in input.chunk(4)]
+    targets = [y for _, target in parts for y in target.chunk(4)]
+    weights = [float((task.weight or len)(y)) for y in targets]
     losses = torch.zeros((), dtype=torch.float64)
-    total = sum(float(weight(y)) for y in target.chunk(chunks))
-    for x, y in zip(input.chunk(chunks), target.chunk(chunks)):
-        loss = loss_fn(model(x), y) * (float(weight(y)) / total)
-        loss.backward()
-        losses += loss.detach()
+    with mini_batch(len(inputs)):
+        for x, y, weight in zip(inputs, targets, weights):
+            loss = task.loss_fn(model(x), y) * (weight / sum(weights))
+            loss.backward()
+            losses += loss.detach()
     return losses
 
 
-def assert_gradients(model: DistributedGPipe, plain: nn.Module, exact: bool = True) -> None:
+def assert_step(
+    task: Task, model: Any, plain: nn.Module, sizes: tuple[int, ...], replica: int = 0, exact: bool = False
+) -> None:
+    """Assert that a step has the loss, the gradients of this process and the statistics of the plain model.
+
+    Args:
+        sizes: the number of rows of each replica
+        exact: whether gradients are added in the same order
+    """
+    parts = [task.draw(size + k) for k, size in enumerate(sizes)]
+    expected = plain_step(task, plain, *parts)
+    torch.testing.assert_close(model.step(*parts[replica]), expected, rtol=1e-13, atol=0)
+    assert_gradients(model, plain, exact)
+    buffers = dict(plain.named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], rtol=1e-12, atol=1e-12)
+
+
+def assert_gradients(model: nn.Module, plain: nn.Module, exact: bool = False) -> None:
     """Assert that the gradients of this process are those of the plain model."""
     expected = dict(plain.named_parameters())
     close = 0.0 if exact else 1e-12
     for name, parameter in model.named_parameters():
         actual, wanted = parameter.grad, expected[name].grad
-        if wanted is None:
-            assert actual is None, name
-        else:
-            torch.testing.assert_close(actual, wanted, rtol=close, atol=close, msg=lambda m, n=name: f"{n}: {m}")
+        assert (actual is None) == (wanted is None), name
+        torch.testing.assert_close(actual, wanted, rtol=close, atol=close, msg=lambda m, n=name: f"{n}: {m}")

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -48,27 +49,21 @@ def harm(kind: str) -> None:
     threading.Event().wait()
 
 
-def learn_until_harm(kind: str, victim: int, after: int) -> str:
-    """Return the error of this process in a pipeline of four, in which a layer of ``victim`` harms its process."""
+def learn(balance: list[int], layers: dict[int, Faulty], **options: Any) -> str:
+    """Return the error of this process, in a pipeline with these layers, one of which harms its process."""
     plain = mlp()
-    plain.insert([1, 3, 4, 6][victim], Faulty(kind, victim, after))
-    return error_of(DistributedGPipe(plain, [2, 2, 2, 1], chunks=4, loss_fn=F.mse_loss, checkpoint="never"))
-
-
-def learn_in_replicas_until_harm() -> str:
-    plain = mlp()
-    plain.insert(6, Faulty("hangs", 3, 5))
-    mesh, timeout = init_device_mesh("cpu", (2, 2)), timedelta(seconds=3)
-    return error_of(
-        DistributedGPipe(plain, [2, 5], chunks=4, loss_fn=F.mse_loss, checkpoint="never", mesh=mesh, timeout=timeout)
-    )
-
-
-def error_of(model: DistributedGPipe) -> str:
+    for place, layer in layers.items():
+        plain.insert(place, layer)
+    model = DistributedGPipe(plain, balance, chunks=4, loss_fn=F.mse_loss, checkpoint="never", **options)
     with pytest.raises((RuntimeError, ArithmeticError)) as info:
         for step in range(9):
             model.step(*data(8 + step))
-    return "\n".join([type(info.value).__name__, str(info.value), *info.value.__notes__])
+    said = "\n".join([type(info.value).__name__, str(info.value), *info.value.__notes__])
+    if said.startswith("ArithmeticError"):
+        assert "ArithmeticError\nout of luck\nmicro-batch 2 of 4, partition 2 (layers '4'..'5')" in said
+        assert said.endswith("rank 2, stage 2 of 4 at step 2")
+        os._exit(1)  # A program that does not catch the error ends like this.
+    return said
 
 
 def check(said: list[str], victim: int, step: int) -> None:
@@ -82,43 +77,27 @@ def check(said: list[str], victim: int, step: int) -> None:
         assert "start all of them again from the last checkpoint" in text
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_all_others_end_when_one_is_killed(victim: int) -> None:
-    said = launch(4, learn_until_harm, "is killed", victim, 9, victim=victim)
-    check(said, victim, step=3)
-    neighbours = {0: [1], 3: [2]}[victim]
-    assert any(f"from rank {victim}," in said[rank] for rank in neighbours), said
+#: What happens, to which process, after how many micro-batches, the step, and a neighbour.
+FAULTS = [("is killed", 0, 9, 3, 1), ("is killed", 3, 9, 3, 2), ("raises", 2, 6, 2, 3), ("hangs", 1, 5, 2, 2)]
 
 
-def test_all_others_end_when_one_raises() -> None:
-    said = launch(4, learn_and_leave, 2, victim=2)
-    check(said, 2, step=2)
+@pytest.mark.parametrize(("kind", "victim", "after", "step", "neighbour"), FAULTS)
+def test_all_others_end(kind: str, victim: int, after: int, step: int, neighbour: int) -> None:
+    layer = {[1, 3, 4, 6][victim]: Faulty(kind, victim, after)}
+    said = launch(4, learn, [2, 2, 2, 1], layer, timeout=3.0 if kind == "hangs" else 20.0, victim=victim)
+    check(said, victim, step)
+    assert kind != "is killed" or f"from rank {victim}," in said[neighbour], said
 
 
-def learn_and_leave(victim: int) -> str:
-    said = learn_until_harm("raises", victim, 6)
-    if dist.get_rank() == victim:
-        assert "ArithmeticError\nout of luck\nmicro-batch 2 of 4, partition 2 (layers '4'..'5')" in said
-        assert said.endswith("rank 2, stage 2 of 4 at step 2")
-        os._exit(1)  # A program that does not catch the error ends like this.
-    return said
-
-
-def test_all_others_end_when_one_hangs() -> None:
-    said = launch(4, learn_until_harm, "hangs", 1, 5, timeout=3.0, victim=1)
-    check(said, 1, step=2)
+def learn_in_replicas() -> str:
+    mesh, timeout = init_device_mesh("cpu", (2, 2)), timedelta(seconds=3)
+    return learn([2, 5], {6: Faulty("hangs", 3, 5)}, mesh=mesh, timeout=timeout)
 
 
 def test_all_others_end_when_one_of_a_replica_hangs() -> None:
-    said = launch(4, learn_in_replicas_until_harm, victim=3)
+    said = launch(4, learn_in_replicas, victim=3)
     check(said, 3, step=2)
     assert "in replica 0" in said[0]
-
-
-def test_all_others_end_when_one_is_killed_between_steps() -> None:
-    said = launch(4, learn_and_vanish, victim=2)
-    check(said, 2, step=3)
-    assert all("whether all are ready" in said[rank] for rank in (0, 1, 3))
 
 
 def learn_and_vanish() -> str:
@@ -131,17 +110,18 @@ def learn_and_vanish() -> str:
     return str(info.value)
 
 
+def test_all_others_end_when_one_is_killed_between_steps() -> None:
+    said = launch(4, learn_and_vanish, victim=2)
+    check(said, 2, step=3)
+    assert all("whether all are ready" in said[rank] for rank in (0, 1, 3))
+
+
+def learn_interleaved() -> str:
+    layers = {1: Faulty("is killed", 1, 0), 3: Faulty("is killed", 1, 5)}
+    return learn([2, 2, 2, 2], layers, schedule="Interleaved1F1B")
+
+
 def test_interleaved_stages_tell_as_well() -> None:
     said = launch(2, learn_interleaved, victim=1)
     match = re.search(r"rank 0, stage 0, 2 of 4 has waited in step 2 for the .* from rank 1, in vain", said[0])
     assert match, said[0]
-
-
-def learn_interleaved() -> str:
-    plain = mlp()
-    plain.insert(1, Faulty("is killed", 1, 0))
-    plain.insert(3, Faulty("is killed", 1, 5))
-    model = DistributedGPipe(
-        plain, [2, 2, 2, 2], chunks=4, loss_fn=F.mse_loss, schedule="Interleaved1F1B", checkpoint="never"
-    )
-    return error_of(model)

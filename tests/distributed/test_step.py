@@ -1,138 +1,147 @@
-"""A step over several processes equals that of the plain model, micro-batch by micro-batch."""
+"""A step over several processes equals that of the plain model, micro-batch by micro-batch, also in two replicas."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.launch import launch, needs_stages
-from tests.distributed.models import (
-    Counter,
-    assert_gradients,
-    cross_entropy,
-    data,
-    everything,
-    mlp,
-    plain_step,
-    tokens,
-    weigh,
-)
-from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
+from tests.distributed.models import EVERYTHING, MLP, Counter, Task, assert_gradients, assert_step, mlp, plain_step
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import DistributedGPipe
 
 pytestmark = [pytest.mark.slow, needs_stages]
 
+data = MLP.draw
 
-def steps(schedule: str, balance: list[int], checkpoint: str = "never") -> None:
-    plain = mlp(sum(balance))
-    model = DistributedGPipe(
-        copy.deepcopy(plain), balance, chunks=4, schedule=schedule, loss_fn=F.mse_loss, checkpoint=checkpoint
-    )
-    for size in [8, 5, 1]:
-        input, target = data(size)
+
+def steps(
+    task: Task, schedule: str, balance: list[int], checkpoint: str = "never", deferred: bool = False, replicas: int = 1
+) -> None:
+    """Compare steps and evaluation of mini-batches of several sizes in each replica."""
+    stages = dist.get_world_size() // replicas
+    mesh = init_device_mesh("cpu", (replicas, stages)) if replicas > 1 else None
+    replica, stage = divmod(dist.get_rank(), stages)
+    plain: Any = task.make()
+    options = {**task.options, "schedule": schedule, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
+    model = DistributedGPipe(copy.deepcopy(plain), balance, mesh=mesh, **options)
+    if deferred:
+        plain = DeferredBatchNorm.convert_deferred_batch_norm(plain)
+    for sizes in [(8, 8), (5, 9), (1, 11)]:
         for module in (plain, model):
+            module.train()
             module.zero_grad()
-        expected = plain_step(plain, input, target, 4)
-        loss = model.step(input, target)
-        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
-        assert_gradients(model, plain, exact=len(balance) == dist.get_world_size())
+        # A tensor that crosses a boundary becomes contiguous, and kernels round differently for other strides.
+        exact = task is MLP and replicas == 1 and len(balance) == stages
+        assert_step(task, model, plain, sizes[:replicas], replica, exact)
+        for module in (plain, model):
+            module.eval()
+        input, _ = task.draw(sizes[0])
         with torch.no_grad():
-            assert torch.equal(model.step(input, target), loss)
-        output = model.eval_step(input, gather=True)
-        torch.testing.assert_close(output, plain(input))
-        assert (model.eval_step(input) is None) == (dist.get_rank() < dist.get_world_size() - 1)
+            torch.testing.assert_close(model.eval_step(input, gather=True), plain(input))
+            assert (model.eval_step(input) is None) == (stage < stages - 1)
+    names = dict(model.named_children())
+    assert set(model.state_dict()) == {key for key in plain.state_dict() if key.split(".")[0] in names}
+    for layer in model.children():
+        if isinstance(layer, Counter) and replicas == 1:
+            assert layer.first_runs == {"always": 8, "except_last": 5, "never": 0}[checkpoint]
 
 
-def smaller(size: int) -> list[str]:
-    model = DistributedGPipe(mlp(), [3, 3], chunks=4, loss_fn=F.mse_loss)
-    with warnings.catch_warnings(record=True) as caught:
-        for each in [8, size, size, 8, size]:
-            model.step(*data(each))
-            model.eval_step(data(each)[0])
-    return [f"{warning.filename}: {warning.message}" for warning in caught]
-
-
-def test_a_mini_batch_too_small_for_the_schedule_says_what_runs_it() -> None:
-    """A bug: another schedule, which needs more memory, ran silently instead."""
-    for (said,) in launch(2, smaller, 1):
-        for part in [__file__, "1 micro-batches", "chunks=4", "'1F1B'", "'GPipe'", "drop_last=True"]:
-            assert part in said
-    assert launch(2, smaller, 2) == [[], []]
+def no_grad() -> None:
+    model, (input, target) = DistributedGPipe(mlp(), [3] * 2, **MLP.options), data(8)
+    with torch.no_grad():
+        loss = model.step(input, target)
+    assert torch.equal(loss, model.step(input, target))
 
 
 def an_optimizer_made_before() -> None:
     with torch.device("meta"):
         module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    model = DistributedGPipe(module, [3, 3], chunks=4, loss_fn=F.mse_loss)
+    model = DistributedGPipe(module, [3, 3], **MLP.options)
     before = copy.deepcopy(model.state_dict())
     model.step(*data(8))
     optimizer.step()
     assert all(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def everything_steps(schedule: str, deferred: bool) -> None:
-    n = dist.get_world_size()
-    for checkpoint in ["always", "except_last", "never"]:
-        plain = everything()
-        model = DistributedGPipe(
-            copy.deepcopy(plain),
-            {2: [3, 9], 4: [3, 3, 2, 4]}[n],
-            chunks=4,
-            schedule=schedule,
-            checkpoint=checkpoint,
-            loss_fn=cross_entropy,
-            weight=weigh,
-            deferred_batch_norm=deferred,
-        )
-        if deferred:
-            plain = DeferredBatchNorm.convert_deferred_batch_norm(plain)
-        for size in [8, 11]:
-            input, target = tokens(size)
-            plain.zero_grad()
-            model.zero_grad()
-            with mini_batch(4):
-                expected = plain_step(plain, input, target, 4, cross_entropy, weigh)
-            torch.testing.assert_close(model.step(input, target), expected, rtol=1e-14, atol=0)
-            # A tensor that crosses a boundary becomes contiguous, and kernels round differently for other strides.
-            assert_gradients(model, plain, exact=False)
-            buffers = dict(plain.named_buffers())
-            for name, buffer in model.named_buffers():
-                torch.testing.assert_close(buffer, buffers[name], rtol=1e-12, atol=1e-12)
-        for layer in model.children():
-            if isinstance(layer, Counter):
-                assert (layer.runs, layer.first_runs) == (8, {"always": 8, "except_last": 6, "never": 0}[checkpoint])
-        assert set(model.state_dict()) == {
-            k for k in plain.state_dict() if k.split(".")[0] in dict(model.named_children())
-        }
-        plain.eval()
-        model.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(model.eval_step(input, gather=True), plain(input))
-
-
 def of_two() -> None:
     for schedule in ["GPipe", "LoopedBFS", "Interleaved1F1B", "ZeroBubble", "InterleavedZeroBubble"]:
-        steps(schedule, [1, 2, 2, 1])  # several stages in each process
-    steps("Interleaved1F1B", [2, 1, 1, 2], "always")
-    everything_steps("1F1B", True)
-    everything_steps("GPipe", False)
+        steps(MLP, schedule, [1, 2, 2, 1])  # several stages in each process
+    steps(MLP, "Interleaved1F1B", [2, 1, 1, 2], "always")
+    for checkpoint in ["always", "except_last", "never"]:
+        steps(EVERYTHING, "1F1B", [3, 9], checkpoint, deferred=True)
+        steps(EVERYTHING, "GPipe", [3, 9], checkpoint)
+    no_grad()
     an_optimizer_made_before()
+
+
+def clipped() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for norm_type in (2.0, 1.0, float("inf")):
+        plain = mlp()
+        model = DistributedGPipe(copy.deepcopy(plain), [3, 3], mesh=mesh, **MLP.options)
+        plain_step(MLP, plain, data(8))
+        model.step(*data(8))
+        norm = model.clip_grad_norm_(0.01, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+        torch.testing.assert_close(norm, expected)
+        assert_gradients(model, plain)
+
+
+def refused() -> None:
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    model = DistributedGPipe(mlp(), [3, 3], mesh=mesh, **MLP.options)
+    input, target = data(8)
+    nothing_sent = "could not prepare the step, and says why; nothing was sent"
+    said = {
+        3: "input and target must have the same size in dimension 0, the batch, but have 3 and 8",
+        2: f"rank 3 {nothing_sent}",
+    }
+    with pytest.raises((RuntimeError, ValueError), match=said.get(rank, f"another replica {nothing_sent}")):
+        model.step(input[:3] if rank == 3 else input, target)
+    torch.testing.assert_close(model.step(input, target), plain_step(MLP, mlp(), (input, target)))
 
 
 def of_four() -> None:
     for schedule in ["GPipe", "1f1b"]:
-        steps(schedule, [1, 2, 2, 1])
-    everything_steps("1F1B", False)
+        steps(MLP, schedule, [1, 2, 2, 1])
+    for checkpoint in ["always", "except_last", "never"]:
+        steps(EVERYTHING, "1F1B", [3, 3, 2, 4], checkpoint)
+    steps(MLP, "1F1B", [3, 3], replicas=2)
+    steps(EVERYTHING, "1F1B", [3, 9], "except_last", deferred=True, replicas=2)
+    clipped()
+    refused()
 
 
 @pytest.mark.parametrize(("n", "cases"), [(2, of_two), (4, of_four)])
 def test_a_step_equals_that_of_the_plain_model(n: int, cases: Callable[[], None]) -> None:
-    """Also with skips, batch norms, checkpoints, frozen layers and integer tensors."""
+    """Also with skips, batch norms, checkpoints, frozen layers, integer tensors, and replicas."""
     launch(n, cases, limit=120)
+
+
+def smaller() -> list[list[str]]:
+    said = []
+    for size in (1, 2):
+        model = DistributedGPipe(mlp(), [3, 3], **MLP.options)
+        with warnings.catch_warnings(record=True) as caught:
+            for each in [8, size, size, 8, size]:
+                model.step(*data(each))
+                model.eval_step(data(each)[0])
+        said.append([f"{warning.filename}: {warning.message}" for warning in caught])
+    return said
+
+
+def test_a_mini_batch_too_small_for_the_schedule_says_what_runs_it() -> None:
+    """A bug: another schedule, which needs more memory, ran silently instead."""
+    for (said,), nothing in launch(2, smaller):
+        for part in [__file__, "1 micro-batches", "chunks=4", "'1F1B'", "'GPipe'", "drop_last=True"]:
+            assert part in said
+        assert nothing == []

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import torchgpipe
 from tests.distributed.launch import launch
-from tests.distributed.models import cross_entropy, everything, tokens, weigh
-from tests.distributed.test_replicas import mean_over_all
+from tests.distributed.models import EVERYTHING, assert_step, everything
+from tests.layers import Apply
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.engine.replicas import Replicas
@@ -28,100 +28,71 @@ pytestmark = pytest.mark.slow
 def of_all(places: list[str]) -> None:
     """Everything at once: tied skips, batch norms, targets without weight, mini-batches of different sizes."""
     rank = dist.get_rank()
-    plain: Any = everything()
+    plain = everything()
     mine = copy.deepcopy(plain)
     if rank == 1:  # All begin with the parameters of the first.
         for parameter in mine.parameters():
             torch.nn.init.constant_(parameter, 3.0)
-    model = GPipe(
-        mine,
-        [3, 9],
-        devices=places,
-        chunks=4,
-        loss_fn=cross_entropy,
-        weight=weigh,
-        deferred_batch_norm=True,
-        replicas=dist.group.WORLD,
-    )
+    options = {**EVERYTHING.options, "deferred_batch_norm": True, "replicas": dist.group.WORLD}
+    model = GPipe(mine, [3, 9], devices=places, **options)
     plain = DeferredBatchNorm.convert_deferred_batch_norm(plain)
     heard: list[Tensor] = []
     next(model.parameters()).register_hook(lambda grad: heard.append(grad.clone()))
-    for step, sizes in enumerate([(8, 8), (8, 5), (3, 9)]):
-        parts = [tokens(size + k) for k, size in enumerate(sizes)]
-        before = [None if p.grad is None else p.grad.clone() for p in plain.parameters()]
-        expected = mean_over_all(plain, parts, cross_entropy, weigh)
-        loss = model.step(*parts[rank])
-        torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-        for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-12, msg=name)
-        whole = next(plain.parameters()).grad - (0 if before[0] is None else before[0])  # type: ignore[operator]
-        torch.testing.assert_close(heard[step], whole, rtol=1e-9, atol=1e-12)
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(buffer, dict(plain.named_buffers())[name], rtol=1e-12, atol=1e-12)
+    whole = next(plain.parameters())
+    before = torch.zeros(())
+    for sizes in [(8, 8), (8, 5), (3, 9)]:
+        assert_step(EVERYTHING, model, plain, sizes, rank)
+        assert whole.grad is not None
+        torch.testing.assert_close(heard[-1], whole.grad - before, rtol=1e-9, atol=1e-12)
+        before = whole.grad.clone()
     assert len(heard) == 3
 
 
-class Faulty(nn.Module):
-    fails = False
+def of_failures() -> None:
+    """One replica fails, before a step, in it, or behind its last cell: the other one says so, and both go on.
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ArithmeticError("no")
+    In the other one, gradients once were added, or an exchange waited.
+    """
+    here = dist.get_rank()
+    fails = ""
+
+    def fail(kind: str) -> None:
+        if here == 1 and kind == fails:
+            raise ArithmeticError(kind)
+
+    def layer(x: Tensor) -> Tensor:
+        fail("layer")
         return x
 
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        values = output[:, : len(output)] if here == 1 and fails == "values" else output
+        return F.mse_loss(output, target), values
 
-def of_failures() -> list[str]:
-    """One replica fails, before the step or in it: the other one says so, and both go on."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(4, 4), Faulty(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
-    layers[2].requires_grad_(False)
-    model: Any = GPipe(layers, [1, 3], devices=["cpu", "cpu"], chunks=2, loss_fn=F.mse_loss, replicas=dist.group.WORLD)
-    x, y = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 2, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(4, 4), Apply(layer), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    layers[3].requires_grad_(False)
+    options: dict[str, Any] = {"chunks": 2, "deferred_batch_norm": True, "loss_fn": loss_fn}
+    model: Any = copy.deepcopy(GPipe(layers, [1, 4], devices=["cpu"] * 2, replicas=dist.group.WORLD, **options))
+    model[4].weight.register_hook(lambda _: fail("hook"))
+    x, y = torch.rand(2, 5, 4, dtype=torch.float64)
     model.step(x, y)
     grads = {name: p.grad for name, p in model.named_parameters()}
     kept = copy.deepcopy(grads)
-    said = []
-    for target, model[1].fails in [(y, dist.get_rank() == 1), (y[: 4 - dist.get_rank()], False)]:
-        with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as info:
-            model.step(x, target)
-        said.append(f"{info.type.__name__}: {info.value}")
+    raises = "failed in another replica, which raises the error"
+    for fails, own, other in [
+        ("layer", "layer", rf"the step {raises}; \.grad is as it was before"),
+        ("target", "but have 5 and 4", rf"the preparation of a step {raises}; \.grad is as it was before"),
+        ("hook", "hook", f"the end of the step {raises}"),
+        ("values", "Sizes of tensors must match except in dimension 0", f"the step {raises}"),
+    ]:
+        with pytest.raises((RuntimeError, ArithmeticError, ValueError), match=own if here == 1 else other):
+            model.step(x, y[:4] if here == 1 and fails == "target" else y)
         for name, parameter in model.named_parameters():
             assert parameter.grad is grads[name]
             assert parameter.grad is None or torch.equal(parameter.grad, kept[name])
+    fails = ""
     model.step(x, y)
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or torch.equal(parameter.grad, 2 * kept[name])
-    return said
-
-
-def of_ends() -> list[str]:
-    """One replica fails behind its last cell: in the other one, gradients were added, or an exchange waited."""
-    here = dist.get_rank()
-    fails = {"hook": False, "values": False}
-
-    def hook(_: Tensor) -> None:
-        if here == 1 and fails["hook"]:
-            raise ArithmeticError("hook")
-
-    def loss_fn(output: Tensor, target: Tensor) -> Any:
-        return F.mse_loss(output, target), output[:, : len(output)] if here == 1 and fails["values"] else output
-
-    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
-    model = copy.deepcopy(
-        GPipe(layers, [1, 2], chunks=2, deferred_batch_norm=True, loss_fn=loss_fn, replicas=dist.group.WORLD)
-    )
-    model[2].weight.register_hook(hook)
-    x, y = torch.rand(2, 5, 4, dtype=torch.float64)
-    said = []
-    for kind in fails:
-        fails[kind] = True
-        with pytest.raises((RuntimeError, ArithmeticError)) as info:
-            model.step(x, y)
-        fails[kind] = False
-        said.append(f"{info.type.__name__}: {info.value}"[:60])
-        assert all(parameter.grad is None for parameter in model.parameters())
-    model.step(x, y)
-    return said
 
 
 def of_differences() -> None:
@@ -194,27 +165,14 @@ def of_memory() -> None:
     assert [count for count in there if count] == [4, 3, 2, 1]
 
 
-def both() -> list[str]:
+def both() -> None:
     of_all(["cpu", "cpu"])
     of_all(["cpu:0", "cpu:1"])
+    of_failures()
     of_differences()
     of_sparse_gradients()
     of_memory()
-    return of_failures() + of_ends()
 
 
 def test_replicas_step_as_one_process_on_all_of_their_data() -> None:
-    first, second = launch(2, both)
-    assert second == [
-        "ArithmeticError: no",
-        "ValueError: input and target must have the same size in dimension 0, the batch, but have 4 and 3",
-        "ArithmeticError: hook",
-        "RuntimeError: Sizes of tensors must match except in dimension 0"[:60],
-    ]
-    assert first == [
-        "RuntimeError: the step failed in another replica, which raises the error; .grad is as it was before",
-        "RuntimeError: the preparation of a step failed in another replica, which raises the error; .grad is as it "
-        "was before",
-        "RuntimeError: the end of the step failed in another replica, which raises the error"[:60],
-        "RuntimeError: the step failed in another replica, which raises the error"[:60],
-    ]
+    launch(2, both)

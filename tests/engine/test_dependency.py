@@ -7,6 +7,7 @@ micro-batch i. The engine visits a node after all nodes that lead to it. So thes
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from tests.clocks import clocked
 from tests.graph import graph
 from tests.layers import Apply, Using
 from torchgpipe import GPipe
@@ -150,14 +152,16 @@ def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
 @pytest.mark.parametrize("outputs", [1, 2], ids=["one tensor", "two tensors"])
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["input needs grad", "plain input"])
 @pytest.mark.parametrize("devices", [["cpu:0", "cpu:1", "cpu:2"], ["cpu:0", "cpu:1", "cpu:0"]], ids=str)
+@pytest.mark.parametrize("separate", [False, True], ids=["one memory", "separate memory"])
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_every_cell_comes_after_the_next_micro_batch(
-    checkpoint: str, m: int, devices: list[str], needs_grad: bool, outputs: int
+    checkpoint: str, m: int, separate: bool, devices: list[str], needs_grad: bool, outputs: int
 ) -> None:
     n = 3
     layers = nn.Sequential(*[marks(j, outputs) for j in range(n)])
     model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint=checkpoint)
-    output = model(torch.tensor([[float(i), 0.5] for i in range(m)], requires_grad=needs_grad))
+    with clocked(model) if separate else nullcontext():
+        output = model(torch.tensor([[float(i), 0.5] for i in range(m)], requires_grad=needs_grad))
     root = (output[0] if outputs > 1 else output).grad_fn
 
     members = cells(root, m, n)

@@ -1,13 +1,12 @@
-"""Layers that work in place without telling, or on several tensors.
+"""Layers that work in place without telling.
 
-Layers that declare it are recipes of `test_transparency`, and `tests.plain` looks that the caller's input stays. ReLU
+Layers that declare it are in `tests.recipes`, and `tests.plain` looks that the caller's input stays. ReLU
 is idempotent: a recomputation that starts from a changed input gives the same output. So the layers here double.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -15,20 +14,10 @@ from torch import Tensor, nn
 
 from tests.conftest import Pipe
 from tests.layers import Apply
-from tests.plain import assert_same, outcome, plain_outcome, tensors
+from tests.plain import assert_same, outcome, plain_outcome
+from tests.recipes import Double
 
 CHECKPOINTED = ["always", "except_last"]
-
-
-class Double(nn.Module):
-    """A layer that doubles in place and declares it, as the layers of PyTorch do."""
-
-    inplace = True
-
-    def forward(self, x: Any) -> Any:
-        for tensor in tensors(x):
-            tensor.mul_(2)
-        return x
 
 
 def secretly_double() -> nn.Module:
@@ -45,14 +34,6 @@ def make_input(batch: int = 5, requires_grad: bool = True) -> Tensor:
 
 
 # Supported
-
-
-@pytest.mark.parametrize("nest", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"x": x, "y": y}])
-def test_several_inputs_changed_in_place(pipe: Pipe, checkpoint: str, nest: Any) -> None:
-    module = nn.Sequential(Double(), Apply(lambda values: torch.mul(*tensors(values))), make_linear())
-    value = nest(make_input(), make_input())
-    model = pipe(copy.deepcopy(module), [1, 2], chunks=2, checkpoint=checkpoint)
-    assert_same(outcome(model, value), plain_outcome(module, value, chunks=2))
 
 
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1]])

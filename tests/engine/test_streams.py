@@ -1,7 +1,7 @@
 """The pipeline on several devices with streams: every wait and every record is in its place.
 
 On `late`, a missing one is a race, which fails the test. A superfluous one gives right numbers but removes overlap; see
-`test_overlap`. Skips of any kind are in `skip/test_transparency`.
+`test_overlap`. Any layers and skips are in `test_transparency`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.graph import graph
-from tests.layers import Apply, Using
+from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
-from tests.test_transparency import NOT_ON_LATE, Case, cases
+from tests.random_pipelines import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
 
 pytestmark = pytest.mark.late
-
-MODES = ["always", "except_last", "never"]
 
 
 @pytest.fixture(params=MODES)
@@ -108,11 +103,6 @@ def test_on_the_stream_of_the_caller(mode: str) -> None:
     assert streams == {own.stream_id}
 
 
-@given(case=cases(training=st.just(True)).filter(lambda case: NOT_ON_LATE.isdisjoint(case.names)))
-def test_any_pipeline(case: Case) -> None:
-    assert_same(case.piped(GPipe, lambda n: [f"late:{j % 4}" for j in range(n)]), case.plain())
-
-
 @pytest.mark.parametrize("run", ["forward", "step"])
 @pytest.mark.parametrize("devices", [[0, 1], [1, 1]], ids=str)
 @pytest.mark.parametrize("last", [nn.Identity, lambda: nn.BatchNorm1d(3)], ids=["plain", "norm"])
@@ -142,46 +132,6 @@ def test_streams_and_devices_are_current_in_the_layers(
     default = [torch.accelerator.current_stream(j).stream_id for j in range(2)]
     assert {phase for phase, *_ in seen} >= {"forward", "backward"}
     assert seen == {(phase, f"late:{j}", *default) for j in devices for phase in {phase for phase, *_ in seen}}
-
-
-# Order of backward
-
-
-class Trace(torch.autograd.Function):
-    """The identity, whose node knows its cell. A micro-batch is a row that begins with its number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, j: int) -> Tensor:
-        ctx.cell = int(x[0, 0].round()), j
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def test_cells_without_a_gradient_of_their_input_are_tied_by_their_outputs() -> None:
-    """`test_dependency` holds the ties of all other cells."""
-    layers = [Using(lambda linear, x, j=j: Trace.apply(x + 0 * linear.weight, j), width=1) for j in range(3)]
-    model = pipeline(nn.Sequential(*layers), [1, 1, 1], checkpoint="never")
-    leads_to = graph(model(torch.arange(4.0).reshape(4, 1)))
-    joins = [followers for node, followers in leads_to.items() if type(node).__name__ == "JoinBackward"]
-    for i in range(3):
-        (cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i, 0)]
-        (next_cell,) = [node for node in leads_to if getattr(node, "cell", None) == (i + 1, 0)]
-        ((node,),) = [lanes for joined, *lanes in joins if joined is next_cell]
-        while not hasattr(node, "cell"):  # a Wait, or a Join seen from the side that it does not tie
-            node = leads_to[node][0]
-        assert node is cell
-
-
-def test_recomputation_is_launched_before_the_wait_for_the_gradient() -> None:
-    model = pipeline(linears(3), [1, 1, 1], checkpoint="always")
-    leads_to = graph(model(torch.randn(4, 3)))
-    recomputed = [leads_to[node] for node in leads_to if type(node).__name__ == "RecomputeBackward"]
-    waits = [node for node in leads_to if type(node).__name__ == "WaitBackward"]
-    assert len(waits) == 2 * 4
-    assert all(sum(wait in followers for followers in recomputed) == 1 for wait in waits)
 
 
 # Lifetimes (`test_leaks` examines single layers)

@@ -6,10 +6,12 @@ each other, Python switches between them as often as it can.
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +23,9 @@ import torchgpipe.engine.forward_pass
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
+from tests.random_pipelines import MODES
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 
-MODES = ["always", "except_last", "never"]
 TIMEOUT = 60
 
 
@@ -256,67 +258,7 @@ def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -
     assert norm.running_mean.abs().sum() > 0
 
 
-def test_random_layers_in_two_threads(pipe: Pipe, checkpoint: str) -> None:
-    """Both threads draw from the CPU's generator: the gradient is right for the drawn mask, or an error is raised."""
-    model = pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=3, checkpoint=checkpoint)
-
-    def train() -> list[str]:
-        outcomes = []
-        for _ in range(10):
-            x = torch.ones(6, 2, requires_grad=True)
-            output = model(x)
-            try:
-                output.sum().backward()
-            except RuntimeError as error:
-                outcomes.append(str(error))
-            else:
-                outcomes.append("right" if torch.equal(x.grad, output) else "wrong")
-        return outcomes
-
-    for outcomes in in_threads(train, train):
-        assert "wrong" not in outcomes
-        if checkpoint == "never":
-            assert set(outcomes) == {"right"}
-        else:
-            assert all("checkpoint='never'" in each for each in outcomes if each != "right")
-
-
-# ------------------------------------------------------------------------------------------ inside each other
-
-
-def nested(
-    outer_devices: list[str], inner_devices: list[str], outer: str, inner: str, *, norm: bool = False
-) -> tuple[nn.Sequential, GPipe]:
-    """Return plain layers, and a pipeline around the same layers whose second layer is itself a pipeline."""
-    torch.manual_seed(0)
-    first = nn.BatchNorm1d(4) if norm else nn.Tanh()
-    block = nn.Sequential(first, nn.Linear(4, 4), nn.Tanh()).double()
-    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
-    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=inner)
-    around = nn.Sequential(layers[0], inside, layers[2])
-    return layers, GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=outer)
-
-
-def _assert_close_grads(actual: Outcome, expected: Outcome) -> None:
-    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
-    # which order to sum the gradients of the outer micro-batches.
-    for name, grad in expected.param_grads.items():
-        torch.testing.assert_close(actual.param_grads[name], grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("inner", MODES)
-@pytest.mark.parametrize("outer", MODES)
-def test_a_pipeline_in_a_pipeline(devices: Devices, outer: str, inner: str) -> None:
-    """With checkpointing, a recomputation of the outer pipeline contains first runs of the inner one."""
-    layers, model = nested(devices(2), devices(2), outer, inner)
-    x = batch()
-    actual = outcome(model, x)
-    expected = plain_outcome(layers, x, chunks=3)
-    assert_same(
-        Outcome(actual.output, actual.input_grads, expected.param_grads, actual.buffers),
-        expected,
-    )
-    _assert_close_grads(actual, expected)
+# ------------------------------------------------- inside each other; `test_transparency` draws pipelines as layers
 
 
 @pytest.mark.parametrize("inner_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
@@ -325,27 +267,23 @@ def test_batch_norm_in_a_pipeline_in_a_pipeline(
     checkpoint: str, outer_devices: list[str], inner_devices: list[str]
 ) -> None:
     """The norm belongs to a partition of both pipelines. It is counted once, and no thread waits for itself."""
-    layers, model = nested(outer_devices, inner_devices, checkpoint, checkpoint, norm=True)
-    x = batch()
-    actual = outcome(model, x)
-    buffers = {name: buffer.clone() for name, buffer in layers.named_buffers()}
-    for name, buffer in layers.named_buffers():
-        buffer.copy_(1 if name.endswith("var") else 0)
-    expected = plain_outcome(layers, x, chunks=3)
-    assert all(torch.equal(buffers[name], buffer) for name, buffer in expected.buffers.items())
-    assert torch.equal(actual.output, expected.output)
-    _assert_close_grads(actual, expected)
+    block = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
+    plain, x = copy.deepcopy(layers), batch()
+    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=checkpoint)
+    around = nn.Sequential(layers[0], inside, layers[2])
+    model = GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=checkpoint)
+    actual, expected = outcome(layers, x, run=model), plain_outcome(plain, x, chunks=3)
+    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
+    # which order to sum the gradients of the outer micro-batches.
+    torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
+    assert_same(replace(actual, param_grads=expected.param_grads), expected)
 
 
 def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
     def model(outer: str, inner: str) -> GPipe:
-        inside = GPipe(
-            nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2)),
-            [2, 1],
-            devices=devices(2),
-            chunks=2,
-            checkpoint=inner,
-        )
+        layers = nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2))
+        inside = GPipe(layers, [2, 1], devices=devices(2), chunks=2, checkpoint=inner)
         return GPipe(nn.Sequential(nn.Identity(), inside), [1, 1], devices=devices(2), chunks=3, checkpoint=outer)
 
     def step(outer: str, inner: str) -> Outcome:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["TWO", "Block", "Chain", "Decoder", "batch", "chain", "gradients", "plain_loss", "same"]
+__all__ = [
+    "TWO", "Block", "Chain", "Decoder", "batch", "chain", "decoder", "expect_plain", "gradients", "plain_loss", "same",
+    "sample_of",
+]  # fmt: skip
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -27,7 +30,6 @@ class Chain(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers or [nn.Linear(4, 4) for _ in range(4)])
-        self.register_buffer("count", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Any:
         first = x
@@ -88,10 +90,18 @@ class Decoder(nn.Module):
         return output
 
 
+def decoder(**options: Any) -> Any:
+    return Decoder(**options).double()
+
+
 def batch(rows: int = 6, tokens: int = 5, words: int = 11) -> dict[str, Tensor]:
     """Return ids and labels, of which a third does not count."""
     labels = torch.randint(words, (rows, tokens))
     return {"ids": torch.randint(words, (rows, tokens)), "labels": labels.where(torch.rand(rows, tokens) > 0.3, -100)}
+
+
+def sample_of(data: dict[str, Tensor], rows: int = 2) -> dict[str, Tensor]:
+    return {name: tensor[:rows] for name, tensor in data.items()}
 
 
 def plain_loss(model: Callable[..., Any], data: dict[str, Tensor], chunks: int) -> tuple[Tensor, list[Any]]:
@@ -108,8 +118,9 @@ def plain_loss(model: Callable[..., Any], data: dict[str, Tensor], chunks: int) 
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return all gradients by name, on the host, and set them to None."""
-    result = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
+    """Return all gradients by the names in a model that is not compiled, on the host, and set them to None."""
+    named = [(name.replace("_orig_mod.", ""), parameter) for name, parameter in model.named_parameters()]
+    result = {name: None if parameter.grad is None else parameter.grad.cpu() for name, parameter in named}
     for parameter in model.parameters():
         parameter.grad = None
     return result
@@ -125,3 +136,24 @@ def same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], t
             torch.testing.assert_close(
                 grad, other, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def expect_plain(
+    model: Any, plain: nn.Module, data: dict[str, Tensor], *, chunks: int = 3, tolerance: float = 1e-12
+) -> None:
+    """Check the outputs, losses and gradients of a call and of a step of a `Decoder` against those of a plain one."""
+    loss, outputs = plain_loss(plain, data, chunks)
+    expected = gradients(plain)
+    output = model(**data)
+    # A copy on another device has other strides, with which products may round differently.
+    slack = 0.0 if {parameter.device.type for parameter in model.parameters()} == {"cpu"} else tolerance
+    for ours, parts in (
+        (output["logits"], [one["logits"] for one in outputs]),
+        (output["hidden"][2], [one["hidden"][2] for one in outputs]),
+    ):
+        torch.testing.assert_close(ours.cpu(), torch.cat(parts), rtol=slack, atol=slack)
+    torch.testing.assert_close(output["loss"].cpu(), loss, rtol=slack or 1e-14, atol=0)
+    output["loss"].backward()
+    same(gradients(model), expected, tolerance)
+    torch.testing.assert_close(model.step(**data).cpu(), loss, rtol=slack or 1e-14, atol=0)
+    same(gradients(model), expected, tolerance)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.frames.models import TWO, Decoder, batch, gradients, plain_loss, same
+from tests.frames.models import TWO, batch, decoder, expect_plain, gradients, plain_loss, sample_of
 from tests.practice.test_compile import Graphs, nothing_is_compiled  # noqa: F401
 from torchgpipe import pipelined
 
@@ -32,27 +32,20 @@ def by_wrapping(model: Any, graphs: Graphs) -> None:
 @pytest.mark.parametrize("compiled", [by_method, by_wrapping])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_blocks(compiled: Callable[[Any, Graphs], None], when: str) -> None:
-    data = batch()
-    sample = {name: tensor[:2] for name, tensor in data.items()}
-    model: Any = Decoder().double()
+    model, data = decoder(), batch()
     plain = copy.deepcopy(model)
-    loss, _ = plain_loss(plain, data, 3)
-    expected = gradients(plain)
     graphs, alone = Graphs(), Graphs()
     compiled(plain, alone)
     plain_loss(plain, data, 3)
+    gradients(plain)
     torch.compiler.reset()
     if when == "before":
         compiled(model, graphs)
-    pipelined(model, sample, chunks=3, devices=TWO, balance=[3, 4])
+    pipelined(model, sample_of(data), chunks=3, devices=TWO, balance=[3, 4])
     if when == "after":
         compiled(model, graphs)
     for _ in range(2):
-        torch.testing.assert_close(model.step(**data), loss, rtol=1e-12, atol=0)
-        result = gradients(model)
-        same({name.replace("_orig_mod.", ""): grad for name, grad in result.items()}, expected)
-        model(**data)["loss"].backward()
-        gradients(model)
+        expect_plain(model, plain, data)
     # The two runs of the sample, with a row less and without grad, have graphs of their own.
     assert graphs.count <= alone.count + 2
 

@@ -1,11 +1,13 @@
-"""Weights in host memory: results are those of the resident pipeline, and devices hold no more than the slots."""
+"""Weights in host memory: results are those of the resident pipeline, and devices hold no more than the slots.
+
+It is one mechanism beneath ``pipelined`` and ``GPipe``; a GPipe trains by ``step`` alone.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
 import json
-import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +25,10 @@ from torch.nn import functional
 import torchgpipe
 from tests import late
 from tests.conftest import Devices
+from tests.frames.models import Chain, chain
+from tests.layers import Apply, Using
+from tests.skip.layers import pair as skip_layers
+from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.record import NO_MICRO_BATCH
@@ -94,57 +100,89 @@ class Model(nn.Module):
         return logits + functional.linear(x, self.embed.weight) if self.glued else logits
 
 
+BALANCE = [2, 1, 1, 1, 1, 2]
+
+
+#: A program of the user's own: one micro-batch after the other, to and fro.
+OWN: Program = [
+    [Action(kind, i, j) for i in range(4) for kind, order in (("F", 1), ("B", -1)) for j in range(PARTITIONS)[::order]]
+]
+
+
 def data(rows: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randint(WORDS, (rows,)), torch.randint(WORDS, (rows,))
 
 
-def pair(model: nn.Module, devices: list[str], **options: Any) -> tuple[Any, Any]:
-    """Return the model resident, and in host memory."""
+def pair(model: Model, devices: list[str], front: str = "pipelined", **options: Any) -> tuple[Any, Any]:
+    """Return the model resident, and in host memory; as layers in a row with a skip, if the front is GPipe."""
     slots = options.pop("slots", 2)
-    given: dict[str, Any] = {"partitions": PARTITIONS, "chunks": 4, "schedule": "LayerMajor", "checkpoint": False}
-    given |= {"devices": devices, "loss_fn": functional.cross_entropy, "verify": False, **options}
+    given: dict[str, Any] = {"chunks": 4, "schedule": "LayerMajor", "checkpoint": False}
+    given |= {"loss_fn": functional.cross_entropy, **options}
+    if front == "GPipe":
+        stash, pop = skip_layers()
+        layers = nn.Sequential(model.embed, stash, *model.blocks, pop, model.head)
+        places = [devices[j % len(devices)] for j in range(PARTITIONS)]
+        resident = GPipe(copy.deepcopy(layers), BALANCE, devices=places, **given)
+        return resident, GPipe(layers, BALANCE, devices=devices, offload=True, slots=slots, **given)
+    given |= {"partitions": PARTITIONS, "devices": devices, "verify": False}
     sample = data(2)[0]
     # Every partition by itself, as in host memory: the gradients of tied weights are added partition by partition.
     resident = pipelined_apart(copy.deepcopy(model), sample, **given)
     return resident, torchgpipe.pipelined(copy.deepcopy(model), sample, offload=True, slots=slots, **given)
 
 
-def trained(model: Any, ids: Tensor, target: Tensor, how: str, *, steps: int = 2, autocast: bool = False) -> list[Any]:
+def memory_of(model: Any) -> Any:
+    return model._host_memory if isinstance(model, GPipe) else runs_of(model).host_memory  # type: ignore[union-attr]
+
+
+def once(model: Any, ids: Tensor, target: Tensor, how: str) -> Tensor:
+    """Train once, and return the loss."""
+    if how == "step":
+        loss: Tensor = model.step(ids, target) if isinstance(model, GPipe) else model.step(ids, target=target)
+        return loss
+    output = model(ids)
+    loss = functional.cross_entropy(output.float(), target.to(output.device))
+    loss.backward()
+    return loss.detach()
+
+
+def trained(model: Any, ids: Tensor, target: Tensor, how: str, autocast: str | None = None) -> list[Any]:
     """Train, accumulating two mini-batches for a step, and return all that can be seen on the host."""
     torch.manual_seed(3)
-    device = runs_of(model).settings.devices[-1]  # type: ignore[union-attr]
-    kind = device.type
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     seen: list[Any] = []
-    for _ in range(steps):
+    for _ in range(2):
         optimizer.zero_grad()
         for _ in range(2):
-            with torch.autocast(kind, torch.bfloat16, enabled=autocast):
-                loss = model.step(ids, target=target) if how == "step" else None
-                output = model(ids) if how == "backward" else None
-            if loss is None:
-                loss = functional.cross_entropy(output.float(), target.to(device))
-                loss.backward()
-        seen += [loss.detach(), *[one.grad for one in model.parameters()], *model.buffers()]
-        seen = [None if one is None else one.detach().cpu().clone() for one in seen]
+            with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None):
+                loss = once(model, ids, target, how)
+        seen += [to_host(one) for one in (loss, *gradients(model), *model.buffers())]
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        seen.append(model(ids).cpu())
+        seen.append(to_host(model(ids)))
     model.train()
-    return [*seen, *[one.detach().cpu() for one in model.parameters()]]
+    return [*seen, *map(to_host, model.parameters())]
+
+
+def gradients(model: Any) -> list[Tensor | None]:
+    return [one.grad for one in model.parameters()]
+
+
+def to_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
 def equal(ours: list[Any], theirs: list[Any]) -> bool:
     return all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
         for a, b in zip(ours, theirs, strict=True)
     )
 
 
 def is_empty(model: Any) -> bool:
     """Return whether no weights are on devices, and all parameters on the host."""
-    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    memory = memory_of(model)
     return not any(memory._there.values()) and {one.device.type for one in model.parameters()} == {"cpu"}
 
 
@@ -156,50 +194,46 @@ def in_halves(m: int, places: list[int]) -> list[Program]:
     ]
 
 
-@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=14, phases=[Phase.explicit, Phase.generate])
 @given(draw=st.data())
 def test_it_equals_the_resident_pipeline_bit_for_bit(devices: Devices, draw: st.DataObject) -> None:
-    n = draw.draw(st.integers(1, 2))
-    there = devices(n)
-    n = len(set(there))
+    front = draw.draw(st.sampled_from(["pipelined", "GPipe"]))
+    there = list(dict.fromkeys(devices(draw.draw(st.integers(1, 2)))))
+    n, on_late = len(there), there[0].startswith("late")
     model = Model(
-        tied=draw.draw(st.booleans()),
+        tied=draw.draw(st.booleans()) and front == "pipelined",
         frozen=draw.draw(st.sampled_from([0, 2])),
         dropout=draw.draw(st.sampled_from([0.0, 0.3])),
-        norms=draw.draw(st.booleans()) and not there[0].startswith("late"),  # which cannot run them in evaluation
+        norms=draw.draw(st.booleans()) and not on_late,  # which cannot run them in evaluation
     )
-    how = draw.draw(st.sampled_from(["step", "backward"]))
-    named = ["LayerMajor", "GPipe", "1F1B"] if n == 1 else ["LayerMajor", "Interleaved1F1B"]
-    schedule = draw.draw(st.sampled_from(named)) if how == "step" else "LayerMajor"
-    options = {"checkpoint": draw.draw(st.booleans()), "schedule": schedule, "slots": draw.draw(st.integers(1, 4))}
-    autocast = draw.draw(st.booleans())
-    resident, model_at_home = pair(model, there, **options)
+    how = "step" if front == "GPipe" else draw.draw(st.sampled_from(["step", "backward"]))
+    known: list[Any] = ["LayerMajor", "GPipe", "1F1B", OWN] if n == 1 else ["LayerMajor", "Interleaved1F1B"]
+    schedule = draw.draw(st.sampled_from(known)) if how == "step" else "LayerMajor"
+    modes: list[Any] = [False, True, *(["except_last", ["1", "3"]] if front == "GPipe" else [])]
+    options = {"checkpoint": draw.draw(st.sampled_from(modes)), "schedule": schedule}
+    slots = draw.draw(st.integers(1, 4))
+    autocast = draw.draw(st.sampled_from([None, "late" if on_late else "cpu"]))
+    resident, at_home = pair(model, there, front, slots=slots, **options)
     ids, target = data()
-    ours, theirs = (trained(one, ids, target, how, autocast=autocast) for one in (model_at_home, resident))
+    ours, theirs = (trained(one, ids, target, how, autocast) for one in (at_home, resident))
     assert equal(ours, theirs)
-    assert is_empty(model_at_home)
+    assert is_empty(at_home)
+    if how == "step":
+        places = [j % n for j in range(PARTITIONS)]
+        step, forward = OWN if schedule is OWN else program(schedule, 4, places), in_halves(4, places)[0]
+        assert memory_of(at_home).uploads == 4 * residency(step, slots).uploads + residency(forward, slots).uploads
 
 
 @pytest.mark.parametrize("how", ["step", "backward"])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, how: str, slots: int) -> None:
-    class Equal(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(PARTITIONS)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return x
-
     there = devices(2)
     names = list(dict.fromkeys(there))
     places = [names.index(there[j % 2]) for j in range(PARTITIONS)]
-    options: dict[str, Any] = {"loss_fn": functional.mse_loss, "verify": False, "slots": slots, "offload": True}
-    model = torchgpipe.pipelined(
-        Equal(), torch.randn(2, WIDTH), chunks=4, partitions=PARTITIONS, devices=names, **options
-    )
+    options: dict[str, Any] = {"chunks": 4, "partitions": PARTITIONS, "devices": names, "verify": False}
+    options |= {"loss_fn": functional.mse_loss, "slots": slots, "offload": True}
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(PARTITIONS)]
+    model: Any = torchgpipe.pipelined(Chain(*layers), torch.randn(2, WIDTH), **options)
     x = torch.randn(8, WIDTH)
     if how == "step":
         model.step(x, target=torch.randn(8, WIDTH))
@@ -207,7 +241,7 @@ def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, ho
     else:
         model(x).sum().backward()
         programs = in_halves(4, places)
-    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    memory = memory_of(model)
     size = 4 * (WIDTH * WIDTH + WIDTH)
     plans = [residency(one, slots) for one in programs]
     assert memory.uploads == sum(one.uploads for one in plans)
@@ -216,38 +250,28 @@ def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, ho
     assert set(memory.peaks.values()) == {slots * size}
 
 
+def adds(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = x + layer(x)
+    return x
+
+
 @pytest.mark.late
 @pytest.mark.parametrize("kind", ["pipelined", "GPipe"])
 def test_the_number_of_micro_batches_takes_no_memory_but_that_of_the_input(kind: str) -> None:
     """What rests leaves the device. With ``offload='weights'``, it takes memory of the device for each micro-batch."""
 
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = x + block(x)
-            return x
-
     def peak(chunks: int, offload: Any) -> int:
+        layers = [nn.Linear(64, 64) for _ in range(8)]
         options: dict[str, Any] = {"chunks": chunks, "loss_fn": functional.mse_loss, "offload": offload}
-        model: Any = (
-            torchgpipe.pipelined(
-                Deep(),
-                torch.randn(2, 64),
-                balance=[2] * 4,
-                devices=["late:0"] * 4,
-                verify=False,
-                checkpoint=True,
-                **options,
-            )
-            if kind == "pipelined"
-            else torchgpipe.GPipe(
-                nn.Sequential(*Deep().blocks), [2] * 4, checkpoint="always", devices=["late:0"], **options
-            )
-        )
+        options |= {"checkpoint": True, "balance": [2] * 4}
+        model: Any
+        if kind == "GPipe":
+            model = GPipe(nn.Sequential(*layers), devices=["late:0"], **options)
+        else:
+            residual = chain(adds, *layers)
+            places = ["late:0"] * 4
+            model = torchgpipe.pipelined(residual, torch.randn(2, 64), devices=places, verify=False, **options)
         x = torch.randn(chunks * 64, 64)
         used = []
         for _ in range(2):
@@ -255,7 +279,7 @@ def test_the_number_of_micro_batches_takes_no_memory_but_that_of_the_input(kind:
             module = torch.get_device_module("late")
             module.reset_peak_memory_stats("late:0")
             before = module.memory_allocated("late:0")
-            model.step(x, target=x) if kind == "pipelined" else model.step(x, x)
+            once(model, x, x, "step")
             torch.accelerator.synchronize()
             used.append(module.max_memory_allocated("late:0") - before - 2 * x.nbytes)
         return used[-1]
@@ -265,35 +289,27 @@ def test_the_number_of_micro_batches_takes_no_memory_but_that_of_the_input(kind:
     assert peak(16, "weights") >= peak(8, "weights") + 8 * 3 * boundary
 
 
+def peeks(self: Any, x: Tensor) -> Any:
+    """Use what another micro-batch has left."""
+    x = self.layers[0](x)
+    if self.first is not None:
+        x = x + self.first.detach()
+    elif self.looks:
+        self.first = x
+    return self.layers[1](x)
+
+
 @pytest.mark.late
 def test_what_rests_is_not_used_by_another_micro_batch() -> None:
-    class Peeking(Model):
-        first: Any = None
-        looks = False
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embed(ids)
-            if self.first is not None:
-                x = x + self.first.detach()
-            elif self.looks:
-                self.first = x
-            return self.head(self.blocks[0](x))
-
-    model: Any = torchgpipe.pipelined(
-        Peeking(), data(2)[0], chunks=8, balance=[1, 2], devices=["late:0"] * 2, offload=True, verify=False
+    model = chain(peeks, nn.Linear(4, 4), nn.Linear(4, 4))
+    model.first, model.looks = None, False
+    devices = ["late:0"] * 2
+    torchgpipe.pipelined(
+        model, torch.randn(2, 4), chunks=8, balance=[1, 1], devices=devices, offload=True, verify=False
     )
     model.looks = True
-    with pytest.raises(RuntimeError, match=r"of shape \(2, 6\) .* waits in host memory.*offload='weights'"):
-        model(data(16)[0])
-
-
-class Shift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.by
+    with pytest.raises(RuntimeError, match=r"of shape \(2, 4\) .* waits in host memory.*offload='weights'"):
+        model(torch.randn(16, 4))
 
 
 class Passing(nn.Module):
@@ -301,7 +317,8 @@ class Passing(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.first, self.last, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Shift()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shift = Using(lambda linear, x: x + linear.bias, WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.way = way
 
@@ -333,7 +350,7 @@ def test_what_comes_back_is_whole_and_new_and_one_tensor(way: str, how: str) -> 
     for offload in (False, True):
         model = passing(way, ["attention"], offload=offload)
         _ = model.step(x, target=x) if how == "step" else model(x).mean().backward()
-        seen.append([to_host(one.grad) for one in model.parameters()])
+        seen.append(gradients(model))
     assert equal(*seen)
 
 
@@ -371,7 +388,7 @@ def test_nothing_of_a_mini_batch_keeps_a_deleted_model(how: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        _ = model.step(ids, target=target) if how == "step" else model(ids)
+        _ = once(model, ids, target, how) if how == "step" else model(ids)
         del model, _
         assert alive() is None
     finally:
@@ -385,13 +402,13 @@ def test_frozen_weights_stay_if_all_fit_and_come_again_when_they_change(
     monkeypatch.setattr("torchgpipe.engine.host_memory.memory_in_use", lambda device: (0, 0, total[0]))
     resident, model = pair(Model(frozen=PARTITIONS - 2), devices(2), slots=1)
     ids, target = data()
-    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    memory = memory_of(model)
 
     def moved() -> int:
         before = memory.bytes_up
         once(model, ids, target, "step")
         once(resident, ids, target, "step")
-        assert equal([one.grad for one in model.parameters()], [to_host(one.grad) for one in resident.parameters()])
+        assert equal(gradients(model), gradients(resident))
         return int(memory.bytes_up - before)
 
     frozen = sum(one.nbytes for one in model.parameters() if not one.requires_grad)
@@ -411,10 +428,6 @@ def test_frozen_weights_stay_if_all_fit_and_come_again_when_they_change(
     assert moved() > again
     total[0] = 100
     assert moved() >= first
-
-
-def to_host(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()
 
 
 def test_a_recording_shows_uploads_and_downloads_in_lanes_of_their_own(devices: Devices, tmp_path: Path) -> None:
@@ -459,7 +472,7 @@ def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
 
     for block in model.blocks:
         block.register_forward_pre_hook(look)
-    model.step(*data()[:1], target=data()[1])
+    once(model, *data(), "step")
     assert len(seen) == 4 * (PARTITIONS - 2)
     for k, there in seen:
         assert there[k]
@@ -489,41 +502,33 @@ class Events:
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(draw=st.data())
 def test_a_failure_anywhere_leaves_everything_as_it_was(devices: Devices, draw: st.DataObject) -> None:
-    how, checkpoint = draw.draw(st.sampled_from(["step", "backward"])), draw.draw(st.booleans())
-    resident, model = pair(Model(frozen=1), devices(draw.draw(st.integers(1, 2))), checkpoint=checkpoint)
+    front, how = draw.draw(st.sampled_from([("pipelined", "step"), ("pipelined", "backward"), ("GPipe", "step")]))
+    there = list(dict.fromkeys(devices(draw.draw(st.integers(1, 2)))))
+    resident, model = pair(Model(frozen=1), there, front, checkpoint=draw.draw(st.booleans()))
     ids, target = data()
-    for one in (resident, model):
-        once(one, ids, target, how)
-    grads = [one.grad for one in model.parameters()]
-    before = [None if one is None else one.detach().clone() for one in (*model.parameters(), *grads)]
+
+    def once_more() -> None:
+        for one in (resident, model):
+            once(one, ids, target, how)
+        assert equal(gradients(model), gradients(resident))
+
+    once_more()
     with pytest.MonkeyPatch.context() as patch:
         events = Events(patch)
-        once(model, ids, target, how)
+        once_more()
         count, events.count = events.count, 0
-        for one, grad in zip(model.parameters(), before[len(grads) :]):
-            one.grad = grad
-        grads = [one.grad for one in model.parameters()]
-        before = [None if one is None else one.detach().clone() for one in (*model.parameters(), *grads)]
         events.fails_at = draw.draw(st.integers(1, count))
+        grads = gradients(model)
+        before = [to_host(one) for one in (*model.parameters(), *grads)]
         with suppress(Failure):
             once(model, ids, target, how)
             # Workers bring what rests ahead if it is there in time, so the last events may not come.
             assert events.count < events.fails_at
             return
-    assert all(one.grad is grad for one, grad in zip(model.parameters(), grads))
-    assert equal([*[one.detach() for one in model.parameters()], *grads], before)
+    assert all(one is grad for one, grad in zip(gradients(model), grads))
+    assert equal([*model.parameters(), *grads], before)
     assert is_empty(model)
-    for one in (resident, model):
-        once(one, ids, target, how)
-    assert equal([one.grad for one in model.parameters()], [to_host(one.grad) for one in resident.parameters()])
-
-
-def once(model: Any, ids: Tensor, target: Tensor, how: str) -> None:
-    if how == "step":
-        model.step(ids, target=target)
-    else:
-        output = model(ids)
-        functional.cross_entropy(output, target.to(output.device)).backward()
+    once_more()
 
 
 def test_the_proof_runs_and_copies_are_pipelined(devices: Devices) -> None:
@@ -555,7 +560,7 @@ def test_retained_graphs_and_optimizers_in_hooks(devices: Devices) -> None:
         loss = functional.cross_entropy(output, target.to(output.device))
         loss.backward(retain_graph=True)
         loss.backward()
-    assert equal([one.grad for one in model.parameters()], [one.grad.cpu() for one in resident.parameters()])
+    assert equal(gradients(model), gradients(resident))
     heard = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda one, name=name: heard.append(name))
@@ -582,7 +587,7 @@ def test_calls_that_pass_in_one_piece_tell_what_they_cost(devices: Devices) -> N
 
     model = pair(Cached(), devices(2))[1]
     ids = data()[0]
-    memory = runs_of(model).host_memory  # type: ignore[union-attr]
+    memory = memory_of(model)
     with torch.no_grad():
         expected = model(ids)
         uploads = memory.uploads
@@ -596,42 +601,87 @@ def test_calls_that_pass_in_one_piece_tell_what_they_cost(devices: Devices) -> N
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
-class Stealing(Model):
-    """A block uses the weight of another one, which is no module of its own."""
+class Thief(nn.Linear):
+    """Uses the weight of another module, which is no module of its own."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.blocks[2].other = [self.blocks[0]]
-        self.way = way
+    other: list[nn.Linear]
 
-    def forward(self, ids: Tensor) -> Any:
-        x = self.embed(ids)
-        kept = self.embed.weight.t()
-        for k, block in enumerate(self.blocks):
-            x = block(x)
-            if k == 0 and self.way == "module":
-                self.blocks[2].forward = self._stolen
-        logits = self.head(x)
-        if self.way == "glue":
-            return logits + x @ kept
-        return (logits, self.head.weight) if self.way == "output" else logits
-
-    def _stolen(self, x: Tensor) -> Tensor:
-        return x + self.blocks[0].linear.bias
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.other[0].bias
 
 
-@pytest.mark.parametrize("way", ["module", "glue", "output"])
+def with_a_thief() -> Any:
+    model = Chain(nn.Linear(4, 4), nn.Linear(4, 4), Thief(4, 4))
+    model.layers[2].other = [model.layers[0]]
+    return model
+
+
+def uses_in_glue(self: Any, x: Tensor) -> Tensor:
+    kept = self.layers[0].weight.t()
+    product: Tensor = Chain.forward(self, x) @ kept
+    return product
+
+
+def returns(self: Any, x: Tensor) -> Any:
+    return Chain.forward(self, x), self.layers[3].weight
+
+
+STOLEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "module": (with_a_thief, "uses the weight 'bias' of a Linear"),
+    "glue": (lambda: chain(uses_in_glue), "uses the weight 'weight' of a Linear"),
+    "output": (lambda: chain(returns), "returns the weight 'weight' of a Linear"),
+}
+
+
+@pytest.mark.parametrize("way", STOLEN)
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_weight_outside_of_its_partition_is_refused(devices: Devices, way: str, verify: bool) -> None:
-    options: dict[str, Any] = {"devices": list(dict.fromkeys(devices(1))), "offload": True, "verify": verify}
-    said = {"module": "uses the weight 'bias' of a Linear", "glue": "uses the weight 'weight' of a Embedding"}
-    with pytest.raises((ValueError, RuntimeError), match=said.get(way, "returns the weight 'weight' of a Linear")):
-        model: Any = torchgpipe.pipelined(
-            Stealing(way), data(2)[0], chunks=2, partitions=PARTITIONS, checkpoint=False, **options
-        )
-        output = model(data()[0])
+    make, message = STOLEN[way]
+    x = torch.randn(4, 4)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        output = halves(make(), devices(1), verify=verify)(x)
         assert not verify
         output.sum().backward()
+
+
+def halves(model: nn.Module, devices: list[str], **options: Any) -> Any:
+    options |= {"chunks": 2, "partitions": 2, "checkpoint": False}
+    return torchgpipe.pipelined(model, torch.randn(2, 4), devices=devices, offload=True, **options)
+
+
+def test_a_weight_that_forward_changes_is_refused(devices: Devices) -> None:
+    model = halves(Chain(), devices(1), verify=False)
+    weight = model.layers[3].weight
+    before = weight.detach().clone()
+    model.between = lambda self, k, x, first: self.layers[3].weight.data.clamp_(-0.1, 0.1) if k == 0 else x
+    with pytest.raises(RuntimeError, match=r"changes the weight 'weight' of a Linear|in partition 0 uses the weight"):
+        model(torch.randn(4, 4))
+    assert torch.equal(weight, before)
+
+
+def test_a_weight_that_leaves_a_layer_is_refused(devices: Devices) -> None:
+    module = nn.Sequential(
+        Using(lambda linear, x: (linear(x), linear.weight.t())), Apply(lambda pair: pair[0] @ pair[1])
+    )
+    model = GPipe(module, [1, 1], devices=devices(1), offload=True, loss_fn=functional.mse_loss)
+    with pytest.raises(RuntimeError, match=r"returns the weight 'weight' of a Linear, or a view of it.*weight.clone"):
+        model.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_what_a_gpipe_cannot_do_is_refused(devices: Devices) -> None:
+    own, (ids, target) = list(dict.fromkeys(devices(2))), data()
+    model = pair(Model(), own, "GPipe")[1]
+    with pytest.raises(RuntimeError, match=r"trains by step\(\).*torchgpipe.pipelined\(module, sample, offload=True\)"):
+        model(ids)
+    with pytest.raises(RuntimeError, match="without a program"):
+        model.verify(ids)
+    with pytest.raises(ValueError, match=r"'0\.weight' is a UninitializedParameter"):
+        GPipe(nn.Sequential(nn.LazyLinear(2)), [1], offload=True, devices=own)
+    assert GPipe(nn.Sequential(nn.Linear(2, 2)), [1], offload=True, devices=own[:1]).schedule == "LayerMajor"
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.step(ids, target), model.step(ids, target))
+    module = model.unwrap()
+    assert {one.device.type for one in (*module.parameters(), *module.buffers())} == {"cpu"}
 
 
 def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,29 +722,6 @@ def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatc
     assert is_empty(model)
 
 
-def test_a_weight_that_forward_changes_is_refused(devices: Devices) -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.clamps = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            if self.clamps:
-                self.second.weight.data.clamp_(-0.1, 0.1)
-            return self.second(x)
-
-    model: Any = torchgpipe.pipelined(
-        Changing(), torch.randn(2, WIDTH), chunks=2, partitions=2, devices=devices(1), offload=True, verify=False
-    )
-    model.clamps = True
-    before = model.second.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"changes the weight 'weight' of a Linear|in partition 0 uses the weight"):
-        model(torch.randn(4, WIDTH))
-    assert torch.equal(model.second.weight, before)
-
-
 def test_the_host_waits_for_all_copies(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller may change weights after a step."""
     model, waited = pair(Model(), devices(1))[1], []
@@ -707,12 +734,3 @@ def test_the_host_waits_for_all_copies(devices: Devices, monkeypatch: pytest.Mon
         monkeypatch.setattr(kind, "synchronize", synchronize)
     once(model, *data(), "step")
     assert {"weights arriving", "gradients leaving", "activations arriving", "activations leaving"} <= set(waited)
-
-
-def test_a_schedule_action_is_a_step(devices: Devices) -> None:
-    """A program of the user's own runs, too."""
-    model, ids = Model(), data(4)[0]
-    own = [[Action(kind, i, j) for i in range(2) for kind, order in (("F", 1), ("B", -1)) for j in range(6)[::order]]]
-    resident, at_home = pair(model, devices(1), chunks=2, schedule=own)
-    assert equal(*[trained(one, ids, data(4)[1] * 0, "step") for one in (at_home, resident)])
-    assert pickle.loads(pickle.dumps(runs_of(at_home).host_memory)).slots == 2  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,12 @@ class Net(nn.Module):
         return {"out": x, "balance": x.softmax(1).mean(0).square().sum()}
 
 
+def two(model: nn.Module, sample: Tensor | None = None, **options: Any) -> Any:
+    """Pipeline a model on two devices."""
+    sample = torch.randn(2, 4) if sample is None else sample
+    return pipelined(model, sample, chunks=3, devices=TWO, balance="parameters", **options)
+
+
 def states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()]]
 
@@ -39,27 +46,16 @@ def states() -> list[Any]:
 def test_nothing_stays_behind() -> None:
     model: Any = Net()
     model.blocks[2].eval()
-    counts: dict[str, int] = {}
-
-    def counting(what: str) -> Callable[..., None]:
-        calls = 0
-
-        def count(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            counts[what] = calls
-
-        return count
-
+    heard: list[Any] = []
     for parameter in model.parameters():
-        parameter.register_hook(counting("gradient"))
-        parameter.register_post_accumulate_grad_hook(counting("accumulated"))
-    model.blocks[1].register_forward_hook(counting("forward"))
+        parameter.register_hook(heard.append)
+        parameter.register_post_accumulate_grad_hook(heard.append)
+    model.blocks[1].register_forward_hook(lambda *run: heard.append(run))
     model.blocks[0][0].weight.grad = torch.ones(4, 4)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters, modes, before = dict(model.named_parameters()), [one.training for one in model.modules()], states()
     with pytest.warns(UserWarning, match=r"\['balance'\] differ between rows together and rows apart"):
-        pipelined(model, torch.randn(3, 4), chunks=2, devices=TWO, balance="parameters", verify=["balance"])
+        two(model, torch.randn(3, 4), verify=["balance"])
     after = states()
     torch.randn(3, 4)
     assert after[1:] == before[1:]
@@ -68,12 +64,12 @@ def test_nothing_stays_behind() -> None:
     assert all([torch.equal(state[name], tensor) for name, tensor in model.state_dict().items()])
     assert model.blocks[0][0].weight.grad.equal(torch.ones(4, 4))
     assert model.blocks[0][0].bias.grad is None
-    assert not counts
+    assert not heard
 
     random_state = torch.get_rng_state()
     table = model.verify(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert not counts
+    assert not heard
     assert table.is_equal  # The balance may still differ.
     assert "'balance', rows together and apart" not in [row.name for row in table.rows]
 
@@ -93,14 +89,12 @@ def test_the_callers_tensors_stay_as_they_are_and_may_be_of_inference_mode(infer
 
 def test_the_balancing_of_experts_is_refused_unless_it_is_named() -> None:
     with pytest.raises(ValueError, match=r"verify=\['balance'\] lets it differ, with a warning .*verify=False"):
-        pipelined(Net(), torch.randn(2, 4), chunks=2, devices=TWO, balance="parameters")
-    model: Any = pipelined(Net(), torch.randn(2, 4), chunks=2, devices=TWO, balance="parameters", verify=False)
-    assert not model.verify(torch.randn(4, 4)).is_equal
+        two(Net())
+    assert not two(Net(), verify=False).verify(torch.randn(4, 4)).is_equal
 
 
 def test_everything_is_compared() -> None:
-    model: Any = Chain()
-    pipelined(model, torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters", loss_fn=nn.MSELoss())
+    model = two(Chain(), loss_fn=nn.MSELoss())
     table = model.verify(torch.randn(6, 4), target=torch.randn(6, 4))
     assert table.is_equal
     assert {row.name for row in table.rows} == {
@@ -116,22 +110,18 @@ def test_everything_is_compared() -> None:
 def test_the_first_tensor_that_differs_is_named_with_its_partition() -> None:
     """Nobody looks at numbers in a box, where the second partition finds those of another micro-batch."""
 
-    class Box:
-        numbers: Any = None
-
     def forward(self: Any, x: Tensor) -> Tensor:
         for k, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if k == 0:
-                self.kept.numbers[0] = x.detach().mean(1).tolist()
-        return x + torch.tensor(self.kept.numbers[0])[:, None]
+                self.kept.numbers = x.detach().mean(1).tolist()
+        return x + torch.tensor(self.kept.numbers)[:, None]
 
     torch.manual_seed(0)
     model = chain(forward)
-    model.kept = Box()
-    model.kept.numbers = [None]
+    model.kept = SimpleNamespace()
     with pytest.raises(ValueError, match=r"the output 'value' of micro-batch 0 is not .* when it leaves partition 1"):
-        pipelined(model, torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
+        two(model)
 
 
 def casts(self: Chain, x: Tensor) -> Any:
@@ -164,11 +154,6 @@ def only_evaluates(self: Chain, x: Tensor) -> Any:
     return Chain.forward(self, x.requires_grad_(x.requires_grad))
 
 
-def centres(self: Chain, x: Tensor) -> Any:
-    x = Chain.forward(self, x)
-    return x - x.mean(0)
-
-
 @pytest.mark.parametrize(
     "forward", [casts, draws_in_evaluation, drops_layers(random.random), drops_layers(np.random.rand), only_evaluates]
 )
@@ -176,7 +161,7 @@ def test_what_is_no_fault(forward: Callable[..., Any]) -> None:
     np.random.seed(0)
     random.seed(0)
     sample = torch.randn(2, 4, requires_grad=forward is only_evaluates)
-    model = pipelined(chain(forward), sample, chunks=3, devices=TWO, balance="parameters")
+    model = two(chain(forward), sample)
     if forward is only_evaluates:
         x = torch.randn(6, 4)
         with torch.no_grad():
@@ -185,13 +170,13 @@ def test_what_is_no_fault(forward: Callable[..., Any]) -> None:
 
 def test_autocast_around_it_rounds_coarsely() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        pipelined(Chain(), torch.randn(2, 4), chunks=3, devices=TWO, balance="parameters")
+        two(Chain())
 
 
 @pytest.mark.parametrize("sample", [torch.zeros(2, 4), torch.ones(2, 4), torch.ones(1, 4)], ids=["0", "1", "one row"])
 def test_a_sample_whose_rows_are_equal_shows_what_couples_them(sample: Tensor) -> None:
     with pytest.raises(ValueError, match="the rows are coupled"):
-        pipelined(chain(centres), sample, chunks=3, devices=TWO, balance="parameters")
+        two(chain(lambda self, x: (y := Chain.forward(self, x)) - y.mean(0)), sample)
 
 
 class Reversible(torch.autograd.Function):

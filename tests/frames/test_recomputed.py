@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.frames.models import TWO, Chain, chain
+from tests.frames.models import TWO, Chain, chain, gradients
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 X = torch.randn(6, 4, dtype=torch.float64)
 
@@ -37,18 +39,17 @@ def mean(output: Tensor) -> Tensor:
     return output.pow(2).mean()
 
 
-def trained(model: Any, run: str, x: Tensor = X, seed: int | None = 3) -> dict[str, Any]:
+def trained(model: Any, run: str, x: Tensor = X, within: Context = nullcontext) -> dict[str, Any]:
     """Train once, and return everything that this leaves."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    loss = model.step(x) if run == "step" else mean(model(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with within():
+        loss = model.step(x) if run == "step" else mean(model(x))
     drawn = torch.rand(3) if run == "backward" else None  # as a loop draws that loads a batch here
     if run == "backward":
         loss.backward()
-    left = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
-    left |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for parameter in model.parameters():
-        parameter.grad = None
+    optimizer.step()
+    left = {f"gradient of {name}": grad for name, grad in gradients(model).items()}
+    left |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return {**left, "loss": loss.detach(), "drawn": drawn, "drawn next": torch.rand(3)}
 
 
@@ -59,47 +60,31 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (value is None and other is None) or torch.equal(value, other), name
 
 
-@pytest.mark.parametrize(
-    ("run", "schedule"), [("backward", "1F1B"), ("step", "GPipe"), ("step", "1F1B"), ("step", "ZeroBubble")]
-)
-@pytest.mark.parametrize("devices", [["cpu"], TWO, ["cpu:0", "cpu:1", "cpu:2"]])
-def test_recomputation_changes_nothing(run: str, schedule: Any, devices: list[str]) -> None:
-    """Batch norms counted twice, spectral norms improved twice, and generators were left where others had them."""
+def assert_recomputes_the_same(
+    make: Callable[[], nn.Module], *modes: Any, x: Tensor = X, within: Context = nullcontext, **options: Any
+) -> None:
+    """Assert that a model leaves the same with and without recomputation, and so do generators of its layers."""
     results = []
-    options: dict[str, Any] = {"devices": devices, "schedule": schedule, "loss_fn": lambda y, _: mean(y)}
-    for mode in ("never", "always", ["layers.1", "layers.2", "layers.4"]):
-        model: Any = pipelined(Chain(*layers()).double(), X[:2], chunks=3, checkpoint=mode, **options)
-        results.append([trained(model, run) for _ in range(3)])
+    options = {"devices": TWO, "loss_fn": lambda y, _: mean(y), **options}
+    for mode in ("never", "always", *modes):
+        torch.manual_seed(0)
+        model: Any = make().to(x.dtype)
+        pipelined(model, x[:2], chunks=3, checkpoint=mode, **options)
+        torch.manual_seed(3)
+        results.append([trained(model, run, x, within) for run in ("step", "backward", "step")])
+        generators = [layer.generator.get_state() for layer in model.layers if hasattr(layer, "generator")]
+        results[-1].append(dict(enumerate(generators)))
     for other in results[1:]:
         for one, expected in zip(other, results[0]):
             assert_equal(one, expected)
 
 
-def test_statistics_are_those_of_the_plain_model() -> None:
-    model = Chain(*[layer for layer in layers() if "Dropout" not in str(layer)]).double()
-    plain = copy.deepcopy(model)
-    pipelined(model, X[:2], chunks=3, devices=TWO, checkpoint=True)
-    for _ in range(2):
-        model(X).sum().backward()
-        for x in X.chunk(3):
-            plain(x).sum().backward()
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-12)
-
-
-def assert_recomputes_the_same(make: Callable[[], nn.Module], run: str = "backward", **options: Any) -> None:
-    """Assert that a model leaves the same with and without recomputation, and so does its own generator."""
-    results = []
-    for mode in ("never", "always"):
-        torch.manual_seed(0)
-        model: Any = make().double()
-        options = {"devices": TWO, **options}
-        result = trained(pipelined(model, X[:2], chunks=3, checkpoint=mode, **options), run)
-        generators = [layer.generator.get_state() for layer in model.layers if hasattr(layer, "generator")]
-        results.append({**result, **dict(enumerate(generators))})
-    assert_equal(results[1], results[0])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+@pytest.mark.parametrize("devices", [["cpu"], TWO, ["cpu:0", "cpu:1", "cpu:2"]])
+def test_recomputation_changes_nothing(schedule: Any, devices: list[str]) -> None:
+    """Batch norms counted twice, spectral norms improved twice, and generators were left where others had them."""
+    some = ["layers.1", "layers.2", "layers.4"]
+    assert_recomputes_the_same(lambda: Chain(*layers()), some, devices=devices, schedule=schedule)
 
 
 def two(first: nn.Module, **options: Any) -> Any:
@@ -109,40 +94,31 @@ def two(first: nn.Module, **options: Any) -> Any:
     )
 
 
-def test_a_layer_can_ask_which_run_it_is_in() -> None:
+def test_a_layer_can_ask_which_run_it_is_in_and_has_what_the_caller_set() -> None:
     class Asks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append((is_checkpointing(), is_recomputing()))
+            phases.append((is_checkpointing(), is_recomputing()))
+            settings.append((setting.get(), torch.is_autocast_enabled("cpu")))
             return super().forward(x)
 
-    seen: list[tuple[bool, bool]] = []
-    model = two(Asks(4, 4))
-    seen.clear()
-    model(X).sum().backward()
-    assert seen == 3 * [(True, False)] + 3 * [(False, True)]
-    seen.clear()
-    with torch.no_grad():
-        model(X)
-    model.eval()(X).sum().backward()
-    assert seen == 6 * [(False, False)]
-
-
-def test_what_the_caller_has_set_holds_in_both_runs() -> None:
-    class Sets(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((setting.get(), torch.is_autocast_enabled("cpu"), torch.empty(0).dtype))
-            return super().forward(x)
-
-    seen: list[Any] = []
+    phases: list[tuple[bool, bool]] = []
+    settings: list[Any] = []
     setting: ContextVar[str] = ContextVar("setting", default="none")
-    model = two(Sets(4, 4).float()).float()
-    seen.clear()
+    model = two(Asks(4, 4)).float()
+    phases.clear()
+    settings.clear()
     token = setting.set("mine")
-    with torch.autocast("cpu", torch.bfloat16), torch.device("cpu"):
+    with torch.autocast("cpu", torch.bfloat16):
         loss = model(X.float()).sum()
     setting.reset(token)
     loss.backward()
-    assert seen == 6 * [("mine", True, torch.float32)]
+    assert phases == 3 * [(True, False)] + 3 * [(False, True)]
+    assert settings == 6 * [("mine", True)]
+    phases.clear()
+    with torch.no_grad():
+        model(X.float())
+    model.eval()(X.float()).sum().backward()
+    assert phases == 6 * [(False, False)]
 
 
 class Container(nn.Module):
@@ -167,25 +143,20 @@ class Containers(Chain):
         return state["x"] + sum(state["past"])
 
 
-@pytest.mark.parametrize("run", ["backward", "step"])
-def test_containers_are_those_of_the_first_run(run: str) -> None:
+def test_containers_are_those_of_the_first_run() -> None:
     """A list or a cache that a module adds to had the additions of the first run already."""
-    options = {"balance": {"layers.2": 1}, "loss_fn": lambda y, _: mean(y)}
-    assert_recomputes_the_same(lambda: Containers(*[Container() for _ in range(4)]), run, **options)
+    assert_recomputes_the_same(lambda: Containers(*[Container() for _ in range(4)]), balance={"layers.2": 1})
 
 
 def test_a_graph_that_is_kept_is_recomputed_again() -> None:
     model = two(parametrizations.spectral_norm(nn.Linear(4, 4)))
     loss = model(X).sum()
     loss.backward(retain_graph=True)
-    once = trained_gradients(model)
+    once = gradients(model)
+    loss.backward(retain_graph=True)
     loss.backward()
-    for one, both in zip(once, trained_gradients(model)):
-        assert torch.equal(2 * one, both)
-
-
-def trained_gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    for name, both in gradients(model).items():
+        assert torch.equal(2 * once[name], both), name  # type: ignore[operator, arg-type]
 
 
 def test_activations_are_not_kept() -> None:
@@ -208,21 +179,20 @@ def test_activations_are_not_kept() -> None:
         gc.enable()
 
 
-def own_generator() -> nn.Module:
-    class Noise(nn.Linear):
-        generator = None
+class Noise(nn.Linear):
+    generator: Any = None
 
-        def forward(self, x: Tensor) -> Tensor:
-            noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
-            return super().forward(x * noise)
-
-    layer = Noise(4, 4)
-    layer.generator = torch.Generator().manual_seed(1)
-    return layer
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype))
 
 
 def test_a_generator_of_a_layer_draws_the_same_again() -> None:
-    assert_recomputes_the_same(lambda: Chain(own_generator(), nn.Linear(4, 4)))
+    def make() -> nn.Module:
+        layer = Noise(4, 4)
+        layer.generator = torch.Generator().manual_seed(1)
+        return Chain(layer, nn.Linear(4, 4))
+
+    assert_recomputes_the_same(make)
 
 
 def step_between(model: Any) -> None:
@@ -254,42 +224,31 @@ def test_a_module_that_changes_its_input_is_refused() -> None:
         pipelined(model.double(), X[:2], chunks=3, devices=TWO, checkpoint=True)
 
 
-def test_modes_are_those_of_gpipe() -> None:
-    for mode, names in (("always", {"layers.0", "layers.1"}), ("never", set())):
-        assert vars(two(nn.Linear(4, 4), checkpoint=mode))["_torchgpipe"].recomputed == names
-    with pytest.raises(ValueError, match="checkpoint='except_last' is for GPipe"):
-        two(nn.Linear(4, 4), checkpoint="except_last")
+def test_a_module_that_differentiates_is_refused() -> None:
+    class Force(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                energy = super().forward(x.detach().requires_grad_()).square().sum()
+            return x - torch.autograd.grad(energy, [self.weight], create_graph=True)[0].sum()
+
+    with pytest.raises(RuntimeError, match=r"'layers.0' differentiates in its forward"):
+        two(Force(4, 4), verify=False)(X)
 
 
 def test_weights_that_autocast_casts_are_those_of_the_first_run() -> None:
-    results = []
-    for mode in (False, True):
-        torch.manual_seed(0)
-        model: Any = Chain(*[nn.Linear(4, 4) for _ in range(4)])
-        pipelined(model, X[:2].float(), chunks=3, devices=TWO, checkpoint=mode)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(X.float()).float().sum()
-            loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= parameter.grad
-        results.append(dict(model.named_parameters()))
-    assert_equal(results[1], results[0])
+    assert_recomputes_the_same(Chain, x=X.float(), within=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 def test_cached_weights_are_right_or_refused() -> None:
     """Threads share the cache, and one that clears it makes another compute a weight in one run only."""
-    results = []
-    for mode in (False, True):
-        torch.manual_seed(0)
-        model: Any = Chain(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)).double()
-        pipelined(model, X[:2], chunks=3, devices=["cpu"], checkpoint=mode)
-        with parametrize.cached():
-            results.append(trained(model, "backward"))
-    assert_equal(results[1], results[0])
+
+    def make() -> nn.Module:
+        return Chain(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+    assert_recomputes_the_same(make, devices=["cpu"], within=parametrize.cached)
+    model: Any = pipelined(make().double(), X[:2], chunks=3, devices=TWO, checkpoint=True, verify=False)
     with parametrize.cached(), pytest.raises(RuntimeError, match=r"leave out cached\(\) or checkpoint"):
-        two(parametrizations.weight_norm(nn.Linear(4, 4)), verify=False)(X)
+        model(X)
 
 
 # ------------------------------------------------------------------------------------- checkpoints of the model's own
@@ -320,7 +279,7 @@ def test_two_checkpoints_of_the_models_own_at_once(dropout: float, reentrant: bo
         pipelined(model, X[:2], chunks=6, devices=devices, loss_fn=lambda y, _: mean(y))
         torch.manual_seed(3)
         x = X.clone().requires_grad_()  # for reentrant checkpoints
-        results.append([trained(model, run, x, seed=None) for _ in range(6)])
+        results.append([trained(model, run, x) for _ in range(6)])
     for one, expected in zip(results[1], results[0]):
         assert_equal(one, expected)
 

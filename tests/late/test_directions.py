@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from tests import late
-from tests.clocks import ClockedStreams, Done
+from tests.clocks import listening
 from torchgpipe import GPipe
-from torchgpipe.frames.pipelined import runs_of
 
 pytestmark = pytest.mark.late
 
 
-def block() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+def layers(n: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(n)])
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -30,22 +27,15 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 M = 6
 
 
-def of_gpipe(n: int, devices: list[str], schedule: str, listener: Done) -> Callable[[], Any]:
-    layers = nn.Sequential(*[block() for _ in range(n)])
-    model = GPipe(layers, [1] * n, devices=devices, chunks=M, schedule=schedule, loss_fn=loss_fn, checkpoint="never")
-    model._mechanisms = replace(model._mechanisms, streams=ClockedStreams(), recorder=listener)
-    return lambda: model.step(torch.randn(M, 4), torch.randn(M, 4))
+def of_gpipe(n: int, devices: list[str], **options: Any) -> tuple[nn.Module, Callable[[], Any]]:
+    model = GPipe(layers(n), [1] * n, devices=devices, checkpoint="never", **options)
+    return model, lambda: model.step(torch.randn(M, 4), torch.randn(M, 4))
 
 
-def of_pipelined(n: int, devices: list[str], schedule: str, listener: Done) -> Callable[[], Any]:
-    layers = nn.Sequential(*[block() for _ in range(n)])
-    options: Any = {"chunks": M, "schedule": schedule, "loss_fn": loss_fn}
-    model: Any = torchgpipe.pipelined(layers, torch.randn(M, 4), balance=[1] * n, devices=devices, **options)
-    pipeline = runs_of(model)
-    assert pipeline is not None
-    pipeline.streams, pipeline.recorder = ClockedStreams(), listener
+def of_pipelined(n: int, devices: list[str], **options: Any) -> tuple[nn.Module, Callable[[], Any]]:
+    model: Any = torchgpipe.pipelined(layers(n), torch.randn(M, 4), balance=[1] * n, devices=devices, **options)
     input, target = torch.randn(M, 4, device=devices[0]), torch.randn(M, 4, device=devices[-1])
-    return lambda: model.step(input, target=target)
+    return model, lambda: model.step(input, target=target)
 
 
 @pytest.mark.parametrize("make", [of_gpipe, of_pipelined])
@@ -56,13 +46,12 @@ def of_pipelined(n: int, devices: list[str], schedule: str, listener: Done) -> C
 def test_a_copy_forward_does_not_wait_for_gradients_on_their_way_back(
     make: Any, schedule: str, places: list[int]
 ) -> None:
-    listener, n = Done(), len(places)
-    step = make(n, [f"late:{place}" for place in places], schedule, listener)
-    late.hazards()
-    step()
-    torch.accelerator.synchronize()
-    assert late.hazards() == []
-    copies = [work for work in listener if work.kind == "copy" and work.other is not None]
+    n = len(places)
+    devices = [f"late:{place}" for place in places]
+    model, step = make(n, devices, chunks=M, schedule=schedule, loss_fn=loss_fn)
+    with listening(model) as done:
+        step()
+    copies = [work for work in done if work.kind == "copy" and work.other is not None]
     back = [work for work in copies if work.other < work.j]  # type: ignore[operator]
     links = [(a, a + 1) for a in range(n - 1) if places[a] != places[a + 1]]
     for a, c in links:
@@ -71,6 +60,6 @@ def test_a_copy_forward_does_not_wait_for_gradients_on_their_way_back(
         assert any(there.overlaps(other) for there in forward for other in back if (other.j, other.other) == (c, a))
     for copied in (work for work in copies if work not in back):
         # It may wait for what its device has computed, and for the copies forward before it, and these for the same.
-        computed = [work for work in listener if work.kind == "forward" and work.precedes(copied)]
+        computed = [work for work in done if work.kind == "forward" and work.precedes(copied)]
         late_ones = [grad for grad in back if grad.precedes(copied) and not any(map(grad.precedes, computed))]
         assert not late_ones, (schedule, copied.i, copied.j, [(grad.i, grad.j) for grad in late_ones])

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import late
 
@@ -120,22 +120,6 @@ def test_events(side: torch.Stream) -> None:
     assert start.elapsed_time(end) >= 1
 
 
-def test_results_are_those_of_the_cpu() -> None:
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
-    x, y = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
-
-    def gradients(device: str) -> list[Tensor]:
-        module = layers.to(device)
-        nn.functional.cross_entropy(module(x.to(device)), y.to(device)).backward()
-        result = [p.grad.cpu() for p in module.parameters() if p.grad is not None]
-        result += [buffer.cpu().clone() for buffer in module.buffers()]
-        module.zero_grad()
-        module[1].reset_running_stats()  # type: ignore[operator]
-        return result
-
-    torch.testing.assert_close(gradients(DEVICE), gradients("cpu"))
-
-
 def test_tensors_of_two_devices_do_not_mix() -> None:
     with pytest.raises(RuntimeError, match="at least two devices, late:0 and late:1"):
         torch.ones(3, device="late:0") + torch.ones(3, device="late:1")
@@ -163,27 +147,6 @@ def test_a_failure_of_queued_work_is_raised_where_the_host_waits() -> None:
     wrong = torch.ones(3)[torch.tensor([7])]
     with pytest.raises(RuntimeError, match="from work launched before"):
         wrong.cpu()
-
-
-def test_generators() -> None:
-    generator = torch.late.default_generators[1]  # type: ignore[attr-defined]
-    torch.late.manual_seed_all(1)  # type: ignore[attr-defined]
-    state = generator.get_state()
-    a = torch.rand(3)
-    assert not torch.equal(state, generator.get_state())
-    b = torch.rand(3)
-    generator.set_state(state)
-    assert torch.equal(torch.rand(3), a)
-    assert torch.equal(torch.rand(3), b)
-    assert not torch.equal(a, b)
-
-
-def test_memory_is_counted() -> None:
-    before = torch.late.memory_allocated(DEVICE)  # type: ignore[attr-defined]
-    x = torch.empty(1000)
-    assert torch.late.memory_allocated(DEVICE) == before + 4000  # type: ignore[attr-defined]
-    del x
-    assert torch.late.memory_allocated(DEVICE) == before  # type: ignore[attr-defined]
 
 
 #: So slow that nothing here depends on when the host launches. Nobody waits until it is through.

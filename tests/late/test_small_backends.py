@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from tests import late
+from tests.frames.models import Chain
+from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices import generators, stream
 
@@ -73,24 +74,20 @@ def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if request.param in (name, "none of them"):
             lack(monkeypatch)
     forget()
-    late.hazards()
     yield
-    assert late.hazards() == []
     monkeypatch.undo()
     forget()
 
 
-class Note(nn.Module):
-    """Makes a new tensor, and draws, without a word about the device."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(x.shape, device="late") < 0.5)
+def noise() -> nn.Module:
+    """Return a layer that makes a new tensor, and draws, without a word about the device."""
+    return Apply(lambda x: x * (torch.rand(x.shape, device="late") < 0.5))
 
 
 @pytest.mark.usefixtures("lacking")
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_the_device_is_current_and_the_mask_of_a_recomputation_the_same(checkpoint: str) -> None:
-    layers = nn.Sequential(nn.Dropout(0.5), Note(), nn.Dropout(0.2), Note())
+    layers = nn.Sequential(nn.Dropout(0.5), noise(), nn.Dropout(0.2), noise())
     model = GPipe(layers, [2, 2], devices=DEVICES, chunks=2, checkpoint=checkpoint)
     for _ in range(2):
         x = torch.ones(4, 16, requires_grad=True)
@@ -104,7 +101,7 @@ def test_the_device_is_current_and_the_mask_of_a_recomputation_the_same(checkpoi
 def test_steps_draw_the_same_on_any_devices() -> None:
     def gradients(devices: list[str], checkpoint: str) -> list[Tensor]:
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(8, 8), Note(), nn.Linear(8, 8), nn.Dropout(0.5))
+        layers = nn.Sequential(nn.Linear(8, 8), noise(), nn.Linear(8, 8), nn.Dropout(0.5))
         model = GPipe(
             layers, [2, 2], devices=devices, chunks=2, checkpoint=checkpoint, loss_fn=lambda y, _: y.square().mean()
         )
@@ -115,31 +112,19 @@ def test_steps_draw_the_same_on_any_devices() -> None:
         torch.testing.assert_close(gradients(DEVICES, checkpoint), expected)
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x
+def piped(layers: Chain) -> nn.Module:
+    return GPipe(nn.Sequential(*layers.layers), [2, 2], devices=DEVICES, chunks=2)
 
 
-def piped(layers: nn.Module) -> nn.Module:
-    assert isinstance(layers, Blocks)
-    return GPipe(nn.Sequential(*layers.blocks), [2, 2], devices=DEVICES, chunks=2)
-
-
-def any_module(layers: nn.Module) -> nn.Module:
+def any_module(layers: Chain) -> nn.Module:
     return pipelined(layers, torch.ones(2, 4), chunks=2, devices=DEVICES)
 
 
 @pytest.mark.usefixtures("lacking")
 @pytest.mark.parametrize("front", [piped, any_module])
-def test_an_optimizer_made_before_trains_the_parameters(front: Callable[[nn.Module], nn.Module]) -> None:
+def test_an_optimizer_made_before_trains_the_parameters(front: Callable[[Chain], nn.Module]) -> None:
     torch.manual_seed(0)
-    layers = Blocks()
+    layers = Chain()
     layers(torch.ones(1, 4)).sum().backward()
     parameters = list(layers.parameters())
     parameters[0].mark = "kept"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The layers of a pipeline are split into partitions, which are views on these layers."""
+"""The layers of a pipeline are split into partitions, which are views on these layers, and moved to their devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.model.partition import layers_of, split
+from torchgpipe.model.placement import place
 
 CPUS = [torch.device("cpu", j) for j in range(4)]
 
@@ -56,3 +57,22 @@ def test_writing_to_a_view_is_refused_and_tells_where_to_write(write: str) -> No
         else:
             getattr(partition, write)("1", layer)
     assert isinstance(partition[1], nn.Linear)
+
+
+# Devices
+
+
+def test_every_partition_is_moved_to_its_device() -> None:
+    """The meta device stands in for an accelerator."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Linear(1, 1))
+    place(split(layers_of(module), [1, 1, 1]), [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
+    for layer, kind in zip(module, ["cpu", "meta", "cpu"]):
+        assert {tensor.device.type for tensor in layer.state_dict().values()} == {kind}
+
+
+def test_a_partition_that_is_in_its_place_is_not_copied() -> None:
+    """PyTorch itself copies a CPU tensor to 'cpu:1'. Parameters stay themselves, so that an optimizer keeps them."""
+    module = make_model(2)
+    before = [(id(parameter), parameter.data_ptr()) for parameter in module.parameters()]
+    place(split(layers_of(module), [1, 1]), CPUS[:2])
+    assert [(id(parameter), parameter.data_ptr()) for parameter in module.parameters()] == before

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.frames.models import chain
+from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 
 DEVICES = ["cpu:0", "cpu:1"]
@@ -27,47 +30,41 @@ class Counts(nn.Linear):
         return super().forward(x), self.seen[None] if self.view else self.seen
 
 
-class Product(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]
+def product(pair: tuple[Tensor, Tensor]) -> Tensor:
+    return pair[0] * pair[1]
 
 
-class Glued(nn.Module):
-    """Uses the sum between two modules."""
-
-    def __init__(self, view: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Counts(view), *[nn.Linear(4, 4) for _ in range(3)]])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, seen = self.layers[0](x)
-        for layer in self.layers[1:]:
-            x = layer(x) * seen
-        return x
+def glued(self: Any, x: Tensor) -> Tensor:
+    """Use the sum between two modules."""
+    x, seen = self.layers[0](x)
+    for layer in self.layers[1:]:
+        x = layer(x) * seen
+    return x
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["itself", "a view"])
 def test_a_later_partition_has_that_of_its_own_micro_batch(view: bool) -> None:
     """Another micro-batch came to the layer before."""
     x = torch.rand(6, 4)
-    layers, glued = nn.Sequential(Counts(view), Product()), Glued(view)
+    layers = nn.Sequential(Counts(view), Apply(product))
+    module = chain(glued, Counts(view), *[nn.Linear(4, 4) for _ in range(3)])
     options = {"devices": DEVICES, "chunks": 3, "schedule": "GPipe", "loss_fn": lambda output, _: output.mean()}
-    expected = [torch.cat([plain(part) for part in x.chunk(3)]) for plain in map(copy.deepcopy, (layers, glued))]
+    expected = [torch.cat([plain(part) for part in x.chunk(3)]) for plain in map(copy.deepcopy, (layers, module))]
     model = GPipe(layers, [1, 1], checkpoint="never", **options)
     # The sum depends on what came before the sample, which leaves nothing behind.
-    pipe = pipelined(glued, x[:2], balance="parameters", verify=False, **options)
+    pipe = pipelined(module, x[:2], balance="parameters", verify=False, **options)
     with torch.no_grad():
         assert torch.equal(model(x), expected[0])
     torch.testing.assert_close(pipe(x), expected[1])
     layers[0].seen.zero_()
-    glued.layers[0].seen.zero_()
+    module.layers[0].seen.zero_()
     torch.testing.assert_close(model.step(x).to(x.dtype), expected[0].detach().mean())
     torch.testing.assert_close(pipe.step(x), expected[1].detach().mean())
 
 
 def test_a_recomputation_that_changes_it_again_is_refused() -> None:
     x = torch.rand(6, 4)
-    layers = nn.Sequential(Counts(False), Product())
+    layers = nn.Sequential(Counts(False), Apply(product))
     model = GPipe(layers, [1, 1], devices=DEVICES, chunks=3, checkpoint="always", loss_fn=lambda y, _: y.mean())
     for run in (lambda: model(x).sum().backward(), functools.partial(model.step, x)):
         with pytest.raises(RuntimeError, match="recomputation has changed the tensor 'seen' of a Counts once more"):

@@ -32,41 +32,40 @@ SPREAD = 0.3
 # ----------------------------------------------------------------------------------------------------------- the models
 
 
-def _model(kind: str, config: str, layers: dict[str, int], **settings: Any) -> Any:
+def _model(kind: str, config: str, **settings: Any) -> Any:
     import transformers
 
     marks = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": SPREAD}
     torch.manual_seed(0)
-    made = getattr(transformers, config)(vocab_size=VOCABULARY, **(marks | layers | settings))
+    made = getattr(transformers, config)(vocab_size=VOCABULARY, **(marks | settings))
     return getattr(transformers, kind)(made).double()
 
 
-def llama(layers: int = 4, **options: Any) -> Any:
+def llama(**options: Any) -> Any:
     """Return a decoder with rotary positions and grouped queries."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    options = {"max_position_embeddings": 64, "pad_token_id": 0} | sizes | options
-    return _model("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": layers}, **options)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _model("LlamaForCausalLM", "LlamaConfig", pad_token_id=0, **(sizes | heads | options))
 
 
-def gpt2(layers: int = 4, dropout: float = 0.0) -> Any:
+def gpt2() -> Any:
     """Return a decoder whose embedding is its head, too."""
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return _model("GPT2LMHeadModel", "GPT2Config", {"n_layer": layers}, n_embd=16, n_head=2, n_positions=64, **drops)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return _model("GPT2LMHeadModel", "GPT2Config", n_layer=4, n_embd=16, n_head=2, n_positions=64, **drops)
 
 
-def bert(layers: int = 4) -> Any:
+def bert() -> Any:
     """Return an encoder that classifies sequences, and whose loss is a plain mean of the rows."""
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}
+    sizes = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
     drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    name = "BertForSequenceClassification"
-    return _model(name, "BertConfig", {"num_hidden_layers": layers}, num_labels=3, **sizes, **drops)
+    return _model("BertForSequenceClassification", "BertConfig", num_attention_heads=2, num_labels=3, **(sizes | drops))
 
 
-def t5(layers: int = 2) -> Any:
+def t5() -> Any:
     """Return an encoder and a decoder with one embedding."""
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
+    sizes = {"num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
     marks = {"pad_token_id": 0, "decoder_start_token_id": 0}
-    return _model("T5ForConditionalGeneration", "T5Config", {"num_layers": layers}, **sizes, **marks)
+    return _model("T5ForConditionalGeneration", "T5Config", **(sizes | marks))
 
 
 MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5}
@@ -135,6 +134,30 @@ def assert_close(actual: Any, expected: Any, tolerance: float = CLOSE) -> None:
         assert actual is None
     else:
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+def assert_trains_alike(ours: Any, plain: Any, *, name: str | None = None, steps: int = 3, seed: int = 0) -> None:
+    """Train both with AdamW, and assert equal losses and gradients, and none for what is frozen.
+
+    Sequences become longer than those of the sample, and have padding, so they have different numbers of labels.
+    """
+    name = name or ours.config.model_type
+    models = (ours, plain)
+    optimizers = [torch.optim.AdamW((p for p in one.parameters() if p.requires_grad), lr=1e-2) for one in models]
+    for step in range(steps):
+        losses = []
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            losses.append(model(**batch(name, length=7 + step, seed=seed + step)).loss)
+            losses[-1].backward()
+        assert_close(*losses)
+        assert_close(gradients(ours), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+    trained = [key for key, parameter in ours.named_parameters() if parameter.requires_grad]
+    assert any(gradients(ours)[key] is not None for key in trained)
+    for key, gradient in gradients(ours).items():
+        assert gradient is None or key in trained, key
 
 
 @contextmanager

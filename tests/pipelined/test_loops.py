@@ -1,6 +1,6 @@
-"""Training loops in the manner of the scripts of timm, torchvision and diffusers, with their own helpers.
+"""Training loops in the manner of the scripts of timm and diffusers, with their own helpers.
 
-A batch norm sees a micro-batch; these models have none, but for one test, which compares micro-batch by micro-batch.
+A batch norm sees a micro-batch; these models have none. Averages are copies: they evaluate as pipelines of their own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.pipelined.helpers import CHUNKS, TWO, assert_close, counted_calls, gradients
+from tests.pipelined.helpers import CHUNKS, TWO, assert_close, counted_calls
 
-torchvision = pytest.importorskip("torchvision")
 timm = pytest.importorskip("timm")
 diffusers = pytest.importorskip("diffusers")
 for _module in ("timm.data", "timm.loss", "timm.optim", "timm.scheduler", "timm.utils"):
@@ -57,21 +54,6 @@ def seeded(make: Callable[..., Any]) -> Callable[[], Any]:
 def vision_transformer_of_timm() -> Any:
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": CLASSES}
     return timm.models.VisionTransformer(**sizes)
-
-
-@seeded
-def vision_transformer_of_torchvision() -> Any:
-    sizes = {"image_size": 16, "patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
-    model = torchvision.models.VisionTransformer(num_classes=CLASSES, **sizes)
-    nn.init.normal_(model.heads.head.weight)  # else it is zero, and nothing below has a gradient
-    return model
-
-
-@seeded
-def residual_network_of_torchvision() -> Any:
-    model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])
-    model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, CLASSES)  # nearly all of it
-    return model
 
 
 @seeded
@@ -126,77 +108,13 @@ def train_like_timm(model: Any) -> dict[str, Any]:
 
 
 def test_a_script_of_timm() -> None:
+    """The optimizer of a script may be older than the pipeline, and its average a copy of it."""
     ours, plain = in_pipeline(vision_transformer_of_timm()), vision_transformer_of_timm()
     assert_close(train_like_timm(ours), train_like_timm(plain))
     # Methods that are not `forward` run the plain model.
     features = ours.forward_features(images()[0])
     assert_close(features, plain.forward_features(images()[0]))
     assert_close(ours.forward_head(features), plain(images()[0]))
-
-
-# ----------------------------------------------------------------------------------------- in the manner of torchvision
-
-
-@pytest.mark.parametrize("precision", ["float64", "bfloat16, scaled"])
-def test_a_script_of_torchvision(precision: str) -> None:
-    """Smoothed labels, decay for weights but not for norms, a warm-up, clipping, and averaged weights.
-
-    With a single micro-batch nothing rounds differently, so mixed precision is compared to the last bit.
-    """
-    is_mixed = precision != "float64"
-
-    def train(model: Any) -> dict[str, Any]:
-        norms = [p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()]
-        others = [p for p in model.parameters() if not any(p is norm for norm in norms)]
-        groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": 1e-3}]
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-        warmup = LinearLR(optimizer, start_factor=0.1, total_iters=2)
-        schedule = SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, 3)], milestones=[2])
-        loss_fn = nn.CrossEntropyLoss(label_smoothing=0.1)
-        scaler = torch.amp.GradScaler("cpu", enabled=is_mixed)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        losses = []
-        for step in range(4):
-            input, target = images(seed=step)
-            input = input.float() if is_mixed else input
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-                loss = loss_fn(model(input), target)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            schedule.step()
-            average.update_parameters(model)
-            losses.append(loss.detach())
-        return {"losses": torch.stack(losses), "weights": model.state_dict(), "averages": average.state_dict()}
-
-    model = in_pipeline(vision_transformer_of_torchvision(), chunks=1 if is_mixed else CHUNKS)
-    plain = vision_transformer_of_torchvision()
-    if is_mixed:
-        assert_close(train(model.float()), train(plain.float()), 0.0)
-    else:
-        assert_close(train(model), train(plain))
-
-
-def test_batch_norms_see_micro_batches() -> None:
-    """The reference is the plain model on one micro-batch after the other; statistics are counted once for each."""
-    ours, plain = in_pipeline(residual_network_of_torchvision()), residual_network_of_torchvision()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (ours, plain)]
-    for step in range(3):
-        input, target = images(6, seed=step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.cross_entropy(ours(input), target).backward()
-        F.cross_entropy(torch.cat([plain(part) for part in input.chunk(CHUNKS)]), target).backward()
-        assert_close(gradients(ours), gradients(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_close(ours.state_dict(), plain.state_dict())
-    input = images(5)[0]
-    with torch.no_grad():
-        assert_close(ours.eval()(input), plain.eval()(input))
 
 
 # ------------------------------------------------------------------------------------------- in the manner of diffusers
@@ -244,30 +162,3 @@ def test_a_script_of_diffusers(tmp_path: Any) -> None:
     assert type(loaded) is diffusers.UNet2DModel
     assert loaded.config["_class_name"] == "UNet2DModel"
     assert_close(loaded.state_dict(), model.state_dict(), 0.0)
-
-
-# ---------------------------------------------------------------------------------------------- averages and optimizers
-
-
-def test_an_average_by_deepcopy_and_an_optimizer_from_before() -> None:
-    """A copy is a pipeline of its own: it evaluates, and the model trains on without it. Parameters stay the same."""
-    models = [vision_transformer_of_timm() for _ in range(2)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
-    model, plain = in_pipeline(models[0]), models[1]
-    average, first = copy.deepcopy(model), copy.deepcopy(plain.state_dict())
-    for step in range(2):
-        input, target = images(seed=step)
-        for one, optimizer in zip(models, optimizers):
-            optimizer.zero_grad()
-            F.cross_entropy(one(input), target).backward()
-            optimizer.step()
-    assert_close(average.state_dict(), first, 0.0)
-    assert_close(model.state_dict(), plain.state_dict())
-    with torch.no_grad():
-        for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
-            kept.lerp_(parameter, 0.5)
-        plain.load_state_dict({name: (first[name] + value) / 2 for name, value in plain.state_dict().items()})
-        input = images(6)[0]
-        with counted_calls(average.blocks[0]) as calls:
-            assert_close(average(input), plain(input))
-    assert calls == [3, 3]

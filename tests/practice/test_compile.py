@@ -8,18 +8,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.conftest import Pipe
+from tests.layers import Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
+from tests.skip.layers import pair
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.phase import enter_phase
-from torchgpipe.skip import pop, skippable, stash
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -48,18 +51,12 @@ def nothing_is_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.think = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.think(self.norm(x)).tanh()
+def block(linear: nn.Linear, x: Tensor) -> Tensor:
+    return x + linear(functional.layer_norm(x, (4,))).tanh()
 
 
 def blocks(n: int) -> nn.Sequential:
-    return nn.Sequential(*[Block() for _ in range(n)]).double()
+    return nn.Sequential(*[Using(block) for _ in range(n)]).double()
 
 
 def data(batch: int) -> Tensor:
@@ -69,64 +66,69 @@ def data(batch: int) -> Tensor:
 # What is compiled
 
 
-def compile_layers(model: GPipe, **options: Any) -> Any:
+Way = Callable[..., tuple[GPipe, Callable[[Tensor], Tensor]]]
+
+
+def layers_before(wrap: Callable[..., GPipe], layers: nn.Sequential, **options: Any) -> Any:
+    model = wrap(nn.Sequential(*[torch.compile(layer, **options) for layer in layers]))
+    return model, model
+
+
+def layers_after(wrap: Callable[..., GPipe], layers: nn.Sequential, **options: Any) -> Any:
+    model = wrap(layers)
     for layer in model:
         layer.compile(**options)
-    return model
+    return model, model
 
 
-def compile_partitions(model: GPipe, **options: Any) -> Any:
+def partitions(wrap: Callable[..., GPipe], layers: nn.Sequential, **options: Any) -> Any:
+    model = wrap(layers)
     model.compile(**options)
-    return model
+    return model, model
 
 
-def compile_around(model: GPipe, **options: Any) -> Any:
-    return torch.compile(model, **options)
+def around(wrap: Callable[..., GPipe], layers: nn.Sequential, **options: Any) -> Any:
+    model = wrap(layers)
+    return model, torch.compile(model, **options)
 
 
 @pytest.mark.parametrize(
-    "variant, compile, options",
+    "variant, way, options",
     [
-        ("workers", compile_layers, {}),
-        ("inline", compile_partitions, {}),
-        ("workers", compile_partitions, {}),
-        ("workers", compile_partitions, {"backend": "aot_eager", "fullgraph": True}),  # graphs of autograd, too
-        ("inline", compile_around, {}),
+        ("workers", layers_before, {}),
+        ("workers", layers_after, {}),
+        ("inline", partitions, {}),
+        ("workers", partitions, {"backend": "aot_eager", "fullgraph": True}),  # graphs of autograd, too
+        ("inline", around, {}),
     ],
     indirect=["variant"],
 )
-def test_numbers_are_those_of_the_plain_model(
-    pipe: Pipe, compile: Callable[..., Callable[..., Any]], options: dict[str, Any]
-) -> None:
-    module = blocks(3)
-    model = pipe(copy.deepcopy(module), [2, 1], chunks=2)  # one is checkpointed, and one is not
-    run = compile(model, **{"backend": "eager", **options})
+def test_numbers_are_those_of_the_plain_model(pipe: Pipe, way: Way, options: dict[str, Any]) -> None:
+    module, options = blocks(3), {"backend": "eager", **options}
+    wrap = partial(pipe, balance=[2, 1], chunks=2)  # one is checkpointed, and one is not
+    model, run = way(wrap, copy.deepcopy(module), **options)
     for batch in [4, 3]:
         x = data(batch).requires_grad_()
-        assert_same(outcome(model, x, run=run), plain_outcome(module, x, chunks=2))
-
-
-@workers
-def test_layers_compiled_before_they_are_wrapped(pipe: Pipe) -> None:
-    module, x = blocks(3), data(4)
-    compiled = nn.Sequential(*[torch.compile(copy.deepcopy(layer), backend="eager") for layer in module])
-    actual = outcome(pipe(compiled, [2, 1], chunks=2), x)
-    # torch.compile() puts a module around the layer, and so a part into the names.
-    actual.param_grads = {name.replace("._orig_mod", ""): grad for name, grad in actual.param_grads.items()}
-    assert_same(actual, plain_outcome(module, x, chunks=2))
+        actual = outcome(model, x, run=run)
+        # torch.compile() puts a module around the layer, and so a part into the names.
+        actual.param_grads = {name.replace("._orig_mod", ""): grad for name, grad in actual.param_grads.items()}
+        assert_same(actual, plain_outcome(module, x, chunks=2))
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert torch.equal(run(x), run_plain(module, x, chunks=2))
 
 
 @workers
 @pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
 def test_a_step_of_compiled_partitions(pipe: Pipe, schedule: str) -> None:
     module, (x, y) = blocks(2), (data(4), data(4))
-    options: dict[str, Any] = {"schedule": schedule, "checkpoint": "never", "loss_fn": nn.functional.mse_loss}
+    options: dict[str, Any] = {"schedule": schedule, "checkpoint": "never", "loss_fn": functional.mse_loss}
     model = pipe(copy.deepcopy(module), [1, 1], chunks=2, **options)
     model.compile(backend="eager")
     for _ in range(2):
         model.zero_grad()
         module.zero_grad()
-        expected = [nn.functional.mse_loss(module(part), target) / 2 for part, target in zip(x.chunk(2), y.chunk(2))]
+        expected = [functional.mse_loss(module(part), target) / 2 for part, target in zip(x.chunk(2), y.chunk(2))]
         for loss in expected:
             loss.backward()
         assert torch.equal(model.step(x, y), torch.stack(expected).detach().sum())
@@ -146,50 +148,25 @@ def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> No
         torch.compile(loss, backend="eager", fullgraph=True)(x)
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_evaluation(pipe: Pipe, off: Callable[[], Any]) -> None:
-    module = blocks(3).eval()
-    model = pipe(copy.deepcopy(module), [2, 1], chunks=2)
-    model.compile(backend="eager")
-    x = data(4)
-    with off():
-        assert torch.equal(model(x), run_plain(module, x, chunks=2))
-
-
 # What layers may do in a pipeline, they may do compiled
 
 
-@skippable(stash=["input"])
-class Start(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("input", x)
-        return x.tanh()
+def factor() -> int:
+    """Tell which run it is: recomputation, or the forward of a cell that is checkpointed or not."""
+    return 2 if is_recomputing() else 3 if is_checkpointing() else 5
 
 
-@skippable(pop=["input"])
-class End(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("input")
-        return x * skip
-
-
-class Phase(nn.Module):
-    """Tells in the output which run it is in: the forward of one that is checkpointed or not, or recomputation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * (2 if is_recomputing() else 3 if is_checkpointing() else 5)
+def with_skip() -> list[nn.Module]:
+    stash, pop = pair()
+    return [stash, nn.Linear(4, 4), pop]
 
 
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
-    "skips": lambda: [Start(), nn.Linear(4, 4), End()],
+    "skips": with_skip,
     "batch norm": lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)],
     "dropout": lambda: [nn.Dropout(), nn.Linear(4, 4), nn.Dropout()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)],
-    "phase": lambda: [Phase(), Phase(), Phase()],
+    "phase": lambda: [Using(lambda linear, x: linear(x) * factor()) for _ in range(3)],
 }
 
 
@@ -213,13 +190,13 @@ def test_a_compiled_layer_asks_for_its_phase_at_every_run() -> None:
 
     @torch.compile(backend="eager", fullgraph=True)
     def layer(x: Tensor) -> Tensor:
-        return x * (2 if is_recomputing() else 3 if is_checkpointing() else 5)
+        return x * factor()
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(layer, torch.ones(())).result() == 5
-    for phase, factor in [((False, True), 2), ((True, False), 3), ((False, False), 5)]:
+    for phase, expected in [((False, True), 2), ((True, False), 3), ((False, False), 5)]:
         with enter_phase(phase):
-            assert layer(torch.ones(())) == factor
+            assert layer(torch.ones(())) == expected
 
 
 # Who does not compile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
 import os
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 import torchgpipe
 from tests.conftest import Pipe
 from tests.plain import run_plain
-from tests.practice.training import batches
+from tests.practice.test_recipes import batches
 
 CHUNKS = 2
 EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
@@ -92,43 +91,16 @@ def test_training_goes_on_under_another_balance(pipe: Pipe, before: list[int] | 
     assert all(map(torch.equal, state.values(), expected_state.values()))
 
 
-def test_a_state_on_other_devices_comes_to_those_of_the_pipeline(pipe: Pipe) -> None:
-    """The state is saved on one CPU and loaded to several, as with `map_location` and another number of devices."""
-    first = Training(pipe, [6])
-    first.train(slice(1))
-    second = Training(pipe, [2, 2, 2])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for parameter in second.model.parameters():
-        kept = second.optimizer.state[parameter]
-        assert kept["exp_avg"].device == parameter.device
-        assert kept["exp_avg"].data_ptr() != first.optimizer.state_dict()["state"][0]["exp_avg"].data_ptr()
-
-
-def test_a_state_that_does_not_fit_is_refused(pipe: Pipe) -> None:
-    state = make_layers().state_dict()
-    model = pipe(make_layers()[:5], [2, 3])
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "5\.weight", "5\.bias"'):
-        model.load_state_dict(state)
-
-
-def test_safetensors(pipe: Pipe, tmp_path: Path) -> None:
-    """Functions that take a model write the memory of tied weights once."""
+def test_safetensors_write_the_memory_of_tied_weights_once(pipe: Pipe, tmp_path: Path) -> None:
+    """Their functions that take a model do."""
     safetensors = pytest.importorskip("safetensors.torch")
-
-    def tied() -> nn.Sequential:
+    models, file = [], tmp_path / "model.safetensors"
+    for _ in range(2):
         layers = make_layers()
         layers[4].weight = layers[2].weight
-        return layers
-
-    file, first, second = tmp_path / "model.safetensors", pipe(make_layers(), [2, 1, 3]), pipe(make_layers(), [1, 5])
-    safetensors.save_file(first.state_dict(), file)
-    for model in (second, make_layers()):
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-        model.load_state_dict(safetensors.load_file(file))
-        assert all(map(torch.equal, model.state_dict().values(), first.state_dict().values()))
-
-    first, second = pipe(tied(), [5, 1]), pipe(tied(), [5, 1])
+        models.append(pipe(layers, [5, 1]))
+    first, second = models
+    nn.init.ones_(first.get_parameter("4.weight"))
     with pytest.raises(RuntimeError, match="share memory"):
         safetensors.save_file(first.state_dict(), file)
     safetensors.save_model(first, file)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import Pipe
-from tests.layers import Apply
+from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 
@@ -46,7 +46,7 @@ def _hear(name: str) -> None:
 
 
 class FunctionMode(TorchFunctionMode):
-    """Reports that it has seen `torch.ones`."""
+    """Reports each `torch.ones`."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -59,11 +59,17 @@ class FunctionMode(TorchFunctionMode):
 
 
 class DispatchMode(TorchDispatchMode):
-    """Reports that it has seen `exp`."""
+    """Reports each `exp`."""
+
+    entries = 0
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+
+    def __enter__(self) -> Any:
+        self.entries += 1
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.exp.default:
@@ -83,28 +89,22 @@ def hooks(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def autocast(kind: str, dtype: torch.dtype, cache: bool, enabled: bool = True) -> Iterator[None]:
-    """`torch.autocast`, which turns itself off with a warning where the device is missing."""
-    if kind == "cpu":
-        with torch.autocast(kind, dtype, enabled, cache):
-            yield
-        return
-    previous = (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-    )
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(cache)
+    """`torch.autocast`, also where the device is missing: there it turns itself off with a warning."""
+    previous = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    set_autocast(kind, enabled, dtype, cache)
     torch.autocast_increment_nesting()
     try:
         yield
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_enabled(kind, previous[0])
-        torch.set_autocast_dtype(kind, previous[1])
-        torch.set_autocast_cache_enabled(previous[2])
+        set_autocast(kind, *previous)
+
+
+def set_autocast(kind: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cache)
 
 
 @contextmanager
@@ -126,19 +126,16 @@ def several(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 def state() -> dict[str, Any]:
     """All that is set in this thread, but for grad mode."""
-    _heard.names = []
+    _heard.names = heard = []
     try:
         with torch.enable_grad():
             one = torch.ones(1, requires_grad=True)  # heard by function modes
             one.exp()  # heard by dispatch modes, and saves its result
     finally:
-        heard = _heard.names
         del _heard.names
     return {
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_TYPES
-        },
+        "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_TYPES],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "default device": one.device.type,
         "context variable": setting.get(),
@@ -166,11 +163,11 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dispatch mode": lambda: DispatchMode("dispatch mode"),
     "two dispatch modes": lambda: several(DispatchMode("outer"), DispatchMode("inner")),
     "everything": lambda: several(
-        context_variable("set by the caller"),
-        FunctionMode("function mode"),
+        context_variable("set with everything"),
+        FunctionMode("function mode of everything"),
         autocast("cpu", torch.float16, False),
-        hooks("hooks"),
-        DispatchMode("dispatch mode"),
+        hooks("hooks of everything"),
+        DispatchMode("dispatch mode of everything"),
         torch.device("meta"),
     ),
 }
@@ -181,17 +178,11 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "enable_grad": torch.enable_grad,
     "inference_mode": torch.inference_mode,
     "inference_mode(False)": lambda: torch.inference_mode(False),
-    "autocast": lambda: autocast("cpu", torch.bfloat16, True),
-    "autocast off": lambda: autocast("cpu", torch.float16, False, enabled=False),
-    "saved-tensor hooks": lambda: hooks("other hooks"),
-    "default device": lambda: torch.device("meta"),
-    "context variable": lambda: context_variable("set at backward"),
-    "function mode": lambda: FunctionMode("other function mode"),
-    "dispatch mode": lambda: DispatchMode("other dispatch mode"),
+    **SETTINGS,
 }
 
-#: Each at forward with one at backward, and each at backward with everything at forward.
-PAIRS = sorted({*zip(SETTINGS, list(OTHERS) * len(SETTINGS)), *[("everything", other) for other in OTHERS]})
+#: Each at forward with another at backward, and each at backward with everything at forward.
+PAIRS = sorted({*zip(SETTINGS, OTHERS), *[("everything", other) for other in OTHERS]})
 
 
 class Probe(nn.Module):
@@ -210,62 +201,53 @@ class Probe(nn.Module):
         return input * 1
 
 
-def probes(model: GPipe) -> list[Probe]:
-    return [layer for layer in model if isinstance(layer, Probe)]
-
-
-def probed(pipe: Pipe, checkpoint: str) -> GPipe:
-    """Return two partitions with a probe each."""
-    layers = nn.Sequential(nn.Linear(2, 2), Probe(), nn.Linear(2, 2), Probe())
-    return pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
-
-
-@pytest.fixture
-def model(pipe: Pipe) -> GPipe:
-    return probed(pipe, "always")
+def probed(pipe: Pipe, checkpoint: str, **options: Any) -> tuple[GPipe, list[Probe]]:
+    """Return two partitions with a probe each, and the probes."""
+    probes = [Probe(), Probe()]
+    layers = nn.Sequential(nn.Linear(2, 2), probes[0], nn.Linear(2, 2), probes[1])
+    return pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint, **options), probes
 
 
 # ------------------------------------------------------------------------------- in every layer, at every run
 
 
-@pytest.mark.parametrize(("name", "checkpoint"), [*[(name, "always") for name in SETTINGS], ("everything", "never")])
-def test_it_holds_in_every_layer(pipe: Pipe, name: str, checkpoint: str) -> None:
-    model, x = probed(pipe, checkpoint), torch.rand(4, 2)
-    before = state()
-    with SETTINGS[name]():
-        expected = state()
-        output = model(x)
-        assert state() == expected, "and is left alone"
-    assert state() == before
-
-    output.float().sum().backward()
-    assert state() == before
-
-    for probe in probes(model):
-        assert probe.first_runs == [expected] * 2
-        assert probe.recomputations == [expected] * (2 if checkpoint == "always" else 0)
-
-
 @pytest.mark.parametrize("name, other", PAIRS)
-def test_it_holds_in_recomputation_whatever_is_set_at_backward(model: GPipe, name: str, other: str) -> None:
+def test_it_holds_in_every_run_whatever_is_set_at_backward(pipe: Pipe, checkpoint: str, name: str, other: str) -> None:
+    model, probes = probed(pipe, checkpoint)
     x = torch.rand(4, 2)
     with SETTINGS[name]():
         expected = state()
         loss = model(x).float().sum()
-
+        assert state() == expected, "and is left alone"
     with OTHERS[other]():
         before, grad_mode = state(), torch.is_grad_enabled()
         loss.backward()
-        assert state() == before, "backward puts back what it was called in"
-        assert torch.is_grad_enabled() == grad_mode
+        assert (state(), torch.is_grad_enabled()) == (before, grad_mode), "backward puts back what it was called in"
+    checkpointed = {"always": 2, "except_last": 1, "never": 0}[checkpoint]
+    for probe in probes:
+        assert probe.first_runs == [expected] * 2
+        assert probe.recomputations == [expected] * checkpointed
+        phases = ["checkpointing"] * checkpointed + ["plain"] * (2 - checkpointed) + ["recomputing"] * checkpointed
+        assert probe.grad_modes == [(phase, phase != "checkpointing") for phase in phases]
 
-    for probe in probes(model):
-        assert probe.recomputations == [expected] * 2
-        assert probe.grad_modes == [("checkpointing", False)] * 2 + [("recomputing", True)] * 2
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_holds_in_every_run_of_a_step(pipe: Pipe, checkpoint: str, name: str) -> None:
+    model, probes = probed(pipe, checkpoint, loss_fn=lambda output, target: output.float().mean())
+    x = torch.rand(4, 2)
+    with SETTINGS[name]():
+        expected = state()
+        model.step(x, target=x)
+        assert state() == expected, "and is left alone"
+    for probe in probes:
+        assert probe.first_runs == [expected] * 2
+        assert all(found == expected for found in probe.recomputations)
+    assert bool(probes[0].recomputations) == (checkpoint != "never")
 
 
-def test_each_call_has_its_own(model: GPipe) -> None:
+def test_each_call_has_its_own(pipe: Pipe) -> None:
     """Whatever was set in another call or another backward pass, in this thread or in another."""
+    model, probes = probed(pipe, "always")
     x = torch.rand(4, 2)
     neutral = state()
     with SETTINGS["everything"]():
@@ -277,7 +259,7 @@ def test_each_call_has_its_own(model: GPipe) -> None:
     thread.join()
     second.backward()
     first.backward()
-    for probe in probes(model):
+    for probe in probes:
         assert probe.first_runs == [expected] * 2 + [neutral] * 2
         assert probe.recomputations == [expected] * 2 + [neutral] * 2 + [expected] * 2
 
@@ -297,35 +279,23 @@ def test_it_is_put_back_when_recomputation_fails(pipe: Pipe) -> None:
             before, grad_mode = state(), torch.is_grad_enabled()
             with pytest.raises(ValueError, match="fails"):
                 loss.backward(retain_graph=True)
-            assert state() == before
-            assert torch.is_grad_enabled() == grad_mode
-            assert not is_recomputing()
+            assert (state(), torch.is_grad_enabled(), is_recomputing()) == (before, grad_mode, False)
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_no_layer_computes_gradients_when_they_are_off(model: GPipe, off: Callable[[], Any]) -> None:
-    x = torch.rand(4, 2, requires_grad=True)
-    with off():
-        expected = state()
-        output = model(x)
-        assert output.is_inference() == (off is torch.inference_mode)
-    assert not output.requires_grad
-    for probe in probes(model):
-        assert probe.first_runs == [expected] * 2
-        assert probe.grad_modes == [("plain", False)] * 2
-
-
-@pytest.mark.parametrize("inside", [torch.enable_grad, lambda: torch.inference_mode(False)])
 @pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode])
-def test_gradients_can_be_switched_on_again(model: GPipe, outside: Any, inside: Any) -> None:
+@pytest.mark.parametrize("inside", [nullcontext, torch.enable_grad, lambda: torch.inference_mode(False)])
+def test_layers_compute_gradients_where_they_are_on(pipe: Pipe, outside: Any, inside: Any) -> None:
+    model, probes = probed(pipe, "always")
     x = torch.rand(4, 2)
     with outside(), inside():
-        grads, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        expected, grads, inference = state(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         output = model(x)
+    assert output.is_inference() == inference
     assert output.requires_grad == (grads and not inference)
     if output.requires_grad:
         output.sum().backward()
-    for probe in probes(model):
+    for probe in probes:
+        assert probe.first_runs == [expected] * 2
         assert [enabled for phase, enabled in probe.grad_modes if phase != "checkpointing"] == [grads] * 2
 
 
@@ -367,58 +337,31 @@ def test_cached_casts_cost_no_gradient(pipe: Pipe, checkpoint: str) -> None:
 
 
 def test_a_layer_can_set_something_for_itself(pipe: Pipe, checkpoint: str) -> None:
-    class Linear(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.bias is None):
-                output = super().forward(input)
-            assert output.dtype == (torch.bfloat16 if self.bias is None else torch.float32)
-            return output.float()
+    def narrow(linear: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output: Tensor = linear(x)
+        assert output.dtype == torch.bfloat16
+        return output.float()
 
-    layers = nn.Sequential(*[Linear(2, 2, bias=k % 2 == 1) for k in range(4)])
+    layers = nn.Sequential(Using(narrow), nn.Linear(4, 4), Using(narrow), nn.Linear(4, 4))
     model = pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
-    x = torch.rand(4, 2, requires_grad=True)
+    x = torch.rand(4, 4, requires_grad=True)
     assert_same(outcome(layers, x, run=model), plain_outcome(layers, x, chunks=2))
 
 
 # -------------------------------------------------------------------------------- saved-tensor hooks and modes
 
 
-def test_save_on_cpu(pipe: Pipe, checkpoint: str) -> None:
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
-    model = pipe(layers, [2, 2], chunks=2, checkpoint=checkpoint)
-    x = torch.rand(4, 2, requires_grad=True)
-
-    def run(x: Tensor) -> Any:
-        with torch.autograd.graph.save_on_cpu():
-            return model(x)
-
-    assert_same(outcome(layers, x, run=run), plain_outcome(layers, x, chunks=2))
-
-
-def test_hooks_get_what_the_plain_model_saves(pipe: Pipe) -> None:
-    """Without checkpointing, the hooks see the same tensors as on the plain model."""
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
-    model = pipe(layers, [2, 2], chunks=2, checkpoint="never")
-    x = torch.rand(4, 2)
-
-    def saved(run: Callable[[Tensor], Tensor]) -> list[list[Any]]:
-        packed: list[Any] = []
-        with saved_tensors_hooks(lambda tensor: packed.append(tensor.tolist()) or tensor, lambda tensor: tensor):
-            run(x)
-        return sorted(packed, key=str)
-
-    assert saved(model) == saved(lambda x: run_plain(layers, x, chunks=2))
-
-
 @pytest.mark.parametrize("hooked", [True, False])
-def test_a_backward_that_forbids_hooks(model: GPipe, hooked: bool) -> None:
+def test_a_backward_that_forbids_hooks(pipe: Pipe, hooked: bool) -> None:
     """A recomputation needs the hooks of its call, so it fails where hooks are forbidden, with that one's message."""
+    model, probes = probed(pipe, "always")
     with hooks("hooks") if hooked else nullcontext():
         loss = model(torch.rand(4, 2)).sum()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         if not hooked:
             loss.backward()
-            assert all(probe.recomputations for probe in probes(model))
+            assert all(probe.recomputations for probe in probes)
             return
         with pytest.raises(RuntimeError, match="not here") as caught:
             loss.backward()
@@ -445,18 +388,10 @@ def test_flop_counter_counts_every_layer(pipe: Pipe, checkpoint: str) -> None:
     assert count(lambda: model(x).sum().backward()) == both + recomputed
 
 
-def test_modes_are_not_entered_anew(model: GPipe) -> None:
+def test_modes_are_not_entered_anew(pipe: Pipe) -> None:
     """A mode that resets what it knows when it is entered must not lose it: it was entered once."""
-
-    class CountsEntries(DispatchMode):
-        entries = 0
-
-        def __enter__(self) -> Any:
-            self.entries += 1
-            return super().__enter__()
-
-    mode = CountsEntries("")
-    with mode:
+    model, _ = probed(pipe, "always")
+    with DispatchMode("") as mode:
         loss = model(torch.rand(4, 2)).sum()
     loss.backward()
     assert mode.entries == 1

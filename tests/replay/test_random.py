@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 from tests.conftest import Pipe
@@ -47,17 +46,6 @@ class Draw(nn.Module):
         return all(any(torch.equal(again, first) for first in self.first) for again in self.again)
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rand": lambda x: torch.rand(x.shape, dtype=x.dtype),
-    "one number": lambda x: torch.rand(()).to(x.dtype),
-    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
-    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
-    "uniform_": lambda x: torch.empty_like(x).uniform_(),
-    "multinomial": lambda x: torch.multinomial(torch.ones(x.shape), 2, replacement=True).to(x.dtype),
-    "many": lambda x: torch.rand(1000).sum().to(x.dtype),
-}
-
-
 def random_layers() -> nn.Sequential:
     """Layers that draw beside some that do not, in double precision."""
     first = [nn.Linear(2, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4)]
@@ -74,22 +62,16 @@ def ones(rows: int = 4, columns: int = 2) -> Tensor:
     return torch.ones(rows, columns, requires_grad=True)
 
 
-def step(model: nn.Module, x: Tensor, seed: int = 7) -> Outcome:
-    torch.manual_seed(seed)
-    return outcome(model, x)
-
-
 # ---------------------------------------------------------------------------------------------- equal numbers
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTED)
-@pytest.mark.parametrize("draw", DRAWS)
-def test_recomputation_draws_the_same(pipe: Pipe, mode: str, draw: str) -> None:
-    model, layer = drawing(pipe, DRAWS[draw], mode, chunks=3)
+def test_recomputation_draws_the_same(pipe: Pipe, mode: str) -> None:
+    """Other ways to draw are rows of `recipes.py`."""
+    model, layer = drawing(pipe, torch.rand_like, mode, chunks=3)
     model(ones(6)).sum().backward()
     recomputed = {"always": 3, "except_last": 2}[mode]
-    assert len(layer.first) == 3
-    assert len(layer.again) == recomputed
+    assert (len(layer.first), len(layer.again)) == (3, recomputed)
     assert all(map(torch.equal, layer.first[:recomputed], reversed(layer.again)))
 
 
@@ -97,12 +79,17 @@ def test_a_seed_gives_the_same_with_one_device_and_with_several(checkpoint: str)
     """Workers draw in the order of the schedule, however the threads are run, and checkpointed or not."""
     layers = random_layers()
     x = torch.rand(8, 2, dtype=torch.float64, requires_grad=True)
+
+    def step(model: GPipe) -> Outcome:
+        torch.manual_seed(7)
+        return outcome(model, x)
+
     for balance in ([2, 3, 3], [1] * 8):
-        expected = step(GPipe(layers, balance, devices=["cpu"] * 8, chunks=4, checkpoint="never"), x)
+        expected = step(GPipe(layers, balance, devices=["cpu"] * 8, chunks=4, checkpoint="never"))
         after = torch.get_rng_state()
         model = GPipe(layers, balance, devices=[f"cpu:{j}" for j in range(8)], chunks=4, checkpoint=checkpoint)
         for _ in range(3):
-            actual = step(model, x)
+            actual = step(model)
             assert torch.equal(torch.get_rng_state(), after), "as many numbers were drawn"
             # Workers number their nodes separately, so the gradients of the micro-batches may be summed in any order.
             assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
@@ -125,17 +112,13 @@ def test_a_frozen_partition_draws_between_two_trained_ones(checkpoint: str) -> N
     assert_same(trained(checkpoint), trained("never"))
 
 
-# ------------------------------------------------------------------------------------- the caller's generator
-
-
-def test_backwards_in_another_order_and_twice(pipe: Pipe, checkpoint: str) -> None:
-    model, draw = drawing(pipe, DRAWS["rand"], checkpoint, chunks=1)
+def test_backwards_in_another_order_and_twice(pipe: Pipe) -> None:
+    model, draw = drawing(pipe, torch.rand_like, "always", chunks=1)
     outputs = [model(ones()) for _ in range(3)]
     order = (1, 1, 2, 0)
     for k in order:
         outputs[k].sum().backward(retain_graph=True)
-    if checkpoint == "always":
-        assert [torch.equal(draw.first[k], noise) for k, noise in zip(order, draw.again, strict=True)] == [True] * 4
+    assert all(torch.equal(draw.first[k], noise) for k, noise in zip(order, draw.again, strict=True))
 
 
 # ----------------------------------------------------------------------------------------- with other threads
@@ -283,35 +266,24 @@ def test_a_layer_with_a_generator_of_its_own(pipe: Pipe, checkpoint: str) -> Non
 HIDDEN = torch.Generator()
 
 
-def forked(x: Tensor) -> Tensor:
+def from_a_hidden_generator(x: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=HIDDEN)
+
+
+def from_a_seed(x: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=torch.manual_seed(0))
+
+
+def from_a_fork(x: Tensor) -> Tensor:
     with torch.random.fork_rng():
-        return torch.rand(x.shape, dtype=x.dtype)
+        return torch.rand_like(x)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        pytest.param(
-            lambda x: torch.rand(x.shape, dtype=x.dtype, generator=HIDDEN),
-            marks=pytest.mark.xfail(strict=True, reason="nobody knows of a generator that is in no layer's attributes"),
-            id="a hidden generator",
-        ),
-        pytest.param(
-            lambda x: torch.rand(x.shape, dtype=x.dtype, generator=torch.manual_seed(0)),
-            marks=pytest.mark.xfail(strict=True, reason="a generator that is set to where it was seems not to be used"),
-            id="a seed",
-        ),
-        pytest.param(
-            forked,
-            marks=pytest.mark.xfail(strict=True, reason="what draws and puts the generator back seems to draw nothing"),
-            id="a fork",
-        ),
-    ],
-)
+@pytest.mark.xfail(strict=True, reason="these leave no trace in the state of a generator that a layer is known to have")
+@pytest.mark.parametrize("draw", [from_a_hidden_generator, from_a_seed, from_a_fork])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTED)
 def test_known_limits(pipe: Pipe, checkpoint: str, draw: Callable[[Tensor], Tensor]) -> None:
-    """These leave no trace in the state of a generator that is known. What is seeded draws the same, but the caller,
-    who has drawn meanwhile, is set back as well."""
+    """What is seeded draws the same, but the caller, who has drawn meanwhile, is set back as well."""
     model, layer = drawing(pipe, draw, checkpoint, chunks=3)
     output = model(ones(6))
     torch.rand(100)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import torchgpipe
 from tests.conftest import Devices
 from tests.timeline.synthetic import ideal, ran, rows, span
-from torchgpipe import GPipe
-from torchgpipe.schedule import Action, program, simulate
+from tests.timeline.test_recorder import batch, gpipe
+from torchgpipe.schedule import COSTS, NAMES, Action, ScheduleName, program, simulate
+from torchgpipe.schedule.programs import usual_places
 from torchgpipe.timeline.prediction import Prediction
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span
@@ -22,18 +22,28 @@ def by_name(report: Report) -> dict[str | None, Prediction]:
     return {one.schedule: one for one in report.schedules}
 
 
-def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program() -> None:
-    devices, costs = ["cpu:0", "cpu:1", "cpu:2"], {"F": 1.0, "I": 1.5, "W": 0.5}
-    one = program("ZeroBubble", M, [0, 1, 2])
-    made = ran(one, devices, costs)
-    own = by_name(made)["ZeroBubble"]
-    assert own.ran and [one.schedule for one in made.schedules if one.ran] == ["ZeroBubble"]
-    assert own.seconds == made.duration
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_goes_as_simulated_takes_the_time_of_its_program(name: ScheduleName) -> None:
+    """Parts of a device are counted as parts of a micro-batch."""
+    places = [0, 1, 0, 1] if name == "LayerMajor" else usual_places(name, 2)
+    one = program(name, M, places)
+    made = ran(one, [f"cpu:{place}" for place in places])
+    simulated = simulate(one, memory=[1 / places.count(place) for place in places])
+    (own,) = [one for one in made.schedules if one.ran]
+    assert (own.schedule, own.seconds, own.live) == (name, made.duration, max(simulated.peaks))
     assert own.bubble == pytest.approx(made.bubble)
-    assert own.live == 3
+    assert made.predicted == pytest.approx(simulated.seconds)
+    halves = {kind: cost / 2 for kind, cost in COSTS.items()}
+    twice = simulate(program(name, 2 * M, places), halves).seconds
+    assert made.more_chunks.gain == pytest.approx(1 - twice / simulated.seconds)
+    assert made.better_balance.gain == pytest.approx(0)
     assert f"of the program {own.bubble * 100:.1f} %, simulated" in str(made)
     assert not made.take_turns, "each device has a worker of its own in a step"
 
+
+def test_other_schedules_are_predicted_with_the_recorded_halves() -> None:
+    devices, costs = ["cpu:0", "cpu:1", "cpu:2"], {"F": 1.0, "I": 1.5, "W": 0.5}
+    made = ran(program("ZeroBubble", M, [0, 1, 2]), devices, costs)
     other = simulate(program("1F1B", M, [0, 1, 2]), {"F": 1.0, "B": 2.0, "I": 0.0, "W": 0.0})
     assert (by_name(made)["1F1B"].seconds, by_name(made)["1F1B"].bubble) == (other.seconds, other.bubble)
     assert "with other devices: Interleaved1F1B, V-Half" in str(made)
@@ -64,19 +74,9 @@ def test_forward_and_backward_are_told_what_a_step_would_take() -> None:
     assert "ideal" in str(made)
 
 
-def test_parts_of_a_device_are_counted_as_parts_of_a_micro_batch() -> None:
-    devices = ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
-    one = program("V-Half", M, [0, 1, 1, 0])
-    made = ran(one, devices, {"F": 1.0, "I": 1.0, "W": 1.0})
-    assert by_name(made)["V-Half"].live == max(simulate(one).peaks) / 2
-    assert "with other devices: 1F1B, Interleaved1F1B, ZeroBubble" in str(made)
-
-
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]])
-def test_interleaving_that_ran_is_named(devices: list[str]) -> None:
+def test_interleaving_that_ran_is_named() -> None:
     """With one partition on each device there is nothing to interleave, but it may have run all the same."""
-    one = program("Interleaved1F1B", M, [0, 1] * (len(devices) // 2))
-    made = ran(one, devices, {"F": 1.0, "B": 2.0})
+    made = ran(program("Interleaved1F1B", M, [0, 1]), ["cuda:0", "cuda:1"])
     assert [one.schedule for one in made.schedules if one.ran] == ["Interleaved1F1B"]
 
 
@@ -110,63 +110,22 @@ def test_where_steps_cannot_be_compared_nothing_is_predicted(spans: list[Span]) 
 # What is recorded
 
 
-def recorded(
-    devices: Devices, schedule: str, checkpoint: str = "never", n: int = 2
-) -> tuple[GPipe, Report, list[Span]]:
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
-    model = GPipe(
-        layers,
-        [1] * n,
-        devices=devices(n),
-        chunks=M,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss_fn=nn.functional.mse_loss,
-    )
-    x = torch.randn(2 * M, 3)
-    with torchgpipe.record(model) as timeline:
-        for _ in range(2):
-            model.step(x, x)
-    return model, timeline.report(), timeline.of_step()
-
-
-def count(spans: list[Span], kind: str, j: int) -> int:
-    return sum((span.kind, span.partition) == (kind, j) for span in spans)
-
-
-def test_the_halves_of_backward_are_kinds_of_their_own(devices: Devices) -> None:
-    _, report, spans = recorded(devices, "ZeroBubble", n=3)
-    for j in range(3):
-        # The first partition has no input to differentiate.
-        assert count(spans, "backward of the input", j) == (M if j > 0 else 0)
-        assert count(spans, "backward of the weights", j) == count(spans, "forward", j) == M
-        assert count(spans, "backward", j) == 0
-    assert [one.schedule for one in report.schedules if one.ran] == ["ZeroBubble"]
-
-
-def test_a_backward_that_cannot_be_split_is_recorded_whole(devices: Devices) -> None:
-    _, _, spans = recorded(devices, "ZeroBubble", "always")
-    # The backward of a cell of the last partition comes next, so the cell is not recomputed.
-    assert (count(spans, "recomputation", 0), count(spans, "backward", 0)) == (M, M)
-    assert (count(spans, "recomputation", 1), count(spans, "backward of the weights", 1)) == (0, M)
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+def test_a_step_is_recorded_with_its_program(devices: Devices, schedule: ScheduleName) -> None:
     """Steps without gradients, and of different schedules, have none in common."""
-    model, report, spans = recorded(devices, schedule)
-    assert count(spans, "backward", 0) == count(spans, "backward", 1) == M
+    model, x = gpipe(devices(2), schedule=schedule), batch()
+
+    def reported(*schedules: ScheduleName) -> Report:
+        with torchgpipe.record(model) as timeline:
+            for model.schedule in schedules:
+                model.step(x, x)
+        return timeline.report()
+
+    report = reported(schedule, schedule)
     assert [one.schedule for one in report.schedules if one.ran] == [schedule]
     assert max(map(len, str(report).splitlines())) <= 100
-
-    x = torch.randn(2 * M, 3)
-    with torchgpipe.record(model) as timeline, torch.no_grad():
-        model.step(x, x)
-    assert {span.kind for span in timeline.spans} == {"forward"}
-    assert timeline.report().schedules == []
-    with torchgpipe.record(model) as timeline:
-        for model.schedule in ("GPipe", "1F1B"):
-            model.step(x, x)
-    report = timeline.report()
+    report = reported("GPipe", "1F1B")
     assert {one.schedule for one in report.schedules} >= {"GPipe", "1F1B"}
     assert not any(one.ran for one in report.schedules)
+    with torch.no_grad():
+        assert reported(schedule).schedules == []

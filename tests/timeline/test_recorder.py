@@ -7,7 +7,7 @@ import gc
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -15,31 +15,41 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 import torchgpipe
 from tests.clocks import clocked
-from tests.conftest import Pipe
-from tests.layers import Apply
-from tests.plain import assert_same, outcome
-from torchgpipe import GPipe, is_recomputing
+from tests.conftest import Devices, Pipe
+from tests.faults import Fault, Plan, build, rows
+from tests.frames.models import chain
+from tests.plain import assert_same, outcome, tensors
+from tests.skip.layers import pair
+from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream, Streams, Tick
-from torchgpipe.schedule import ScheduleName
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.frames.pipelined import pipelined_apart
+from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
 
 M, N = 4, 3
+
+#: A pipeline on these is run by one thread.
+CPUS = ["cpu"] * N
 
 
 def linears(n: int = N) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(n)])
 
 
-def on_cpu(layers: nn.Sequential | None = None, **options: Any) -> GPipe:
-    """Return a pipeline that one thread runs, with a layer in each partition."""
-    layers = linears() if layers is None else layers
-    return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), **{"chunks": M, **options})
+def gpipe(devices: list[str], **options: Any) -> Any:
+    """Return a pipeline with a layer in each partition, which can step."""
+    options = {"chunks": M, "checkpoint": "never", "loss_fn": nn.functional.mse_loss, **options}
+    return GPipe(linears(len(devices)), [1] * len(devices), devices=devices, **options)
+
+
+def any_module(devices: list[str], **options: Any) -> Any:
+    """Return a pipelined model likewise, in which neighbouring columns on one device stay apart."""
+    options = {"chunks": M, "loss_fn": nn.functional.mse_loss, "balance": [1] * len(devices), **options}
+    return pipelined_apart(linears(len(devices)), batch(), devices=devices, **options)
 
 
 def batch(**options: Any) -> Tensor:
@@ -61,35 +71,36 @@ def cells(spans: list[Span]) -> Counter[tuple[str, int, int]]:
     return Counter((span.kind, span.micro_batch, span.partition) for span in spans if span.computes)
 
 
-def all_cells(mode: str, n: int = N) -> Counter[tuple[str, int, int]]:
-    """Return the cells of a step."""
-    grid = [(i, j) for i in range(M) for j in range(n)]
-    again = [("recomputation", i, j) for i, j in grid if i < checkpointed(mode)]
-    return Counter([("forward", i, j) for i, j in grid] + again + [("backward", i, j) for i, j in grid])
+def all_cells(mode: str, trained: Callable[[int], bool] = lambda j: True) -> Counter[tuple[str, int, int]]:
+    """Return the cells of a step, of which those of the trained partitions have a backward."""
+    grid = [(i, j) for i in range(M) for j in range(N)]
+    backward = [("backward", i, j) for i, j in grid if trained(j)]
+    again = [("recomputation", i, j) for _, i, j in backward if i < checkpointed(mode)]
+    return Counter([*[("forward", i, j) for i, j in grid], *again, *backward])
 
 
-def at(timeline: Timeline, kind: str, i: int, j: int) -> Span:
-    (span,) = [span for span in timeline.spans if (span.kind, span.micro_batch, span.partition) == (kind, i, j)]
+def at(spans: list[Span], kind: str, i: int, j: int) -> Span:
+    (span,) = [span for span in spans if (span.kind, span.micro_batch, span.partition) == (kind, i, j)]
     return span
 
 
-def assert_in_order(timeline: Timeline, mode: str, n: int = N) -> None:
+def assert_in_order(spans: list[Span], mode: str) -> None:
     """Assert that each cell begins after the cells that it depends on have ended."""
-    for span in timeline.spans:
+    for span in spans:
         assert 0 <= span.start <= span.end
         assert not span.failed
     for i in range(M):
-        for j in range(n):
-            forward, backward = at(timeline, "forward", i, j), at(timeline, "backward", i, j)
+        for j in range(N):
+            forward, backward = at(spans, "forward", i, j), at(spans, "backward", i, j)
             assert forward.end <= backward.start
             if j > 0:
-                assert at(timeline, "forward", i, j - 1).end <= forward.start
-                assert backward.end <= at(timeline, "backward", i, j - 1).start
+                assert at(spans, "forward", i, j - 1).end <= forward.start
+                assert backward.end <= at(spans, "backward", i, j - 1).start
             if i > 0:
-                assert at(timeline, "forward", i - 1, j).end <= forward.start
-                assert backward.end <= at(timeline, "backward", i - 1, j).start
+                assert at(spans, "forward", i - 1, j).end <= forward.start
+                assert backward.end <= at(spans, "backward", i - 1, j).start
             if i < checkpointed(mode):
-                again = at(timeline, "recomputation", i, j)
+                again = at(spans, "recomputation", i, j)
                 assert forward.end <= again.start
                 assert again.end <= backward.start
 
@@ -100,7 +111,7 @@ def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool)
     timeline = recorded(nn.Sequential(model), batch(requires_grad=input_grad))
     assert cells(timeline.spans) == all_cells(checkpoint)
     assert len(timeline.spans) == all_cells(checkpoint).total()
-    assert_in_order(timeline, checkpoint)
+    assert_in_order(timeline.spans, checkpoint)
     assert [row.layers for row in timeline.partitions] == [("0",), ("1",), ("2",)]
     for span in timeline.spans:
         assert span.layers == timeline.partitions[span.partition].layers
@@ -109,13 +120,18 @@ def test_every_cell_is_there_once(pipe: Pipe, checkpoint: str, input_grad: bool)
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("late", marks=pytest.mark.late)])
-def test_copies_and_waits_are_there_once(kind: str, checkpoint: str) -> None:
-    model = GPipe(linears(), [1] * N, devices=[f"{kind}:{j}" for j in range(N)], chunks=M, checkpoint=checkpoint)
+@pytest.mark.parametrize("mode", ["always", "except_last", "never", "pipelined"])
+def test_copies_and_waits_are_there_once(kind: str, mode: str) -> None:
+    devices = [f"{kind}:{j}" for j in range(N)]
+    if mode == "pipelined":
+        model, mode = any_module(devices), "never"
+    else:
+        model = GPipe(linears(), [1] * N, devices=devices, chunks=M, checkpoint=mode)
     with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
-    assert cells(timeline.spans) == all_cells(checkpoint)
+    assert cells(timeline.spans) == all_cells(mode)
     if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ.
-        assert_in_order(timeline, checkpoint)
+        assert_in_order(timeline.spans, mode)
     ways = [(i, a, c) for i in range(M) for j in range(N - 1) for a, c in [(j, j + 1), (j + 1, j)]]
     copies = [span for span in timeline.spans if span.kind == "copy"]
     waits = [span for span in timeline.spans if span.kind == "wait"]
@@ -123,30 +139,15 @@ def test_copies_and_waits_are_there_once(kind: str, checkpoint: str) -> None:
     assert Counter((span.micro_batch, span.other, span.partition) for span in waits) == Counter(ways)
     for span in copies:
         assert span.other is not None
-        assert span.stream == ("leaving" if span.partition < span.other else "gradient leaving")
-        sending = at(
-            timeline, "forward" if span.partition < span.other else "backward", span.micro_batch, span.partition
-        )
-        assert kind != "cpu" or sending.end <= span.start
+        stream, sending = ("leaving", "forward") if span.partition < span.other else ("gradient leaving", "backward")
+        assert span.stream == stream
+        assert kind != "cpu" or at(timeline.spans, sending, span.micro_batch, span.partition).end <= span.start
     assert {span.stream for span in waits} == {"computing"}
 
 
-@skippable(stash=["skip"])
-class Start(nn.Module):
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        yield stash("skip", input)
-        return input.tanh()  # type: ignore[return-value]
-
-
-@skippable(pop=["skip"])
-class Finish(nn.Module):
-    def forward(self, input: Tensor) -> Iterator[Any]:
-        skip = yield pop("skip")
-        return input + skip  # type: ignore[return-value]
-
-
 def test_a_skip_has_copies_of_its_own() -> None:
-    layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), Start()), nn.Linear(3, 3), Finish())
+    start, finish = pair()
+    layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), start), nn.Linear(3, 3), finish)
     model = GPipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=M)
     with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
@@ -171,36 +172,137 @@ def test_numbers_are_the_same_to_the_last_bit(pipe: Pipe, checkpoint: str, sched
     assert_same(*results)
 
 
+def first_frozen() -> nn.Sequential:
+    layers = linears()
+    layers[0].requires_grad_(False)
+    return layers
+
+
+def with_layer(j: int, layer: nn.Module) -> nn.Sequential:
+    layers = linears()
+    layers[j] = layer
+    return layers
+
+
+class Constant(nn.Linear):
+    """A layer that returns its weight, whatever its input."""
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.weight
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears(2)
+
+    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
+        return self.layers[0](first), self.layers[1](second)
+
+
+#: Layers, and the partitions whose cells have a backward. What a layer hands on has no node of the layer's own.
+TRAINED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], bool]]] = {
+    "the first frozen": (first_frozen, lambda j: j > 0),
+    "the first hands on its input": (lambda: with_layer(0, nn.Identity()), lambda j: j > 0),
+    "the second hands on its input": (lambda: with_layer(1, nn.Identity()), lambda j: True),
+    "the last hands on its input": (lambda: with_layer(2, nn.Identity()), lambda j: True),
+    "the first returns a parameter": (lambda: with_layer(0, Constant(3, 2)), lambda j: True),
+    "the second returns a parameter": (lambda: with_layer(1, Constant(3, 2)), lambda j: j > 0),
+    "the last returns a parameter": (lambda: with_layer(2, Constant(3, 2)), lambda j: j > 1),
+    "several outputs": (lambda: nn.Sequential(Halves(), Halves(), Halves()), lambda j: True),
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), [*((name, "never") for name in TRAINED), ("the first frozen", "always")])
+def test_only_cells_that_are_differentiated_have_a_backward(pipe: Pipe, name: str, mode: str) -> None:
+    make, trained = TRAINED[name]
+    model = pipe(make(), [1] * N, chunks=M, checkpoint=mode)
+    with torchgpipe.record(model) as timeline:
+        torch.stack([*tensors(model(batch()))]).sum().backward()
+    assert cells(timeline.spans) == all_cells(mode, trained)
+    assert not any(span.failed for span in timeline.spans)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
+@pytest.mark.parametrize("make", [gpipe, any_module])
+def test_calls_and_steps_have_every_cell_once_and_the_numbers_are_the_same(
+    devices: Devices, make: Callable[..., Any], schedule: ScheduleName
+) -> None:
+    torch.manual_seed(0)
+    model, x, results = make(devices(N), schedule=schedule), batch(), []
+    for recording in (False, True):
+        model.zero_grad()
+        with torchgpipe.record(model) if recording else nullcontext() as timeline:
+            model(x).sum().backward()
+            model.step(x, target=x)
+            with torch.no_grad():
+                model.step(x, target=x)
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
+    forward = all_cells("never", lambda j: False)
+    stepped = all_cells("never")
+    if schedule == "ZeroBubble":  # The first partition has no gradient to pass on, so W does all of its backward.
+        grid = [(i, j) for i in range(M) for j in range(N)]
+        halves = [("backward of the input", i, j) for i, j in grid if j]
+        stepped = forward + Counter(halves + [("backward of the weights", i, j) for i, j in grid])
+    assert [cells(timeline.of_step(k)) for k in range(3)] == [all_cells("never"), stepped, forward]
+    assert all(span.computes and not span.failed for span in timeline.spans)
+    assert_in_order(timeline.of_step(0), "never")
+
+
+def test_a_recomputed_cell_has_a_backward_in_one_piece(devices: Devices) -> None:
+    model = gpipe(devices(2), schedule="ZeroBubble", checkpoint="always")
+    with torchgpipe.record(model) as timeline:
+        model.step(batch(), target=batch())
+    # The backward of a cell of the last partition comes next, so the cell is not recomputed.
+    first = [("forward", 0), ("recomputation", 0), ("backward", 0)]
+    last = [("forward", 1), ("backward of the input", 1), ("backward of the weights", 1)]
+    assert Counter((kind, j) for kind, _, j in cells(timeline.spans)) == Counter(M * (first + last))
+
+
+def test_what_a_pipelined_model_recomputes_is_a_part_of_backward() -> None:
+    model = any_module(CPUS, schedule="ZeroBubble", checkpoint=True)
+    with torchgpipe.record(model) as timeline:
+        model.step(batch(), target=batch())
+    assert cells(timeline.spans) == all_cells("never")
+
+
+def test_rows_are_columns_and_the_programs_are_those_that_ran() -> None:
+    """Neighbours on one device are one column."""
+    devices, loss_fn = ["cpu:0", "cpu:0", "cpu:1"], nn.functional.mse_loss
+    model: Any = torchgpipe.pipelined(linears(), batch(), chunks=M, devices=devices, balance=[1] * N, loss_fn=loss_fn)
+    with torchgpipe.record(model) as timeline:
+        model(batch())
+        model.step(batch(), target=batch())
+    assert [(str(row.device), row.layers) for row in timeline.partitions] == [("cpu:0", ("0", "1")), ("cpu:1", ("2",))]
+    assert [*timeline._programs.values()] == [program("GPipe", M, [0, 1]), program("1F1B", M, [0, 1])]
+    assert not timeline.report().take_turns
+
+
+def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        x = self.layers[0](x)
+        return self.layers[2](x if self.skips else self.layers[1](x))
+
+    model = chain(forward, *linears())
+    model.skips = False
+    pipelined_apart(model, batch(), chunks=M, devices=devices(N), balance=[1] * N)
+    model.skips = True
+    timeline = recorded(model)
+    assert {span.partition for span in timeline.spans} == {0, 2}
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_there_are_forwards_only(pipe: Pipe, mode: Callable[[], Any]) -> None:
     model = pipe(linears(), [1] * N, chunks=M)
     with torchgpipe.record(model) as timeline, mode():
         assert model(batch()).grad_fn is None
-    assert cells(timeline.spans) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
-
-
-def test_frozen_parts_have_no_backward(pipe: Pipe, checkpoint: str) -> None:
-    layers = linears()
-    layers[0].requires_grad_(False)
-    model = pipe(layers, [1] * N, chunks=M, checkpoint=checkpoint)
-    timeline = recorded(model)
-    expected = all_cells(checkpoint)
-    for cell in list(expected):
-        if cell[0] != "forward" and cell[2] == 0:
-            del expected[cell]
-    assert cells(timeline.spans) == expected
-
-
-def test_the_engine_ends_a_cell_that_needs_no_input_gradient_where_the_next_begins() -> None:
-    """No hook runs at the end of this cell, and the end of the whole backward pass would be far too late."""
-    model = on_cpu(linears(1), checkpoint="never")
-    timeline = recorded(model)
-    for i in range(M - 1):
-        assert at(timeline, "backward", i + 1, 0).end <= at(timeline, "backward", i, 0).start
+    assert cells(timeline.spans) == all_cells("never", lambda j: False)
 
 
 def test_transforms_of_torch_func_still_work() -> None:
-    model = on_cpu(linears(1), chunks=2, checkpoint="never")
+    model = gpipe(["cpu"], chunks=2)
     x = batch()
     expected = torch.func.grad(lambda x: model(x).sum())(x)
     with torchgpipe.record(model):
@@ -234,56 +336,6 @@ def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
     assert cells(timeline.spans) == all_cells("never")
 
 
-@pytest.mark.parametrize("what", ["its input", "a parameter"])
-@pytest.mark.parametrize("j", range(N))
-@pytest.mark.parametrize("input_grad", [False, True])
-def test_a_cell_that_makes_nothing_has_a_backward(pipe: Pipe, what: str, j: int, input_grad: bool) -> None:
-    """The output of its layer has no node of its own."""
-    layers, returns = linears(), Apply(lambda x: x if what == "its input" else returns.weight)
-    returns.weight = nn.Parameter(torch.ones(2, 3))
-    layers[j] = returns
-    timeline = recorded(pipe(layers, [1] * N, chunks=M, checkpoint="never"), batch(requires_grad=input_grad))
-    expected = all_cells("never")
-    for kind, i, k in list(expected):
-        unused = k < j if what == "a parameter" else k == j == 0 and not input_grad
-        if kind == "backward" and unused:
-            del expected[kind, i, k]
-    assert cells(timeline.spans) == expected
-    assert not any(span.failed for span in timeline.spans)
-    if what == "its input" and (j > 0 or input_grad):
-        assert_in_order(timeline, "never")
-
-
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(2)
-
-    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first, second = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
-        return self.layers[0](first), self.layers[1](second)
-
-
-def test_a_cell_of_several_outputs_has_one_backward(pipe: Pipe) -> None:
-    model = pipe(nn.Sequential(Halves(), Halves(), Halves()), [1] * N, chunks=M, checkpoint="never")
-    with torchgpipe.record(model) as timeline:
-        sum(output.sum() for output in model(batch())).backward()
-    assert cells(timeline.spans) == all_cells("never")
-    assert not any(span.failed for span in timeline.spans)
-
-
-def test_a_pipeline_in_a_cell_does_not_end_it() -> None:
-    """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
-    nested = on_cpu(linears(2), chunks=2, checkpoint="never")
-    layers = nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3))
-    model = on_cpu(layers, checkpoint="never")
-    with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=M) as within:
-        model(batch()).sum().backward()
-    for i in range(M):
-        inner = [span for span in within.of_step(i) if span.kind == "backward"]
-        assert at(timeline, "backward", i, 1).seconds >= max(s.end for s in inner) - min(s.start for s in inner)
-
-
 # Several steps
 
 
@@ -303,7 +355,7 @@ def test_accumulation_is_several_steps_and_a_second_backward_is_recorded(pipe: P
 
 def test_only_the_last_steps_are_kept() -> None:
     """Memory is bounded while steps go by."""
-    model = on_cpu()
+    model = gpipe(CPUS)
     with torchgpipe.record(model, steps=2) as timeline:
         model(batch()).sum().backward()
         first = weakref.ref(model._mechanisms.recorder._steps[0])  # type: ignore[union-attr]
@@ -325,8 +377,7 @@ def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        with torchgpipe.record(model) as timeline:
-            model(batch()).sum().backward()
+        timeline = recorded(model)
         assert timeline.spans
         assert len(seen) >= 2 * M
         assert [ref() for ref in seen if ref() is not None] == []
@@ -341,51 +392,13 @@ def test_a_backward_outside_the_block_is_not_recorded(pipe: Pipe, checkpoint: st
     before = list(timeline.spans)
     loss.backward()
     assert timeline.spans == before
-    assert cells(before) == Counter([("forward", i, j) for i in range(M) for j in range(N)])
+    assert cells(before) == all_cells("never", lambda j: False)
 
 
 # Faults
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        return input.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError("broken")
-
-
-class Faulty(nn.Module):
-    """A layer that fails for one micro-batch."""
-
-    def __init__(self, phase: str, i: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.phase, self.i, self.count = phase, i, 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not is_recomputing():
-            self.count += 1
-        here = bool((input == self.i).all())
-        output: Tensor = self.linear(input)
-        if here and self.phase == ("recomputation" if is_recomputing() else "forward"):
-            raise RuntimeError("broken")
-        if here and self.phase == "backward":
-            return Backward.apply(output)  # type: ignore[no-any-return, no-untyped-call]
-        return output
-
-
-def faulty(pipe: Pipe, phase: str, j: int, checkpoint: str) -> tuple[GPipe, Tensor]:
-    """Return a model that fails for micro-batch 1 in one partition, and an input of the micro-batches' numbers."""
-    layers = [nn.Identity() if k < j else Faulty(phase, 1) if k == j else nn.Linear(3, 3) for k in range(N)]
-    x = torch.arange(float(M)).repeat_interleave(2)[:, None].expand(-1, 3).clone()
-    return pipe(nn.Sequential(*layers), [1] * N, chunks=M, checkpoint=checkpoint), x
-
-
-@pytest.mark.parametrize("j", [0, 1, 2])
+@pytest.mark.parametrize("j", range(N))
 @pytest.mark.parametrize(
     ("phase", "mode"),
     [
@@ -397,9 +410,11 @@ def faulty(pipe: Pipe, phase: str, j: int, checkpoint: str) -> tuple[GPipe, Tens
     ],
 )
 def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phase: str, mode: str, j: int) -> None:
-    model, x = faulty(pipe, phase, j, mode)
-    with pytest.raises(RuntimeError, match="broken"), torchgpipe.record(model) as timeline:
-        model(x).sum().backward()
+    plan = Plan()
+    model = pipe(build(plan, N), [2] * N, chunks=M, checkpoint=mode)
+    plan.add((1, j), phase)
+    with pytest.raises(Fault), torchgpipe.record(model) as timeline:
+        model(rows(M)).sum().backward()
     (failed,) = [span for span in timeline.spans if span.failed]
     assert (failed.kind, failed.micro_batch, failed.partition) == (phase, 1, j)
     assert all(span.start <= failed.end for span in timeline.spans)
@@ -409,12 +424,23 @@ def test_a_step_that_raises_leaves_its_timeline_up_to_the_fault(pipe: Pipe, phas
 
     # A fault that is caught in the block is marked as well, and the next step is not.
     with torchgpipe.record(model) as timeline:
-        with pytest.raises(RuntimeError, match="broken"):
-            model(x).sum().backward()
-        model(x + M).sum().backward()
+        with pytest.raises(Fault):
+            model(rows(M)).sum().backward()
+        plan.faults.clear()
+        model(rows(M)).sum().backward()
     (failed,) = [span for span in timeline.spans if span.failed]
     assert (failed.step, failed.kind, failed.micro_batch, failed.partition) == (0, phase, 1, j)
     assert failed.end <= timeline.of_step(1)[0].start
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_cell_of_a_pipelined_model_that_raises_is_marked(devices: Devices, phase: str) -> None:
+    plan = Plan()
+    model = pipelined_apart(build(plan, N).eval(), rows(M), chunks=M, devices=devices(N), balance=[1] * N)
+    plan.add((1, 1), phase)
+    with pytest.raises(Fault), torchgpipe.record(model) as timeline:
+        model.train()(rows(M)).sum().backward()
+    assert [(one.kind, one.micro_batch, one.partition) for one in timeline.spans if one.failed] == [(phase, 1, 1)]
 
 
 def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) -> None:
@@ -431,20 +457,19 @@ def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) 
 # Which pipeline is recorded, and for how long
 
 
-def test_a_pipeline_is_recorded_by_one_block_at_a_time() -> None:
-    model = on_cpu()
-    with torchgpipe.record(model) as timeline:
-        with pytest.raises(RuntimeError, match="recorded already; leave the other block"), torchgpipe.record(model):
-            pass
-        model(batch())
-    assert timeline.steps == [0]
+@pytest.mark.parametrize("make", [gpipe, any_module])
+def test_a_pipeline_is_recorded_by_one_block_at_a_time(make: Callable[..., Any]) -> None:
+    model = make(CPUS)
+    refused = pytest.raises(RuntimeError, match="recorded already; leave the other block")
+    with torchgpipe.record(model), refused, torchgpipe.record(model):
+        pass
     with torchgpipe.record(model) as timeline:
         model(batch())
     assert timeline.steps == [0]
 
 
 def test_a_timeline_can_only_be_read_after_the_block() -> None:
-    with torchgpipe.record(on_cpu()) as timeline:
+    with torchgpipe.record(gpipe(CPUS)) as timeline:
         looks = [timeline.of_step, timeline.report, timeline.plot]
         attributes = [lambda: timeline.spans, lambda: timeline.steps, lambda: timeline.partitions]
         for read in [*looks, *attributes, lambda: timeline.save("never.json")]:
@@ -461,7 +486,7 @@ def test_a_timeline_can_only_be_read_after_the_block() -> None:
 
 
 def test_what_is_refused() -> None:
-    model, two = on_cpu(), nn.ModuleDict({name: on_cpu(linears(1)) for name in ("a", "b")})
+    model, two = gpipe(CPUS), nn.ModuleDict({name: gpipe(["cpu"]) for name in ("a", "b")})
     none: list[Any] = [nn.Linear(3, 3), 3, None]
     asked: list[tuple[Any, Any, str]] = [
         *((one, 1, f"no pipeline to record in this {type(one).__name__}; pass a GPipe, a pipelined") for one in none),
@@ -476,22 +501,30 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", ["always", "never"])
 def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: str, inner: str) -> None:
-    nested = on_cpu(linears(2), chunks=2, checkpoint=inner)
+    """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
+    nested = gpipe(["cpu"] * 2, chunks=2, checkpoint=inner)
     model = pipe(nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3)), [1, 1, 1], chunks=M, checkpoint=checkpoint)
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(checkpoint)
-    assert_in_order(timeline, checkpoint)
+    assert_in_order(timeline.spans, checkpoint)
     assert len(within.steps) == M + checkpointed(checkpoint)
     assert not any(span.failed for span in within.spans)
+    if checkpoint == "never":
+        for i in range(M):
+            around = at(timeline.spans, "backward", i, 1)
+            parts = [span for span in within.of_step(i) if span.kind == "backward"]
+            assert around.seconds >= max(span.end for span in parts) - min(span.start for span in parts)
 
 
-def test_a_copy_of_the_model_is_not_recorded() -> None:
-    model = on_cpu()
+@pytest.mark.parametrize("make", [gpipe, any_module])
+def test_a_copy_of_the_model_is_not_recorded(make: Callable[..., Any]) -> None:
+    model = make(CPUS)
     with torchgpipe.record(model) as timeline:
         for other in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
-            assert other._mechanisms.recorder is None
             other(batch())
+    assert timeline.steps == []
+    model(batch())
     assert timeline.steps == []
 
 
@@ -518,12 +551,12 @@ class LateStreams(Streams):
 
 
 def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_host() -> None:
-    model = on_cpu()
+    model = gpipe(CPUS, checkpoint="except_last")
     model._mechanisms = replace(model._mechanisms, streams=LateStreams())
     LateStream.readable = False
     with torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
         LateStream.readable = True
-    assert_in_order(timeline, "except_last")
+    assert_in_order(timeline.spans, "except_last")
     # If the clock were not aligned with the host's, these times would be off by a thousand seconds.
     assert all(span.end < 500 for span in timeline.spans)

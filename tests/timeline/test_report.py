@@ -12,7 +12,7 @@ from torch import nn
 import torchgpipe
 from tests.timeline.synthetic import ideal, ran, rows, span
 from torchgpipe import GPipe
-from torchgpipe.schedule import COSTS, NAMES, ScheduleName, program, simulate
+from torchgpipe.schedule import program, simulate
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span, covered
 
@@ -111,18 +111,6 @@ def test_partitions_that_share_a_device_share_its_time() -> None:
     assert made.predicted == 2 + 2 * 4
     # With an equal load, partition 1 takes 3, and the others 1.5 each.
     assert made.better_balance.gain == pytest.approx(1 - (1.5 + 2 * 3 + 1.5) / 10)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_is_predicted_under_the_schedule_that_it_ran(name: ScheduleName) -> None:
-    turns = {"Interleaved1F1B": [0, 1, 0, 1], "V-Half": [0, 1, 1, 0]}.get(name, [0, 1])
-    one = program(name, 4, turns)
-    made = ran(one, [f"cuda:{place}" for place in turns])
-    assert made.predicted == pytest.approx(simulate(one).seconds)
-    halves = {kind: cost / 2 for kind, cost in COSTS.items()}
-    twice = simulate(program(name, 8, turns), halves).seconds
-    assert made.more_chunks.gain == pytest.approx(1 - twice / simulate(one).seconds)
-    assert made.better_balance.gain == pytest.approx(0)
 
 
 def test_more_micro_batches_for_a_program_of_ones_own() -> None:

@@ -9,6 +9,7 @@ thread waits for while it holds neither of the two.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import device_module
 
-__all__ = ["Generator", "device_generator", "generators_of", "go_on_from", "state_of"]
+__all__ = ["Generator", "device_generator", "generators_of", "generators_of_all", "go_on_from", "state_of"]
 
 
 class Generator(Protocol):
@@ -59,6 +60,11 @@ def go_on_from(generator: Generator, start: Tensor | int) -> None:
 def generators_of(device: torch.device) -> tuple[Generator, ...]:
     """Return the generators that layers on ``device`` draw from: that of the CPU, and that of the device."""
     return tuple(dict.fromkeys([torch.default_generator, device_generator(device)]))
+
+
+def generators_of_all(devices: Iterable[torch.device]) -> list[Generator]:
+    """Return the generators of the CPU and of devices, each once."""
+    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_of(device)]))
 
 
 @cache

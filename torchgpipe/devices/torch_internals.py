@@ -53,6 +53,7 @@ __all__ = [
     "is_shared",
     "joins_unevenly",
     "keeps_graph",
+    "memory_of",
     "next_sequence_number",
     "own_call",
     "plain_call",
@@ -264,13 +265,31 @@ def is_shared(tensor: Tensor) -> bool:
     return bool(tensor._use_count() > _HELD_BY_PYTHON) or shares_memory(tensor)  # type: ignore[attr-defined]
 
 
+def memory_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the memory of a tensor's elements: of a sparse tensor, that of its values.
+
+    Within a function transform, such as `torch.func.vmap`, a tensor has none of its own, but that of a tensor which it
+    stands for. Since 2.0. Without it, a model that uses these could not be watched.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return tensor.untyped_storage()
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share as long as they have the same memory.
 
     A plan counts each memory once, on the meta device as well, where all tensors have the address 0. Since 2.0. On
     other devices ``untyped_storage().data_ptr()`` does the same.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return int(memory_of(tensor)._cdata)
 
 
 def can_move_data(tensor: Tensor, device: torch.device) -> bool:

@@ -34,11 +34,11 @@ from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
-from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
+from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks, verify_functions
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["DistributedGPipe"]
@@ -119,6 +119,7 @@ class DistributedGPipe(nn.Module):
         self.device = default_device() if device is None else canonical_device(device)
         self.stages = processes.stages
         self.training = module.training
+        verify_functions(loss_fn=loss_fn, weight=weight)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
@@ -304,7 +305,7 @@ class DistributedGPipe(nn.Module):
         """Run a prepared step on the layers that the model has now, which may have been replaced."""
         m = len(prepared.inputs)
         stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
-        layout = inspect_skip_layout([list(partition.modules()) for partition in self._fake.partitions])
+        layout = SkipLayout([list(partition.modules()) for partition in self._fake.partitions])
         for partition in self._partitions:
             partition.follow(layers_of(self), self.training)
         try:

@@ -1,13 +1,9 @@
-"""Aliases in the place of parameters while the cells of a program run, and the way of their gradients into ``.grad``.
+"""Aliases in the place of parameters while the cells of a program run.
 
-An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one partition add. At the end,
-the sum goes to the parameter, as the gradient of one plain layer would: hooks hear it once, and so does
-DistributedDataParallel. A parameter that several partitions share has an alias in each of them, so the order of the sum
-does not depend on the order of threads. On another device the alias is a copy, made once for each mini-batch. If the
-weights live in host memory, an alias has memory only while its partition is on its device, see `residence`.
-
-A tensor that a layer or the loss function has captured gets its gradient directly. If that is a parameter, its
-``.grad`` from before a step is set aside meanwhile, so that a step that fails can put it back (`Delivery`).
+An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one partition add. A parameter
+that several partitions share has an alias in each of them, so the order of the sum does not depend on the order of
+threads. On another device the alias is a copy, made once for each mini-batch. If the weights live in host memory, an
+alias has memory only while its partition is on its device, see `residence`.
 
 A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
 backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
@@ -23,22 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import gradient_hooks, storage_key, versions
+from torchgpipe.devices.torch_internals import memory_of, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
-from torchgpipe.engine.function import accumulate
-from torchgpipe.engine.gradients import refusal, sum_of
-from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.gradients import sum_of
 from torchgpipe.engine.host_memory import HostMemory, Kept, empty
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.resting import Resting
 from torchgpipe.replay.found import registered
 
-__all__ = ["Aliases", "Delivery", "Slot", "StepLock", "filling_aliases", "weights_of"]
+__all__ = ["Aliases", "Slot", "StepLock", "filling_aliases", "weights_of"]
 
 #: A place of a parameter: the module, the name there, and the partition.
 Slot = tuple[nn.Module, str, int]
@@ -273,7 +266,7 @@ class Aliases:
             RuntimeError: it is a weight of another partition, or a view of one, or it rests.
         """
         place = self._places.get(storage_key(tensor))
-        if place is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+        if place is None and tensor.numel() and not memory_of(tensor).nbytes():
             raise RuntimeError(
                 f"{user} in partition {j} uses a tensor of shape {tuple(tensor.shape)} of another micro-batch, which "
                 "waits in host memory for its turn; pass on a copy (x.clone()), or give offload='weights'"
@@ -365,87 +358,6 @@ class Aliases:
             if grad is not None:
                 total = sum_of(total, grad.to(own) if self._moves(grad, own) else grad)
         return total
-
-
-class Delivery:
-    """The way of gradients into ``.grad`` at the end of a step: either all of them arrive, or none.
-
-    What was in ``.grad`` before is set aside. An optimizer that steps in a hook is not undone.
-
-    Args:
-        parameters: the parameters
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._before: list[Leaf] = [parameter.grad for parameter in parameters]
-        #: The numbers of the parameters with hooks, or with a graph of their own.
-        self._heard = [k for k, one in enumerate(parameters) if _listens(one)]
-        #: Gradients that hooks have seen added to in place, each with a copy.
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        for parameter, before in zip(parameters, self._before):
-            if before is not None:
-                parameter.grad = None
-        self._guards = [_guard(parameters[k]) for k in self._heard]
-
-    def let_hooks_hear(self, sums: Sequence[Leaf]) -> None:
-        """Let sums arrive at parameters with hooks as the gradients of one backward pass do."""
-        self._unguard()
-        heard = [(self._parameters[k], sums[k]) for k in self._heard]
-        for k in self._heard:
-            before = self._before[k]
-            self._parameters[k].grad = before
-            if before is not None and sums[k] is not None:
-                self._copies.append((before, before.detach().clone()))
-        pairs = [(get_gradient_edge(parameter), total) for parameter, total in heard if total is not None]
-        if pairs:
-            edges, totals = zip(*pairs)
-            accumulate(edges, totals, keep_graph=False)
-
-    @torch.no_grad()
-    def end(self, sums: Sequence[Leaf]) -> None:
-        """Add the sums of all other parameters to what was set aside; the last thing that may not fail."""
-        heard = set(self._heard)
-        for k, (parameter, before, total) in enumerate(zip(self._parameters, self._before, sums)):
-            if k in heard:
-                continue
-            direct = parameter.grad  # of a parameter that a layer has captured
-            if direct is not None:
-                total = sum_of(direct, total)
-            if before is None:
-                parameter.grad = total
-            elif total is not None and before.layout is torch.strided:
-                parameter.grad = before.add_(total)
-            else:
-                parameter.grad = sum_of(before, total)
-
-    def undo(self) -> None:
-        """Put everything back that was there at the beginning."""
-        self._unguard()
-        for parameter, before in zip(self._parameters, self._before):
-            parameter.grad = before
-        for before, copied in self._copies:
-            before.detach().copy_(copied)
-
-    def _unguard(self) -> None:
-        for handle in self._guards:
-            handle.remove()
-
-
-def _listens(parameter: Tensor) -> bool:
-    return not parameter.is_leaf or has_hooks(parameter, get_gradient_edge(parameter).node)
-
-
-def _guard(parameter: Tensor) -> Any:
-    """Refuse gradients that do not come from an alias, of which the hooks of a parameter would hear each part."""
-
-    def refuse(_: Tensor) -> None:
-        raise refusal(parameter)
-
-    handle: Any = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
-    hooks: Any = gradient_hooks(parameter)
-    hooks.move_to_end(handle.id, last=False)
-    return handle
 
 
 def weights_of(slots: Iterable[Slot]) -> Iterator[tuple[Tensor, int]]:

@@ -19,7 +19,7 @@ from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.schedule import Program
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.layout import SkipLayout
 
 __all__ = ["Mechanisms", "begin_step", "make_calls"]
 
@@ -92,7 +92,7 @@ def make_calls(
         return Route.between(computing[a], computing[c], streams, ends, listener, load)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
-    skips = inspect_skip_layout(modules)
+    skips = SkipLayout(modules)
     portals = {key: Portal(key, route(a, c, "skip ")) for ends in skips.leaving for key, a, c in ends}
     there: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
     for device, own in zip(devices, modules):

@@ -34,6 +34,7 @@ from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import is_shared
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.function import Function
+from torchgpipe.engine.hooks import refuse_none_behind
 from torchgpipe.engine.record import Listener, recorded
 
 __all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_ready", "release", "wait", "wait_back"]
@@ -197,13 +198,14 @@ class Wait(Function):
     @staticmethod
     def forward(ctx: Any, routes: Sequence[Route], i: int, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.routes, ctx.i = routes, i
+        ctx.routes, ctx.i, ctx.are_tensors = routes, i, [leaf is not None for leaf in leaves]
         mark_ready(routes, i)
         return tuple([None if leaf is None else leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         wait_back(ctx.routes, ctx.i)
+        refuse_none_behind(ctx, [grad for grad, is_tensor in zip(grads, ctx.are_tensors) if is_tensor])
         return None, None, *grads
 
 

@@ -130,10 +130,11 @@ class CutGraph:
             the gradient of each tensor that has entered; None for one that was not used
         """
         count = self._entrance.count
-        if split and not count:  # Nobody waits for a gradient, so all of it can be left.
+        halves = SplitBackward(edges, self.leaf) if split and count else None
+        if split and (halves is None or not halves.reaches_inputs):
+            # Nobody waits for a gradient, so all of it can be left.
             self._rest = functools.partial(sink, edges, grads, (), keep_graph)
-            return []
-        halves = SplitBackward(edges, self.leaf) if split else None
+            return [None] * count
         outer = self._entrance.open()
         try:
             if halves is not None and halves.is_possible:

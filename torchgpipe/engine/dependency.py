@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.engine.function import Function
+from torchgpipe.engine.hooks import refuse_none_behind
 from torchgpipe.engine.phony import get_phony
 
 __all__ = ["Fork", "Join", "fork", "join"]
@@ -45,6 +46,7 @@ class Fork(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_none_behind(ctx, grads[:-1])
         return grads[:-1]
 
 

@@ -11,38 +11,35 @@ A program with one device runs in the caller's thread. With several, each device
 their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
 worker: a device thread of the autograd engine could not run them while it waits for another cell.
 
-Gradients of parameters arrive at aliases, see `aliases`, and go to ``.grad`` when all actions have run.
+Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all actions have run, see `delivery`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.stream import Stream
-from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine.agenda import Agenda
-from torchgpipe.engine.aliases import Aliases, Delivery, filling_aliases
+from torchgpipe.engine.aliases import Aliases, filling_aliases
 from torchgpipe.engine.copy import Route, copy_back, mark_ready, release, wait_back
 from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.engine.record import Listener
-from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.residence import Residence
 from torchgpipe.engine.resting import Rested
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
 
-__all__ = ["Executor", "Front", "ProgramCell", "with_gradients"]
-
-T = TypeVar("T")
+__all__ = ["Executor", "Front", "ProgramCell"]
 
 
 class ProgramCell(Protocol):
@@ -232,35 +229,3 @@ class Executor:
                 grads = copy_back(route, i, grads)
             for (arrival, _), moved in zip(pairs, grads):
                 arrival.add(moved)
-
-
-def with_gradients(
-    aliases: Aliases,
-    work: Callable[[], tuple[T, Iterable[tuple[Tensor, Leaf]]]],
-    replicas: Replicas | None = None,
-) -> T:
-    """Run a step, and add its gradients to ``.grad``; if it fails, ``.grad`` is as it was before.
-
-    Args:
-        aliases: the aliases of the parameters
-        work: runs the program, and returns the result of the step, and the inputs that require grad with their
-            gradients
-        replicas: the replicas, whose gradients are added up
-    """
-    delivery = Delivery(aliases.trained)
-    try:
-        result, entered = work()
-        sums = aliases.take()
-        if replicas is not None and replicas.exist and sums:
-            sums = replicas.add_gradients(aliases.trained, sums)
-        with nullcontext() if replicas is None else replicas.together("the end of the step"):
-            delivery.let_hooks_hear(sums)
-            inputs = [(tensor, grad) for tensor, grad in entered if grad is not None]
-            if inputs:
-                torch.autograd.backward([tensor for tensor, _ in inputs], [grad for _, grad in inputs])
-        delivery.end(sums)
-        return result
-    except BaseException:
-        aliases.take()
-        delivery.undo()
-        raise

@@ -5,11 +5,12 @@ there: with the gradient of one micro-batch. A hook must hear the gradient of th
 
 The caller's graph leads to all parameters of a partition, because which of them a checkpointed cell uses shows at
 backward only. PyTorch then calls the hooks of all. An optimizer that steps in a hook would move a layer without use.
+Without checkpointing, it leads to all outputs of a cell, though the next partition may use one of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,7 +25,7 @@ from torchgpipe.devices.torch_internals import (
     versions,
 )
 
-__all__ = ["has_hooks", "refuse_none", "without_hooks"]
+__all__ = ["has_hooks", "refuse_none", "refuse_none_behind", "without_hooks"]
 
 
 def has_hooks(tensor: Tensor, node: Any) -> bool:
@@ -97,6 +98,30 @@ def refuse_none(parameter: Tensor, node: Any) -> None:
     for hook in behind.values():
         if isinstance(hook, _Behind):
             hook.unused = current_pass(), _state(parameter.grad)
+
+
+def refuse_none_behind(node: Any, grads: Sequence[Tensor | None]) -> None:
+    """Let no hook of the parameters behind a tensor without a gradient run, see `refuse_none`.
+
+    Nodes of the pipeline lead to all outputs of a cell, so the engine goes on to one that is not used. In the plain
+    model nothing leads there.
+
+    Args:
+        node: a node of the pipeline, which is differentiated
+        grads: the gradients of its tensors
+    """
+    if all([grad is not None for grad in grads]):
+        return
+    pending = [behind for (behind, _), grad in zip(node.next_functions, grads, strict=True) if grad is None]
+    seen: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            refuse_none(node.variable, node)
+        pending += [behind for behind, _ in node.next_functions]
 
 
 def _wrap(hooks: dict[int, Any], kind: type[_Whole] | type[_Behind]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream
-from torchgpipe.devices.torch_internals import current_pass, is_compiled, versions
+from torchgpipe.devices.torch_internals import current_pass, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.function import Edge
@@ -31,7 +31,6 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.found import Found, registered
 from torchgpipe.replay.phase import is_recomputing
 from torchgpipe.replay.random import RandomStates
-from torchgpipe.replay.seeds import current_seeds
 from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
 from torchgpipe.skip.layout import is_skippable
 from torchgpipe.skip.tracker import SkipTracker
@@ -231,10 +230,8 @@ class PartitionCall:
 
 
 def _run(partition: Partition, source: str, batch: Batch) -> Batch:
-    seeded = current_seeds()
-    layers = partial(seeded, partition) if seeded is not None and is_compiled(partition) else partition
     # `batch.of`, because a front such as the old Pipe has another kind of Batch.
-    return batch.of(batch.pass_to(layers), source)
+    return batch.of(batch.pass_to(partition), source)
 
 
 def _run_with_skips(

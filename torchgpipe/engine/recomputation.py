@@ -7,6 +7,7 @@ the same layers and parameters. What cannot be made the same is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -15,6 +16,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, gradient
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
+from torchgpipe.replay.generator_locks import own_locks
 from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn
 
@@ -99,7 +101,9 @@ class Recomputation:
         forget_parametrizations()
         # The engine enters no device for a node whose outputs are on the host.
         before = call.state()
-        with call.stream.use(), call.random.replay(self._drawn), second_run():
+        # A program may hold generators for this backward, which the caller's settings do not know of.
+        locks = own_locks() if call.in_program else nullcontext()
+        with call.stream.use(), locks, call.random.replay(self._drawn), second_run():
             outputs = cell.compute(leaves)
         call.verify_state(before)
         call.forget_casts()

@@ -37,8 +37,11 @@ class SplitBackward:
     def __init__(self, roots: Sequence[Edge], leaf: Tensor) -> None:
         self._roots = roots
         self._leaf = leaf
+        order = nodes_below(roots)
+        #: Whether there is a gradient of the inputs.
+        self.reaches_inputs = any([getattr(node, "variable", None) is leaf for node in order])
         #: For each node where weights branch off, the leaves that it alone leads to.
-        self._branches = _branches(roots, leaf)
+        self._branches = _branches(order, roots, leaf)
         self._arrived: dict[Any, tuple[Tensor | None, ...]] = {}
 
     @property
@@ -79,13 +82,12 @@ class SplitBackward:
                 handle.remove()
 
 
-def _branches(roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:
+def _branches(order: Sequence[Any], roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:
     """Return the nodes on the way to ``leaf`` at which weights branch off, with the weights.
 
     None, if the graph has a function of Python, a root that does not lead to ``leaf``, a weight of several nodes, or a
     group norm.
     """
-    order = nodes_below(roots)
     leads: dict[Any, bool] = {}
     for node in reversed(order):
         if isinstance(node, BackwardCFunction) and type(node).__name__ != "EnterBackward":

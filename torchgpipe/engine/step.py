@@ -7,7 +7,7 @@ j is a partition. Here j is a view, which may be a part of a partition, or sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,14 +22,15 @@ from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
 from torchgpipe.engine.cut import Arrival, Returned
-from torchgpipe.engine.execute import Executor, with_gradients
+from torchgpipe.engine.delivery import with_gradients
+from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.recomputation import Recomputation
-from torchgpipe.engine.record import Kind, Listener
+from torchgpipe.engine.record import Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.resting import Rested, awake
 from torchgpipe.model.microbatch import Batch
@@ -37,7 +38,7 @@ from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
-from torchgpipe.replay.seeds import LayerSeeds
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program, Schedule
 from torchgpipe.skip.namespace import SkipKey
 
@@ -64,6 +65,7 @@ def run_step(
     replicas: Replicas,
     schedule: Schedule,
     lock: AbstractContextManager[Any],
+    random_numbers: RandomNumbers,
     host_memory: HostMemory | None = None,
     watches: bool = False,
 ) -> Any:
@@ -82,6 +84,7 @@ def run_step(
         replicas: the replicas of the pipeline, which run a step at the same time
         schedule: what the program comes from, for errors
         lock: held while the layers have aliases of their parameters
+        random_numbers: the random numbers of the mini-batch
         host_memory: takes weights to devices, if they live in host memory
         watches: whether to look at each operation on weights that live in host memory
 
@@ -126,6 +129,7 @@ def run_step(
                     backward,
                     listener,
                     aliases,
+                    random_numbers,
                     watches,
                 )
                 with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
@@ -158,20 +162,24 @@ class _MicroBatches:
         backward: bool,
         listener: Listener | None,
         aliases: Aliases,
+        random_numbers: RandomNumbers,
         watches: bool,
     ) -> None:
         self._aliases, self.watches, self.listener = aliases, watches, listener
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._checkpointed, self._backward = finish, checkpointed, backward
         self.ambient = Ambient()
-        self._seeds = LayerSeeds(partitions, devices)
+        self._random_numbers = random_numbers
+        self._has_rows = any([leaf is not None and leaf.numel() > 0 for leaf in inputs[0].leaves])
         self._recomputed = False
         self._calls = make_calls(
             partitions,
             devices,
             modules,
             mechanisms,
-            lambda device, own: RandomStates(device, own, beside=False, between=True, seeded=True),
+            lambda device, own: RandomStates(
+                device, own, beside=False, between=True, generators=random_numbers.following(device)
+            ),
             ambient=self.ambient,
             ordered=False,
             in_program=True,
@@ -204,13 +212,8 @@ class _MicroBatches:
 
     def run(self, executor: Executor, agenda: Agenda) -> None:
         """Run all actions."""
-        try:
-            executor.run(agenda, self.ambient)
-        finally:
-            if len({stream.device for stream in self.streams}) > 1:
-                self._seeds.end()
-        if self._recomputed:
-            self._seeds.verify()
+        executor.run(agenda, self.ambient)
+        self._random_numbers.end(counts=self._has_rows, recomputes=self._recomputed)
 
     def leaving(self, j: int) -> Sequence[Route]:
         return self._calls[j].leaving
@@ -220,7 +223,7 @@ class _MicroBatches:
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         call, is_last = self._calls[j], j == self._n - 1
-        cell = _SeededCell(call, i, self._m, self._seeds, self._finish if is_last else None)
+        cell = _LastCell(call, i, self._m, self._finish) if is_last else Cell(call, i, self._m)
         try:
             batch, given, sources = self._values.pop((i, j))
             leaves = _brought(call.arriving, i, given)
@@ -230,14 +233,16 @@ class _MicroBatches:
                 given.append(skip)
                 sources.append(source)
             cell.begin(batch)
-            if not self._backward:
-                with cell.recorded("forward"), torch.no_grad():
-                    outputs = cell.compute(leaves)
-                exits: Sequence[Arrival | None] = [None] * len(outputs)
-            else:
-                own = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
-                outputs = own.run(leaves, partial(self._let_rest, given, leaves, Action("F", i, j), Action("B", i, j)))
-                self._cells[i, j], exits = own, own.exits
+            with self._random_numbers.of(i, call.device):
+                if not self._backward:
+                    with cell.recorded("forward"), torch.no_grad():
+                        outputs = cell.compute(leaves)
+                    exits: Sequence[Arrival | None] = [None] * len(outputs)
+                else:
+                    own = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
+                    keep = partial(self._let_rest, given, leaves, Action("F", i, j), Action("B", i, j))
+                    outputs = own.run(leaves, keep)
+                    self._cells[i, j], exits = own, own.exits
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
             if is_last:
@@ -278,13 +283,11 @@ class _MicroBatches:
         return own
 
     def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
-        return _nothing  # A cell adds the notes itself: one phase is a recomputation.
+        # A cell adds the notes itself: one phase is a recomputation.
+        return self._random_numbers.backward(self.streams[j].device)
 
     def cancel(self) -> None:
         pass
-
-
-_nothing = nullcontext()
 
 
 def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Leaves:
@@ -298,31 +301,18 @@ def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
     return tuple([None if isinstance(value, Rested) else value for value in values])
 
 
-class _SeededCell(Cell):
-    """A cell whose layers have seeds of their own; in the last partition, its output is the loss."""
+class _LastCell(Cell):
+    """A cell of the last partition, whose output is the loss."""
 
-    __slots__ = ("_finish", "_seeds")
+    __slots__ = ("_finish",)
 
-    def __init__(self, call: PartitionCall, i: int, m: int, seeds: LayerSeeds, finish: Finish | None) -> None:
+    def __init__(self, call: PartitionCall, i: int, m: int, finish: Finish) -> None:
         super().__init__(call, i, m)
-        self._seeds = seeds
         self._finish = finish
 
     def compute(self, leaves: Leaves) -> Leaves:
-        """Run the layers, and the loss function behind the last ones."""
-        call, device = self.call, self.call.device
-        with self._seeds.at(self.i, device):
-            if self._finish is None:
-                return super().compute(leaves)
-            output = call.run_layers(self._input.replace(leaves))
-        return (self._seeds.run_loss(self.i, device, self._finish, output),)
-
-    @contextmanager
-    def differentiating(self, kind: Kind = "backward") -> Iterator[None]:
-        """Let layers that recompute themselves draw what they have drawn, in a ``with`` block; see `Cell`."""
-        # Around the graph only: a second run holds norms, and waits for the generator within.
-        with self._seeds.backward(), super().differentiating(kind):
-            yield
+        """Run the layers, and the loss function behind them."""
+        return (self._finish(self.i, self.call.run_layers(self._input.replace(leaves))),)
 
 
 class _StepCell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Container, Set
 from typing import NamedTuple
 
 import torch
@@ -64,14 +64,14 @@ class Columns:
         """Return the last column on ``device`` in front of column ``before``, or None."""
         return next((a for a in range(before - 1, -1, -1) if self.devices[a] == device), None)
 
+    def copier(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that copies a tensor from the device of any column to ``device``."""
+        return copier(self.streams, device, self.devices)
+
     @property
     def copies(self) -> bool:
         """Whether tensors are copied from column to column."""
         return bool(self._routes)
-
-    def copier(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Return a function that copies a tensor from the device of any column to ``device``."""
-        return copier(self.streams, device, self.devices)
 
 
 class Shared(NamedTuple):
@@ -93,19 +93,19 @@ class Shared(NamedTuple):
 
 
 def copier(
-    streams: Streams, device: torch.device, sources: Collection[torch.device] | None = None
+    streams: Streams, device: torch.device, sources: Container[torch.device] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor to ``device``.
+    """Return a function that copies a tensor to ``device``, unless it is in that memory.
 
     Args:
         streams: tells what must be copied
         device: the device
-        sources: the devices whose tensors are copied (default: all)
+        sources: the devices from which tensors are copied; None for all
     """
 
     def copied(tensor: Tensor) -> Tensor:
         source = streams.device_of(tensor)
-        if source is None or not streams.moves(source, device) or (sources is not None and source not in sources):
+        if source is None or (sources is not None and source not in sources) or not streams.moves(source, device):
             return tensor
         copy = tensor.to(device)
         # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import is_checkpointed, versions
+from torchgpipe.devices.torch_internals import is_checkpointed, memory_of, versions
 from torchgpipe.engine.copy import copy_forward
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Shared
@@ -87,7 +87,7 @@ class Crossing:
                 f"the model changes a buffer of shape {tuple(tensor.shape)} in {where}, but it is on the device of "
                 "another one; give a balance that keeps the buffer's module and its user together"
             )
-        self._changed.setdefault(tensor.untyped_storage().data_ptr(), brought)
+        self._changed.setdefault(memory_of(tensor).data_ptr(), brought)
 
     def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""
@@ -104,7 +104,7 @@ class Crossing:
             RuntimeError: another view of its memory was changed in place, which does not reach this view.
         """
         if self._changed:
-            changed = self._changed.get(tensor.untyped_storage().data_ptr())
+            changed = self._changed.get(memory_of(tensor).data_ptr())
             if changed is not None and self._is_stale(tensor, changed):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in "
@@ -146,7 +146,7 @@ class Crossing:
             return False
         if tensor.requires_grad and tensor.grad_fn is not None:
             return self._frame.home(tensor.grad_fn) < changed.column
-        return changed.alias.untyped_storage().data_ptr() != changed.tensor.untyped_storage().data_ptr()
+        return memory_of(changed.alias).data_ptr() != memory_of(changed.tensor).data_ptr()
 
     def _bring(self, tensor: Tensor) -> Tensor:
         frame = self._frame

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
 from torchgpipe.frames.recomputed import Keep, recomputed
+from torchgpipe.model.values import Exchanged
 
 __all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread"]
 
@@ -124,6 +126,13 @@ class Door:
         if self.recomputes and self.module.training and torch.is_grad_enabled():
             return recomputed(self.module, self.name, self._call, args, kwargs, keep)
         return self._call(*args, **kwargs)
+
+    def call_exchanged(self, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Call the module with ``change(tensor)`` in the place of every tensor among its arguments."""
+        exchanged = Exchanged(args, kwargs, change)
+        output = self.call_module(exchanged.args, exchanged.kwargs)
+        exchanged.hand_over()
+        return output
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return (self._behind or plain_call(self.module))(*args, **kwargs)

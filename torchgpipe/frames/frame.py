@@ -25,7 +25,7 @@ from torchgpipe.engine.record import End
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.threads import Threads
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.seeds import own_locks
+from torchgpipe.replay.generator_locks import own_locks
 
 __all__ = ["Cancelled", "Frame"]
 

@@ -94,7 +94,7 @@ class Splitter:
         readings: how many ways there are to read the sample; if there are several, only runs can tell; see `read`
 
     Raises:
-        ValueError: ``no_chunk`` names no argument of the sample, or a tensor is nested.
+        ValueError: ``no_chunk`` names no argument of the sample, a tensor is nested, or there are no rows.
     """
 
     def __init__(self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str]) -> None:
@@ -122,6 +122,11 @@ class Splitter:
             self._readings = [*[(path, len(value), True) for path, value in lists[:1]], *inside[:1]]
         elif alone[0][1] == 1:
             self._readings += [reading for reading in alone if reading[1] > 1][:1]
+        empty = [path for path, value in parts if isinstance(value, Tensor) and value.shape[:1] == (0,)]
+        if empty and not self._readings:
+            raise ValueError(
+                f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
+            )
         self.readings = len(self._readings)
         self._parts = parts
         self.read(0)
@@ -148,7 +153,9 @@ class Splitter:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
         parts = [part for name, value in self._chunked(arguments) for part in _parts(value, name)]
         split = [_length(value) for path, value in parts if self._split.get(path)]
-        return max(split) if split else next((_length(value) for _, value in parts if _length(value)), 0)
+        # What the sample does not have may have the rows, and what is passed whole has not.
+        unknown = [_length(value) for path, value in parts if path not in self._split and _length(value)]
+        return max(split) if split else next(iter(unknown), 0)
 
     def micro_batches(self, arguments: Arguments, chunks: int) -> MicroBatches:
         """Return a mini-batch in so many micro-batches, if it has the rows; in one if there is nothing to split."""

@@ -31,11 +31,11 @@ from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
-from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.model.values import each
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
 
@@ -287,7 +287,7 @@ class MiniBatch:
         """See `Front.differentiating`."""
         visitor = visiting(RecomputationVisitor(self._shared, j)) if self._threads is not None else nullcontext()
         try:
-            with self.random_numbers.backward(), visitor:
+            with self.random_numbers.backward(self._columns.devices[j]), visitor:
                 yield
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")

@@ -130,7 +130,7 @@ class _Join:
         if is_cache(first):
             return _lazily_joined(values, self._sizes)
         path = path or "value"
-        if self._kinds.get(path) == "counts" or any([value is not first and value != first for value in values]):
+        if self._kinds.get(path) == "counts" or not all([_is_known_equal(value, first) for value in values]):
             depends = "depends on the rows" if self._kinds.get(path) == "counts" else "differs between micro-batches"
             raise TypeError(
                 f"the output '{path}' is {type(first).__name__}, which {depends} and cannot be joined; return a tensor "
@@ -194,6 +194,14 @@ class _Join:
         if are_equal(values):
             return None
         raise _differs(path, [str(tuple(tensor.shape)) for tensor in values])
+
+
+def _is_known_equal(a: Any, b: Any) -> bool:
+    """Return whether two objects are equal; arrays, and objects that hold tensors, do not tell by a truth value."""
+    try:
+        return a is b or bool(a == b)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def are_equal(values: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
 from torchgpipe.engine.aliases import Aliases, Slot, weights_of
-from torchgpipe.engine.execute import with_gradients
+from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.label import labelled
@@ -31,13 +31,12 @@ from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
-from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
-from torchgpipe.replay.seeds import Draws
+from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 
 __all__ = ["Pipeline"]
@@ -72,8 +71,6 @@ class Pipeline:
         #: What mini-batches there were whose graphs were looked at, and their operations on weights in host memory;
         #: see `verify_complete` and `Watch`.
         self._looked_at: set[Any] = set()
-        #: For the training modes of all modules, what the model draws from.
-        self._draws: dict[tuple[bool, ...], Draws] = {}
         self._told: set[str] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
@@ -98,7 +95,7 @@ class Pipeline:
             mini_batch = self._mini_batch(module, batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.arguments))
-        self._end(module, mini_batch, batch.rows)
+        self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
         return join(outputs, batch.sizes, settings.study.kinds[module.training], scalars)
 
@@ -130,7 +127,7 @@ class Pipeline:
                 )
                 mini_batch.run()
                 result = loss.result()
-                self._end(module, mini_batch, batch.rows)
+                self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
         with self._lock:
@@ -151,7 +148,7 @@ class Pipeline:
         if not any([streams.moves(source, device) for source in sources]):
             return door.call_module(args, kwargs)
         with streams.current(device).use():
-            output = door.call_module(*mapped((args, kwargs), self.to(device), objects=True))
+            output = door.call_exchanged(args, kwargs, self.to(device))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(sources[0])) if sources[0] in devices else output
 
@@ -173,7 +170,7 @@ class Pipeline:
                 OnDemand(aliases, columns.computing),
                 columns.computing[column].use(),
             ):
-                output = door.call_module(*mapped((args, kwargs), self.to(columns.devices[column]), objects=True))
+                output = door.call_exchanged(args, kwargs, self.to(columns.devices[column]))
             aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
         return output
 
@@ -278,7 +275,7 @@ class Pipeline:
         buffers = set(map(id, module.buffers())) if columns.copies else frozenset[int]()
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
-        random_numbers = random_numbers or RandomNumbers(self._draws.get(_modes(module)), settings.devices)
+        random_numbers = random_numbers or RandomNumbers(module, settings.devices)
         return MiniBatch(
             module._torchgpipe_forward,
             f"{type(module).__name__}.forward",
@@ -296,27 +293,16 @@ class Pipeline:
     def _to_look(self, module: nn.Module, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
         """Return what notes that such a mini-batch has been looked at; None if one was before."""
         names = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, _modes(module), len(part.args), names
+        key = backward, self._structure, modes_of(module), len(part.args), names
         return None if key in self._looked_at else lambda: self._looked_at.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of the caller's to ``device``."""
         return copier(self.streams, device)
 
-    def _end(self, module: nn.Module, mini_batch: MiniBatch, rows: int) -> None:
-        random_numbers = mini_batch.random_numbers
-        modes = _modes(module)
-        unseen = random_numbers.drawn_unseen()
-        if unseen:
-            self._draws[modes] = Draws(True, True)
-            raise RuntimeError(
-                f"random numbers were drawn from the generator of {' and '.join(unseen)} in this mini-batch, though "
-                "the model drew none before, so micro-batches have drawn in no certain order, and a recomputation may "
-                "draw others; run it again: from now on, micro-batches have seeds"
-            )
-        draws = random_numbers.end()
-        if rows:  # Without rows, layers that draw have drawn nothing.
-            self._draws[modes] = draws
+    def _end(self, mini_batch: MiniBatch, rows: int) -> None:
+        # Modules of the model's own may recompute, too.
+        mini_batch.random_numbers.end(counts=rows > 0, recomputes=True)
         if not self.settings.layout.crossed:
             self.settings.layout.crossed = mini_batch.crossed
 
@@ -410,8 +396,3 @@ class Pipeline:
         return self._mini_batch(
             module, batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
         )
-
-
-def _modes(module: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a model that draws from one that does not: the modes of all modules, and their dropout."""
-    return tuple([(child.training, vars(child).get("p")) for child in module.modules()])

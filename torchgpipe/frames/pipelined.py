@@ -30,7 +30,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.placement import move_buffers
-from torchgpipe.model.settings import verify_chunks
+from torchgpipe.model.settings import verify_chunks, verify_functions
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
@@ -183,6 +183,7 @@ def _pipelined(
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
     places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
     verify_name(schedule)
+    verify_functions(loss_fn=others["loss_fn"], weight=others["weight"])
     arguments = arguments_of(sample)
     settings = arrange(
         module,

@@ -33,7 +33,6 @@ from torchgpipe.frames.inputs import Arguments, MicroBatches
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.random_numbers import RandomNumbers
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
@@ -41,7 +40,7 @@ from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.model.values import each, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_in
-from torchgpipe.replay.seeds import Draws
+from torchgpipe.replay.random_numbers import Draws, RandomNumbers
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["Proof", "sample_of"]
@@ -146,10 +145,10 @@ class Proof:
 
     def _apart(self, batch: MicroBatches, *, backward: bool) -> _Run:
         """Run the plain model on each micro-batch."""
-        random_numbers = RandomNumbers(None)
         outputs: list[Any] = []
         loss = self._loss(batch)
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
+            random_numbers = RandomNumbers(None)
             buffers = Buffers(self._module)
             for i, part in enumerate(batch.parts):
                 with random_numbers.of(i, self._settings.devices[0]):

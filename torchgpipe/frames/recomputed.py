@@ -11,6 +11,7 @@ phase, random numbers and buffers of the first run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,27 @@ def recomputed(
     Raises:
         RuntimeError: the module has changed its arguments in place.
     """
-    return checkpoint(_Runs(module, name, call, args, kwargs, keep), use_reentrant=False, preserve_rng_state=False)
+    runs = _Runs(module, name, call, args, kwargs, keep)
+    try:
+        return checkpoint(runs, use_reentrant=False, preserve_rng_state=False)
+    except BaseException as error:
+        _end_checkpoint(error)
+        raise
+
+
+def _end_checkpoint(error: BaseException) -> None:
+    """Take the hooks of a checkpoint off this thread, after an error of what it has run.
+
+    Before PyTorch 2.13 they are taken off when the error is forgotten, perhaps in another thread, where PyTorch fails.
+    """
+    frames = error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_code is _CHECKPOINT:
+            frames.tb_frame.clear()
+        frames = frames.tb_next
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 class _Runs:
@@ -85,6 +106,11 @@ class _Runs:
     def __call__(self) -> Any:
         if self._first is not None:
             return self._first_run()
+        if self._drawn is None:  # A tensor of the first run is wanted while that runs.
+            raise RuntimeError(
+                f"'{self._name}' differentiates in its forward, so it cannot run again at backward; leave it out of "
+                "checkpoint"
+            )
         # What the caller has set is set again, but tensors are saved where PyTorch's checkpoint wants them.
         return self._ambient.run(self._second_run, saved_tensors_hooks_in_use())
 

@@ -22,7 +22,7 @@ from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
 from torchgpipe.frames.recomputed import Keep
 from torchgpipe.model.state import apart
-from torchgpipe.model.values import each, is_cache, mapped
+from torchgpipe.model.values import Exchanged, each, is_cache, mapped
 from torchgpipe.schedule import Action
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
@@ -123,9 +123,11 @@ class Traveller:
             if door.column != frame.column:
                 with self._laid_down((args, kwargs), door.column):
                     self.go_to(door.column, door.name)
+            exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
-                args, kwargs = mapped(args, bring, objects=True), mapped(kwargs, bring, objects=True)
+                exchanged = Exchanged(args, kwargs, bring)
+                args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _bring_layers(value, door.layers, bring)
@@ -134,6 +136,8 @@ class Traveller:
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
                 output = door.call_module(args, kwargs, self._keeper)
+                if exchanged is not None:
+                    exchanged.hand_over()
                 # Nearly all outputs have a graph, and so are made anew.
                 has_graph = isinstance(output, Tensor) and output.requires_grad
                 return output if has_graph else mapped(output, partial(self._apart, door))
@@ -291,8 +295,7 @@ class RecomputationVisitor:
                 f"{names[self._column]}, on another device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
-        change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_module(*mapped((args, kwargs), change, objects=True))
+        return door.call_exchanged(args, kwargs, self._columns.copier(self._columns.devices[door.column]))
 
 
 class InOnePiece(TorchFunctionMode):
@@ -316,7 +319,7 @@ class InOnePiece(TorchFunctionMode):
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
         self._change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_module(*mapped((args, kwargs), self._change, objects=True))
+        return door.call_exchanged(args, kwargs, self._change)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.

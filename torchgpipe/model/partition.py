@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.replay.seeds import current_seeds
-
 __all__ = ["Partition", "layers_of", "split"]
 
 
@@ -38,14 +36,7 @@ class Partition(nn.Sequential):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         layers = iter(self)
-        # In a step each layer has a seed of its own. A compiled partition runs as a whole, with one seed.
-        run = None if torch.compiler.is_compiling() else current_seeds()
         # Only the first layer can have several arguments: a layer returns one value.
-        if run is not None:
-            value = run(next(layers), *inputs, **keywords)
-            for layer in layers:
-                value = run(layer, value)
-            return value
         value = next(layers)(*inputs, **keywords)
         for layer in layers:
             value = layer(value)

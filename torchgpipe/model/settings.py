@@ -14,6 +14,7 @@ __all__ = [
     "verify_checkpoint",
     "verify_checkpoint_or_layers",
     "verify_chunks",
+    "verify_functions",
 ]
 
 #: Which micro-batches are checkpointed: all, all but the last, or none.
@@ -40,6 +41,17 @@ def verify_chunks(chunks: Any) -> int:
     if number <= 0:
         raise ValueError(message)
     return number
+
+
+def verify_functions(**functions: Any) -> None:
+    """Check that settings are functions or None, given by name.
+
+    Raises:
+        TypeError: one is something else, such as the name of a loss.
+    """
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, such as torch.nn.functional.mse_loss, but got {function!r}")
 
 
 def verify_checkpoint(checkpoint: Any) -> CheckpointMode:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,7 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Container", "container", "copied", "dotted", "each", "hidden", "is_cache", "mapped", "spread", "walk"]
+__all__ = [
+    "Container",
+    "Exchanged",
+    "container",
+    "copied",
+    "dotted",
+    "each",
+    "hidden",
+    "is_cache",
+    "mapped",
+    "spread",
+    "walk",
+]
 
 _PLAIN = (int, float, str, bool, type(None))
 
@@ -110,6 +122,88 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
     objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
     items = [mapped(item, change, caches=caches, objects=objects) for item in opened.items]
     return value if all([a is b for a, b in zip(items, opened.items)]) else opened.rebuilt(items)
+
+
+class Exchanged:
+    """The arguments of a call with other tensors, where the call may change the containers that it gets.
+
+    A container in which a tensor is another one is a copy, and what the call adds to a copy, as to a list of states,
+    would be lost.
+
+    Args:
+        args: arguments
+        kwargs: arguments with names
+        change: maps tensors
+
+    Attributes:
+        args: the arguments with ``change(tensor)`` in the place of every tensor
+        kwargs: the same of those with names
+    """
+
+    def __init__(self, args: Any, kwargs: Any, change: Callable[[Tensor], Any]) -> None:
+        self.args, self.kwargs = mapped(args, change, objects=True), mapped(kwargs, change, objects=True)
+        self._copies = [*_copies(args, self.args), *_copies(tuple(kwargs.values()), tuple(self.kwargs.values()))]
+
+    def hand_over(self) -> None:
+        """Do to the containers of the given arguments what was done to their copies."""
+        for one in self._copies:
+            one.hand_over()
+
+
+class _Copy(NamedTuple):
+    """A list, a mapping or an object, and its copy with other items.
+
+    Attributes:
+        original: the container
+        copy: its copy
+        given: what the copy held when it was made, by index, key or name
+        meant: by the ids of these, what they stand for
+    """
+
+    original: Any
+    copy: Any
+    given: dict[Any, Any]
+    meant: dict[int, Any]
+
+    def hand_over(self) -> None:
+        """Do to the original what was done to the copy."""
+        now = _entries(self.copy)
+        if len(now) == len(self.given) and all([now[key] is self.given.get(key, self) for key in now]):
+            return
+        if isinstance(self.original, list):
+            self.original[:] = [self.meant.get(id(item), item) for item in self.copy]
+            return
+        is_mapping = isinstance(self.original, Mapping)
+        remove: Any = type(self.original).__delitem__ if is_mapping else object.__delattr__
+        put: Any = type(self.original).__setitem__ if is_mapping else object.__setattr__
+        for key in self.given.keys() - now.keys():
+            remove(self.original, key)
+        for key, item in now.items():
+            if item is not self.given.get(key, self):
+                put(self.original, key, self.meant.get(id(item), item))
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """Return the items of a container by index, key or name."""
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    opened = container(value, objects=True)
+    assert opened is not None
+    return dict(enumerate(opened.items)) if isinstance(value, list) else dict(zip(opened.names, opened.items))
+
+
+def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
+    """Yield the containers in a value that `mapped` has copied and that can change, each with its copy."""
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, tuple):
+        pairs = zip(value, exchanged)
+    else:
+        before, after = _entries(value), _entries(exchanged)
+        yield _Copy(value, exchanged, after, {id(after[key]): before[key] for key in after})
+        pairs = [(before[key], after[key]) for key in after]
+    for a, b in pairs:
+        if a is not b and not isinstance(a, Tensor):
+            yield from _copies(a, b)
 
 
 def copied(value: Any, *, objects: bool = True) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchgpipe.devices.generators import go_on_from, state_of
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass
-from torchgpipe.replay.seeds import cpu_lock
+from torchgpipe.replay.generator_locks import cpu_lock, current_locks, using
 
 __all__ = ["CallersGenerator"]
 
@@ -35,15 +35,18 @@ class CallersGenerator:
     """
 
     def __init__(self) -> None:
-        self.before = _state()
+        # A backward in forward runs in a thread of the engine, for which a cell around forward may hold the others.
+        self._locks = current_locks()
+        self.before = self._state()
         self._watched: int | None = None  # the last backward pass that is watched
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put the generator back after a backward in the ``with`` block, if it was left where forward began."""
-        state = _state()
+        state = self._state()
         try:
-            yield
+            with using(self._locks):
+                yield
         finally:
             self._put_back(state)
 
@@ -61,14 +64,13 @@ class CallersGenerator:
         this_pass = current_pass()
         if self._watched != this_pass:
             self._watched = this_pass
-            at_end_of_pass(partial(self._put_back, _state()))
+            at_end_of_pass(partial(self._put_back, self._state()))
 
     def _put_back(self, state: Tensor) -> None:
-        with cpu_lock():
-            if torch.equal(_state(), self.before):
+        with using(self._locks), cpu_lock():
+            if torch.equal(state_of(torch.default_generator), self.before):
                 go_on_from(torch.default_generator, state)
 
-
-def _state() -> Tensor:
-    with cpu_lock():
-        return state_of(torch.default_generator)
+    def _state(self) -> Tensor:
+        with using(self._locks), cpu_lock():
+            return state_of(torch.default_generator)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_of, go_on_from, state_of
+from torchgpipe.devices.generators import Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
 __all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators", "sharing_generator"]
@@ -60,7 +60,8 @@ class RandomStates:
         modules: all modules on the device, which may have generators
         beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether other cells may draw from the generators between two cells
-        seeded: whether layers have seeds of their own, so that only generators of layers have to be noted
+        generators: those of the device that the cells may draw from, beside those of layers; None for all. What
+            another thread draws from the others is not noted, and so not replayed
     """
 
     def __init__(
@@ -70,10 +71,9 @@ class RandomStates:
         *,
         beside: bool,
         between: bool,
-        seeded: bool = False,
+        generators: Sequence[Generator] | None = None,
     ) -> None:
-        self._seeded = seeded
-        self._device = device
+        self._of_the_device = tuple(generators_of(device) if generators is None else generators)
         self._modules = modules
         self._beside = beside
         self._between = between
@@ -83,7 +83,7 @@ class RandomStates:
     @cached_property
     def _generators(self) -> tuple[Generator, ...]:
         # Looked for when the first checkpointed cell begins.
-        return (() if self._seeded else generators_of(self._device)) + generators_in(self._modules)
+        return self._of_the_device + generators_in(self._modules)
 
     def begin(self) -> _Note:
         """Note the states before a run."""
@@ -219,7 +219,7 @@ def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
 @contextmanager
 def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the generators of the CPU, of devices and of modules back into their states after a ``with`` block."""
-    generators = [*_generators(devices), *generators_in(modules)]
+    generators = [*generators_of_all(devices), *generators_in(modules)]
     states = [state_of(generator) for generator in generators]
     try:
         yield
@@ -230,11 +230,7 @@ def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Mo
 
 def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
     """Return the states of the generators of the CPU and of devices, to compare."""
-    return _note(_generators(devices)).contents
-
-
-def _generators(devices: Iterable[torch.device]) -> list[Generator]:
-    return list(dict.fromkeys([one for device in (torch.device("cpu"), *devices) for one in generators_of(device)]))
+    return _note(generators_of_all(devices)).contents
 
 
 def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:

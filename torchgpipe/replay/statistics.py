@@ -20,12 +20,15 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 
 __all__ = ["STATISTICS", "Norm", "exclusive", "scratch_statistics"]
 
-#: The layers that keep running statistics; users' own subclasses are included.
+#: The layers that keep running statistics; users' own subclasses are included. Lazy ones change their class later.
 Norm = (
     BatchNormBase,
     nn.InstanceNorm1d,
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
+    nn.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d,
 )
 
 #: The buffers that these layers update.

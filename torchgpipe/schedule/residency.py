@@ -67,15 +67,6 @@ class Residency(NamedTuple):
         """Return the bytes that come back, given the bytes of the gradients of each partition."""
         return sum([gradients[stay.j] for own in self.gradients for stay in own])
 
-    def peaks(self, weights: Sequence[int], gradients: Sequence[int]) -> list[int]:
-        """Return for each device the most bytes of weights and gradients that are there at a time.
-
-        Args:
-            weights: the bytes of the weights of each partition
-            gradients: the bytes of the gradients of each partition; zeros for the peak of weights
-        """
-        return [_peak(up, weights, down, gradients) for up, down in zip(self.weights, self.gradients)]
-
 
 def residency(program: Program, slots: int) -> Residency:
     """Return which partitions' weights are on each device, with as few uploads as possible.
@@ -109,11 +100,6 @@ class Streamed(NamedTuple):
     seconds: float
     uploading: float
     waited: float
-
-    @property
-    def hidden(self) -> float:
-        """The share of the uploads' time in which devices need not wait for them."""
-        return 1 - self.waited / self.uploading if self.uploading else 1.0
 
 
 def streamed(program: Program, slots: int, cost: Callable[[Action], float], upload: Callable[[int], float]) -> Streamed:
@@ -190,11 +176,3 @@ def _gradients(actions: Sequence[Action]) -> list[Stay]:
             began = stays.get(action.j)
             stays[action.j] = Stay(action.j, k - 1, k, k) if began is None else began._replace(last=k)
     return sorted(stays.values(), key=lambda stay: stay.last)
-
-
-def _peak(up: Sequence[Stay], weights: Sequence[int], down: Sequence[Stay], gradients: Sequence[int]) -> int:
-    # What leaves after an action leaves before that which comes after it.
-    changes = [(stay.after, 1, weights[stay.j]) for stay in up] + [(stay.last, 0, -weights[stay.j]) for stay in up]
-    changes += [(stay.after, 1, gradients[stay.j]) for stay in down]
-    changes += [(stay.last, 0, -gradients[stay.j]) for stay in down]
-    return max(accumulate([change for _, _, change in sorted(changes)]), default=0)

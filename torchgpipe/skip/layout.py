@@ -12,7 +12,7 @@ from torch import nn
 
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["SkipLayout", "inspect_skip_layout", "is_skippable", "skips_of"]
+__all__ = ["SkipLayout", "is_skippable", "skips_of"]
 
 
 class SkipLayout:
@@ -21,8 +21,7 @@ class SkipLayout:
     Skips that are stashed and popped in the same partition stay inside it, and are left out.
 
     Args:
-        stashed: the skips that are stashed in each partition
-        popped: the skips that are popped in each partition
+        partitions: all modules of each partition, of a model that has passed `verify_skippables`
 
     Raises:
         TypeError: a skip is popped in an earlier partition than it is stashed, or never stashed. The model was
@@ -33,12 +32,12 @@ class SkipLayout:
         arriving: for each partition, the skips that it receives, likewise
     """
 
-    def __init__(self, stashed: Sequence[Iterable[SkipKey]], popped: Sequence[Iterable[SkipKey]]) -> None:
-        sources = {key: j for j, keys in enumerate(stashed) for key in keys}
-        self.leaving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in stashed]
-        self.arriving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in stashed]
-        for target, keys in enumerate(popped):
-            for key in keys:
+    def __init__(self, partitions: Sequence[Sequence[nn.Module]]) -> None:
+        sources = {key: j for j, modules in enumerate(partitions) for key in skips_of(modules, "stashable_names")}
+        self.leaving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in partitions]
+        self.arriving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in partitions]
+        for target, modules in enumerate(partitions):
+            for key in skips_of(modules, "poppable_names"):
                 source = sources.get(key)
                 if source is None or source > target:
                     raise TypeError(
@@ -63,15 +62,3 @@ def skips_of(modules: Iterable[nn.Module], names: str) -> Iterator[SkipKey]:
         if is_skippable(module):
             layer: Any = module
             yield from [layer.skip_key(name) for name in sorted(getattr(layer, names))]
-
-
-def inspect_skip_layout(partitions: Sequence[Iterable[nn.Module]]) -> SkipLayout:
-    """Return the skips between partitions of a model that has passed `verify_skippables`.
-
-    Args:
-        partitions: all modules of each partition
-    """
-    return SkipLayout(
-        [list(skips_of(modules, "stashable_names")) for modules in partitions],
-        [list(skips_of(modules, "poppable_names")) for modules in partitions],
-    )

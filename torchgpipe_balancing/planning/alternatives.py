@@ -87,6 +87,11 @@ class Question:
     chunks: tuple[int, ...] = ()
     recomputes: bool = True
 
+    def can_run(self, schedule: ScheduleName) -> bool:
+        """Return whether there are layers and devices enough for a schedule."""
+        n = len(self.devices)
+        return len(usual_places(schedule, n)) <= len(self.costs.layers) and (n > 1 or schedule == "1F1B")
+
     def with_memory(self, more: float) -> Question:
         """Return the question for devices with so many more bytes each."""
         return replace(self, devices=tuple(replace(one, memory=one.memory + more) for one in self.devices))
@@ -118,8 +123,8 @@ def alternatives(question: Question, *, keep: int = 10) -> Tried:
         keep: how many alternatives are wanted; of as many that begin as the quickest, those are improved that are near
     """
     counts = question.chunks or default_chunks(question.batch, len(question.devices))
-    problems = [problem_of(question, schedule, chunks) for chunks in counts for schedule in question.schedules]
-    searches = [Search(problem) for problem in problems if problem is not None]
+    schedules = [schedule for schedule in question.schedules if question.can_run(schedule)]
+    searches = [Search(problem_of(question, schedule, chunks)) for chunks in counts for schedule in schedules]
     fitting = sorted([one for one in searches if one.fits], key=lambda one: one.predicted)[:keep]
     for search in fitting:
         if search.predicted <= _FAR * fitting[0].predicted:
@@ -163,28 +168,22 @@ def default_chunks(batch: int, n: int) -> tuple[int, ...]:
     return tuple(found or [batch])
 
 
-def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Problem | None:
-    """Return the problem of a schedule with so many micro-batches; None if there are too few layers or devices."""
-    costs, n = question.costs, len(question.devices)
-    places = usual_places(schedule, n)
-    if len(places) > len(costs.layers) or (n == 1 and schedule != "1F1B"):
-        return None
+def problem_of(question: Question, schedule: ScheduleName, chunks: int) -> Problem:
+    """Return the problem of a schedule with so many micro-batches."""
+    costs, places = question.costs, usual_places(schedule, len(question.devices))
     rows = rows_of(question.batch, chunks)
     m = math.ceil(question.batch / rows)  # There may be fewer than chunks.
-    cell = costs.cells_at(rows)
     return Problem(
         layers=costs.layers_at(rows, m, question.states),
         devices=question.devices,
         places=tuple(places),
         program=program(schedule, m, places),
-        cell={"F": cell.forward, "B": cell.backward, "I": cell.inputs, "W": cell.weights},
+        cell=costs.cells_at(rows),
         latency=costs.latency,
         per_byte=costs.per_byte,
         recomputes=question.recomputes,
         schedule=schedule,
         chunks=chunks,
-        factor=cell.factor,
-        step=cell.step,
     )
 
 

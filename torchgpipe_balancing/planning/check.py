@@ -17,7 +17,6 @@ from torchgpipe.devices.device import device_module
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
 from torchgpipe_balancing.planning.counting import activation_peaks
 from torchgpipe_balancing.planning.measure import timed
-from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.planning.subject import Subject, Way
 from torchgpipe_balancing.table import table
 
@@ -94,32 +93,31 @@ def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternativ
                 try:
                     way = way_of(question, one)
                     model, step = subject.pipeline(way)
-                    seconds[k] += timed(model, partial(step, question.batch), way.devices, 1 + _STEPS)[1:]
+                    seconds[k] += timed(partial(step, question.batch), way.devices, 1 + _STEPS, model)[1:]
                 except torch.OutOfMemoryError:  # The margin was too small for it.
                     failed.add(k)
     ran = [replace(one, measured=statistics.median(seconds[k])) for k, one in enumerate(near) if k not in failed]
     return [*sorted(ran, key=lambda one: one.measured), *fitting[len(near) :]]
 
 
-def checked(subject: Subject, question: Question, one: Alternative, outcome: Outcome, steps: int) -> Check:
+def checked(subject: Subject, question: Question, one: Alternative, steps: int) -> Check:
     """Run steps, and return what they took.
 
     Args:
         subject: the model
         question: what was planned for
         one: the alternative to run
-        outcome: what it costs
         steps: the number of steps that are measured; another one runs before them
     """
     way, names = way_of(question, one), [device.name for device in question.devices]
     model, step = subject.pipeline(way)
     run = partial(step, question.batch)
     accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
-    timed(model, run, way.devices, 1)
+    timed(run, way.devices, 1, model)
     for device in accelerators:
         torch.accelerator.reset_peak_memory_stats(device)
     predicted = one.seconds if question.costs.has_times else 0.0
-    seconds = tuple(timed(model, run, way.devices, steps))
+    seconds = tuple(timed(run, way.devices, steps, model))
     of_layers = [place for place, count in zip(one.places, way.balance) for _ in range(count)]
     if accelerators:
         states = [0.0] * len(names)
@@ -130,15 +128,11 @@ def checked(subject: Subject, question: Question, one: Alternative, outcome: Out
         return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(needs), tuple(found))
     counted = activation_peaks(subject, of_layers, way.recomputed, run)
     model.zero_grad()
-    return Check(predicted, seconds, tuple(names), tuple(_held(question, one, outcome)), tuple(map(float, counted)))
+    return Check(predicted, seconds, tuple(names), tuple(_held(question, one)), tuple(map(float, counted)))
 
 
-def _held(question: Question, one: Alternative, outcome: Outcome) -> list[float]:
+def _held(question: Question, one: Alternative) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
     problem = problem_of(question, one.schedule, one.chunks)
-    assert problem is not None
-    held = problem.simulated([part._replace(waiting=0.0) for part in outcome.partitions]).peaks
-    room = [0.0 for _ in held]
-    for part, place in zip(outcome.partitions, one.places):
-        room[place] = max(room[place], part.room)
-    return [peak + own for peak, own in zip(held, room)]
+    layers = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
+    return replace(problem, layers=layers).outcome(one.choice).memory

@@ -7,32 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from torchgpipe_balancing.planning.problem import Layer
+from torchgpipe_balancing.planning.problem import CellCosts, Layer
 
-__all__ = ["CellCosts", "Costs", "LayerCosts", "Sample"]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What a layer took of a micro-batch: seconds and bytes; see `problem.Layer`.
-
-    Attributes:
-        first: seconds that the first backward of a step takes longer, in which gradients get their memory
-    """
-
-    forward: float
-    backward: float
-    inputs: float
-    weights: float
-    first: float
-    kept: float
-    again: float
-    input: float
-    waiting: float
-    crossing: float
+__all__ = ["Costs", "LayerCosts", "in_proportion"]
 
 
 @dataclass(frozen=True)
@@ -51,33 +31,12 @@ class LayerCosts:
     parameters: int
     trained: int
     buffers: int
-    samples: tuple[Sample, ...]
+    samples: tuple[Layer, ...]
 
     @property
     def name(self) -> str:
         """The names of its first and last modules."""
         return self.modules[0] if len(self.modules) == 1 else f"{self.modules[0]}..{self.modules[-1]}"
-
-
-@dataclass(frozen=True)
-class CellCosts:
-    """What a cell takes beside its layers, in seconds, and a step beside its cells.
-
-    Attributes:
-        forward: F
-        backward: B
-        inputs: I
-        weights: W
-        step: what a step takes beside its cells
-        factor: a measured step over its simulation: waking up, and cores that are shared
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    inputs: float = 0.0
-    weights: float = 0.0
-    step: float = 0.0
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,12 +78,12 @@ class Costs:
         for layer in self.layers:
             took = _between(self.rows, layer.samples, rows)
             if len(self.rows) == 1:
-                took = {name: value * rows / self.rows[0] for name, value in took.items()}
+                took = in_proportion(layer.samples[0], rows, self.rows[0])
             first = took.pop("first") / m
             took["backward"] += first
             took["weights"] += first
-            state = layer.parameters + layer.trained * states + layer.buffers
-            layers.append(Layer(name=layer.name, state=state, **took))
+            took["state"] = layer.parameters + layer.trained * states + layer.buffers
+            layers.append(Layer(**took))
         return tuple(layers)
 
     def cells_at(self, rows: float) -> CellCosts:
@@ -132,12 +91,16 @@ class Costs:
         return CellCosts(**_between(self.rows, self.cells, rows))
 
 
+def in_proportion(layer: Layer, rows: float, known: int) -> dict[str, float]:
+    """Return all fields of a layer at so many rows, given those at a known number of rows."""
+    return {name: value * rows / known for name, value in vars(layer).items()}
+
+
 def _between(known: Sequence[int], values: Sequence[Any], rows: float) -> dict[str, float]:
     """Return all fields at so many rows, on the straight line through the nearest two sizes that are known."""
-    names = [field.name for field in fields(values[0])]
     if len(known) == 1:
-        return {name: getattr(values[0], name) for name in names}
+        return dict(vars(values[0]))
     k = min(max(bisect_left(known, rows), 1), len(known) - 1)
     share = (rows - known[k - 1]) / (known[k] - known[k - 1])
-    a, b = values[k - 1], values[k]
-    return {name: max(0.0, getattr(a, name) * (1 - share) + getattr(b, name) * share) for name in names}
+    a, b = vars(values[k - 1]), vars(values[k])
+    return {name: max(0.0, a[name] * (1 - share) + b[name] * share) for name in a}

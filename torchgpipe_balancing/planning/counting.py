@@ -7,11 +7,10 @@ layer is running there. So devices that share the memory of the CPU are told apa
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,23 +19,15 @@ from torch import Tensor, nn
 from torchgpipe.devices.memory import storages_of
 from torchgpipe.devices.torch_internals import storage_key
 from torchgpipe.model.values import each
+from torchgpipe_balancing.held import HeldBytes, Saved
+from torchgpipe_balancing.planning.problem import Layer
 from torchgpipe_balancing.planning.subject import Subject
 
-__all__ = ["Bytes", "HeldBytes", "activation_peaks", "counted"]
+__all__ = ["activation_peaks", "counted"]
 
 
-class Bytes(NamedTuple):
-    """What a layer holds of one micro-batch, in bytes; see `problem.Layer`."""
-
-    kept: int
-    again: int
-    input: int
-    waiting: int
-    crossing: int
-
-
-def counted(subject: Subject, run: Callable[[], Any]) -> list[Bytes]:
-    """Return what each layer holds. What several layers keep counts for the first of them.
+def counted(subject: Subject, run: Callable[[], Any]) -> list[Layer]:
+    """Return the bytes of a micro-batch that each layer holds. What several layers keep counts for the first of them.
 
     Args:
         subject: the model
@@ -66,62 +57,6 @@ def activation_peaks(
     return [device.peak for device in devices]
 
 
-class HeldBytes:
-    """The bytes that are held in one place; each memory counts once.
-
-    Attributes:
-        peak: the most bytes so far
-        memories: the bytes of each memory that is held
-    """
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self.memories: dict[int, int] = {}
-        self._bytes = 0
-        self._holders: Counter[int] = Counter()
-        # The collector may drop a tensor in the midst of `hold`.
-        self._lock = threading.RLock()
-
-    def hold(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor, once more."""
-        with self._lock:
-            for key, size in storages_of([tensor]).items():
-                self._holders[key] += 1
-                if self._holders[key] == 1:
-                    self.memories[key] = size
-                    self._bytes += size
-                    self.peak = max(self.peak, self._bytes)
-
-    def drop(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor once less."""
-        with self._lock:
-            for key in storages_of([tensor]):
-                self._holders[key] -= 1
-                if not self._holders[key]:
-                    self._bytes -= self.memories.pop(key)
-
-
-class _Saved:
-    """A tensor that autograd has saved, and where it counts; nowhere if it is a parameter or the caller's."""
-
-    def __init__(self, tensor: Tensor, place: HeldBytes | None) -> None:
-        # Detached, because an operation that saves its output would otherwise hold itself.
-        self.tensor = tensor.detach()
-        self.place: HeldBytes | None = None
-        self.move(place)
-
-    def move(self, place: HeldBytes | None) -> None:
-        """Count in another place from now on, or not at all."""
-        if place is not None:
-            place.hold(self.tensor)
-        if self.place is not None:
-            self.place.drop(self.tensor)
-        self.place = place
-
-    def __del__(self) -> None:
-        self.move(None)
-
-
 class _Watch(ExitStack):
     """Hooks that count what autograd saves in each layer at the place of that layer."""
 
@@ -145,11 +80,11 @@ class _Watch(ExitStack):
     def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
         raise NotImplementedError
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> Saved:
         place = self._places[getattr(self._running, "layer", 0)]
-        return _Saved(tensor, None if self._owned.intersection(storages_of([tensor])) else place)
+        return Saved(tensor, None if self._owned.intersection(storages_of([tensor])) else place)
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: Saved) -> Tensor:
         return saved.tensor
 
 
@@ -176,7 +111,7 @@ class _Counter(_Watch):
         # The gradient that waits for the second half of backward is as large as the output.
         self._waiting[k] += sum([tensor.nbytes for _, tensor in each(output) if tensor.requires_grad])
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: Saved) -> Tensor:
         self._end_forward()
         return saved.tensor
 
@@ -185,11 +120,10 @@ class _Counter(_Watch):
             if self._kept is None:
                 self._kept = [dict(place.memories) for place in self._places]
 
-    def result(self) -> list[Bytes]:
+    def result(self) -> list[Layer]:
         """Return what was counted."""
         self._end_forward()
         assert self._kept is not None
-        layers = range(len(self._kept))
         of_layers = [{key: size for key, size in own.items() if key not in self._owned} for own in self._kept]
         known: set[int] = set()
         kept, again = [], []
@@ -201,7 +135,9 @@ class _Counter(_Watch):
         inputs = [sum([size for key, size in (own or {}).items() if key not in self._owned]) for own in self._inputs]
         crossing = [*inputs[1:], 0]
         # Where a layer is recomputed, what layers behind it have saved of its output is kept all the same.
-        return [Bytes(kept[k], again[k], inputs[k] + [*again[1:], 0][k], self._waiting[k], crossing[k]) for k in layers]
+        recomputed = [own + behind for own, behind in zip(inputs, [*again[1:], 0])]
+        columns = zip(kept, again, recomputed, self._waiting, crossing)
+        return [Layer(kept=k, again=a, input=i, waiting=w, crossing=c) for k, a, i, w, c in columns]
 
 
 class _Peaks(_Watch):
@@ -231,7 +167,7 @@ class _Peaks(_Watch):
             if key in saved:
                 saved[key].move(place if k else None)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> Saved:
         saved = super()._pack(tensor)
         if saved.place is not None and tensor.layout is torch.strided:
             vars(self._running).setdefault("saved", WeakValueDictionary())[storage_key(tensor)] = saved

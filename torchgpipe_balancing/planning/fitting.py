@@ -8,6 +8,7 @@ it, so the largest of the recomputed layers counts once more.
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -36,6 +37,10 @@ class Fitting:
     Args:
         problem: the problem
         rehearsal: its program
+
+    Attributes:
+        excess: returns the fewest bytes by which some partitions exceed the memory of a device, given the index of the
+            device and the layers of its partitions; below 0 if some are left
     """
 
     def __init__(self, problem: Problem, rehearsal: Rehearsal) -> None:
@@ -46,24 +51,20 @@ class Fitting:
         self._again = [one.again for one in layers]
         self._kept = np.array([one.kept for one in layers])
         self._saved = np.array([one.kept - one.input for one in layers])
-        self._cost = np.array([one.forward + cell["F"] + cell["B"] for one in layers])
+        self._cost = np.array([one.forward + cell.forward + cell.backward for one in layers])
         # The backward of the last layer follows its forward at once.
         may = (self._saved > 0) & (np.arange(len(layers)) < len(layers) - 1)
         by_kept = np.argsort(self._kept, kind="stable")
         self._may = by_kept[may[by_kept] & (problem.recomputes and not problem.splits_backward)]
-        self._excesses: dict[tuple[int, tuple[Span, ...]], float] = {}
+        self.excess = cache(self._excess)
 
-    def excess(self, device: int, spans: tuple[Span, ...]) -> float:
-        """Return the fewest bytes by which these partitions exceed the memory of a device; below 0 if some are left."""
-        key = device, spans
-        if key not in self._excesses:
-            over = self._over(*key)
-            least = float(over.max())
-            if least > 0:
-                layers, saves = self._savings(*key)
-                least = min(least, float(self._rest(over, layers, saves).min(initial=math.inf)))
-            self._excesses[key] = least
-        return self._excesses[key]
+    def _excess(self, device: int, spans: tuple[Span, ...]) -> float:
+        over = self._over(device, spans)
+        least = float(over.max())
+        if least <= 0:
+            return least
+        layers, saves = self._savings(device, spans)
+        return min(least, float(self._rest(over, layers, saves).min(initial=math.inf)))
 
     def recomputed(self, device: int, spans: tuple[Span, ...]) -> frozenset[int]:
         """Return layers to recompute so that the partitions fit, at little cost; or else with the least excess."""

@@ -18,9 +18,10 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise, product
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,17 @@ from torchgpipe.schedule import ScheduleName, program, simulate
 from torchgpipe.timeline.recorder import record
 from torchgpipe.timeline.timeline import Timeline
 from torchgpipe_balancing.partition import partition
-from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
-from torchgpipe_balancing.planning.counting import Bytes, counted
+from torchgpipe_balancing.planning.costs import Costs, LayerCosts
+from torchgpipe_balancing.planning.counting import counted
+from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["bytes_owned", "measured", "timed"]
+__all__ = ["costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
 
 _KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
+
+#: What a layer takes, in seconds, by the names of `Layer`.
+Times: TypeAlias = dict[str, float]
 
 #: The fewest rounds, and the steps of a pipeline in each; another step runs before them.
 _ROUNDS, _STEPS = 2, 2
@@ -67,10 +72,9 @@ def measured(
     if on_meta:
         sizes = [counted(subject, partial(subject.plain, count)) for count in rows]
         times = [[_without_times(own, count, rows[-1], len(devices)) for own in owned] for count in rows]
-        cells = [CellCosts()] * len(rows)
-        latency = per_byte = 0.0
+        cells, transfers = [CellCosts()] * len(rows), (0.0, 0.0)
     else:
-        bench = _Bench(subject, devices, batch, slowness, [1 + bytes_of(own) for own in owned])
+        bench = _Bench(subject, devices, batch, slowness)
         smallest = rows[0]
         while rows:
             try:
@@ -84,39 +88,41 @@ def measured(
                 f"memory ran out on {[*map(str, devices)]} while micro-batches of {smallest} rows were measured; give "
                 "a larger number of chunks, or plan on the meta device, which tells what fits"
             )
-        latency, per_byte = _transfers(devices)
+        apart = [pair for pair in pairwise(devices) if not same_memory(*pair)]
+        transfers = seconds_of_copies(*apart[0]) if apart else (0.0, 0.0)
     alike = _alike(subject, owned, sizes)
     samples = [
-        [Sample(*own, *map(float, size)) for own, size in zip(_evened(of_rows, alike), size_of_rows)]
+        [replace(size, **own) for own, size in zip(_evened(of_rows, alike), size_of_rows)]
         for of_rows, size_of_rows in zip(times, sizes, strict=True)
     ]
-    layers = [
-        LayerCosts(
-            tuple(names),
-            *bytes_owned(own),
-            samples=of_layer,
-        )
-        for names, own, of_layer in zip(subject.layers, owned, zip(*samples), strict=True)
-    ]
-    return Costs(
-        tuple(layers),
-        tuple(rows),
-        tuple(cells),
-        latency,
-        per_byte,
-        "meta" if on_meta else ", ".join(map(str, devices)),
-        subject.loss,
-    )
+    where = "meta" if on_meta else ", ".join(map(str, devices))
+    return costs_of(subject, samples, rows, cells, *transfers, where)
 
 
-def bytes_owned(own: Sequence[Tensor]) -> tuple[int, int, int]:
-    """Return the bytes of the parameters of a layer, of those that are trained, and of its buffers."""
-    parameters = [one for one in own if isinstance(one, nn.Parameter)]
-    buffers = [one for one in own if not isinstance(one, nn.Parameter)]
-    return bytes_of(parameters), bytes_of([one for one in own if one.requires_grad]), bytes_of(buffers)
+def costs_of(
+    subject: Subject,
+    samples: Sequence[Sequence[Layer]],
+    rows: Sequence[int],
+    cells: Sequence[CellCosts],
+    latency: float = 0.0,
+    per_byte: float = 0.0,
+    where: str = "",
+) -> Costs:
+    """Return what was measured of a model; see `Costs`.
+
+    Args:
+        subject: the model
+        samples: for each of the ``rows``, what each layer took
+    """
+    layers = []
+    for names, own, of_layer in zip(subject.layers, subject.owned(), zip(*samples), strict=True):
+        parameters = bytes_of([one for one in own if isinstance(one, nn.Parameter)])
+        trained = bytes_of([one for one in own if one.requires_grad])
+        layers.append(LayerCosts(tuple(names), parameters, trained, bytes_of(own) - parameters, of_layer))
+    return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, subject.loss)
 
 
-def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Bytes]]) -> list[object]:
+def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Layer]]) -> list[object]:
     """Return for each layer what it has in common with layers that take as long: classes, shapes, and bytes.
 
     The first and the last layer are like no other: the one needs no gradient of its input, the other has the loss.
@@ -133,60 +139,46 @@ def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[
     ]
 
 
-def _evened(times: Sequence[list[float]], alike: Sequence[object]) -> list[list[float]]:
+def _evened(times: Sequence[Times], alike: Sequence[object]) -> list[Times]:
     """Return the times with the means of layers that are alike, because a difference between them is chance."""
     found = []
     for own in alike:
         group = [one for one, other in zip(times, alike) if other == own]
-        found.append([statistics.fmean(values) for values in zip(*group)])
+        found.append({name: statistics.fmean([one[name] for one in group]) for name in group[0]})
     return found
 
 
-def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> list[float]:
+def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> Times:
     """Return what stands for the times of a layer on the meta device: the bytes of its parameters times rows.
 
     Each micro-batch counts as a few rows more than it has, or the smallest would always be the best. With so many more,
     about four micro-batches a device are the best of those that are tried by default.
     """
     seconds = bytes_of(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
-    return [seconds, 2 * seconds, seconds, seconds, 0.0]
-
-
-class _Name(NamedTuple):
-    """A pipeline among those that are measured."""
-
-    rows: int
-    schedule: ScheduleName
-    apart: bool
+    return {"forward": seconds, "backward": 2 * seconds, "inputs": seconds, "weights": seconds}
 
 
 class _Bench:
-    """Runs pipelines of a model over all devices. See `measured` for the arguments.
+    """Runs pipelines of a model over all devices: with each layer a partition, and with a partition a device.
 
-    Args:
-        loads: what to balance the devices by, for each layer
+    See `measured` for the arguments.
     """
 
     def __init__(
-        self,
-        subject: Subject,
-        devices: Sequence[torch.device],
-        batch: int,
-        slowness: Sequence[float],
-        loads: Sequence[float],
+        self, subject: Subject, devices: Sequence[torch.device], batch: int, slowness: Sequence[float]
     ) -> None:
-        self._subject = subject
-        self._devices = devices
-        self._counts = partition(loads, len(devices))
-        self._of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
+        self._subject, self._devices, self._batch = subject, devices, batch
+        self._counts = partition([1 + bytes_of(own) for own in subject.owned()], len(devices))
         self._slowness = [slow for slow, count in zip(slowness, self._counts) for _ in range(count)]
-        self._batch = batch
+        of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
+        #: By whether each layer is a partition.
+        self._ways = {True: Way([1] * len(of_layers), of_layers, 1), False: Way(self._counts, devices, 1)}
 
-    def sizes(self, rows: Sequence[int]) -> list[list[Bytes]]:
+    def sizes(self, rows: Sequence[int]) -> list[list[Layer]]:
         """Return the bytes of each layer, for each size of a micro-batch."""
         found = []
         for count in rows:
-            model, step = self._subject.pipeline(self._way("1F1B", 1, apart=True))
+            model, step = self._subject.pipeline(self._ways[True])
             try:
                 step(count)  # Its first run allocates more.
                 found.append(counted(self._subject, partial(step, count)))
@@ -194,41 +186,43 @@ class _Bench:
                 model.zero_grad()
         return found
 
-    def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[list[float]]], list[CellCosts]]:
-        """Return for each size of a micro-batch the times of each layer (F, B, I, W, first B), and those of cells."""
+    def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[Times]], list[CellCosts]]:
+        """Return for each size of a micro-batch the times of each layer, and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
-        names = [_Name(count, one, apart) for count in rows for one in schedules for apart in (True, False)]
-        found = {name: _Recorded() for name in names}
+        found = {name: _Recorded() for name in product(rows, schedules, (True, False))}
         end = time.perf_counter() + seconds
         done = 0
         while done < _ROUNDS or time.perf_counter() < end:
-            for name in names:
-                m = self._chunks(name.rows)
-                model, step = self._subject.pipeline(self._way(name.schedule, m, apart=name.apart))
-                run = partial(step, name.rows * m)
-                timed(model, run, self._devices, 1)
+            for (count, schedule, apart), recorded in found.items():
+                m = self._chunks(count)
+                model, step = self._subject.pipeline(self._ways[apart]._replace(chunks=m, schedule=schedule))
+                run = partial(step, count * m)
+                timed(run, self._devices, 1, model)
                 with record(model, steps=_STEPS) as timeline:
-                    found[name].steps += timed(model, run, self._devices, _STEPS)
-                found[name].add(timeline)
+                    recorded.steps += timed(run, self._devices, _STEPS, model)
+                recorded.add(timeline)
             done += 1
         both = [self._times_of(count, found) for count in rows]
         return [times for times, _ in both], [cells for _, cells in both]
 
-    def _times_of(self, rows: int, found: Mapping[_Name, _Recorded]) -> tuple[list[list[float]], CellCosts]:
-        layers, n = range(len(self._of_layers)), range(len(self._devices))
-        fine, coarse = (found[_Name(rows, "1F1B", apart)] for apart in (True, False))
+    def _times_of(
+        self, rows: int, found: Mapping[tuple[int, ScheduleName, bool], _Recorded]
+    ) -> tuple[list[Times], CellCosts]:
+        layers, n = range(len(self._slowness)), range(len(self._devices))
+        fine, coarse = (found[rows, "1F1B", apart] for apart in (True, False))
         seconds = {kind: [fine.mean(kind, k) for k in layers] for kind in "FB"}
         cell = {kind: _beside(seconds[kind], [coarse.mean(kind, j) for j in n]) for kind in "FB"}
         if len(n) == 1:
             seconds |= {kind: [own / 2 for own in seconds["B"]] for kind in "IW"}
             cell |= dict.fromkeys("IW", cell["B"] / 2)
         else:
-            split, joined = (found[_Name(rows, "ZeroBubble", apart)] for apart in (True, False))
+            split, joined = (found[rows, "ZeroBubble", apart] for apart in (True, False))
             seconds |= {kind: [split.mean(kind, k) for k in layers] for kind in "IW"}
             behind = self._counts[0]  # The first partition has no first half of backward.
             cell |= {kind: _beside(seconds[kind][behind:], [joined.mean(kind, j) for j in n[1:]]) for kind in "IW"}
         times = [
-            [*(max(0.0, seconds[kind][k] - cell[kind]) / slow for kind in "FBIW"), fine.first(k) / slow]
+            {name: max(0.0, seconds[kind][k] - cell[kind]) / slow for kind, name in NAMES.items()}
+            | {"first": fine.first(k) / slow}
             for k, slow in enumerate(self._slowness)
         ]
         window = statistics.median(coarse.windows)
@@ -248,11 +242,6 @@ class _Bench:
             actions,
             lambda action: run.mean(action.kind, action.j) + (run.first(action.j) if action in firsts else 0.0),
         ).seconds
-
-    def _way(self, schedule: ScheduleName, m: int, *, apart: bool) -> Way:
-        if apart:
-            return Way([1] * len(self._of_layers), self._of_layers, m, schedule)
-        return Way(self._counts, self._devices, m, schedule)
 
 
 class _Recorded:
@@ -302,36 +291,35 @@ def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
     return max(0.0, sum(apart) - sum(together)) / more if more else 0.0
 
 
-def _transfers(devices: Sequence[torch.device]) -> tuple[float, float]:
-    """Return the seconds that any transfer takes, and those for each byte besides; none within one memory."""
-    pair = next(((a, b) for a, b in pairwise(devices) if not same_memory(a, b)), None)
-    if pair is None:
-        return 0.0, 0.0
+def seconds_of_copies(here: torch.device, there: torch.device, *, pinned: bool = False) -> tuple[float, float]:
+    """Return the seconds that any copy from one device to another takes, and those for each byte besides.
+
+    Args:
+        here: the device that copies come from
+        there: the device that they go to
+        pinned: whether they come from memory of the host that is pinned for an accelerator
+    """
     small, large = 1 << 10, 1 << 24
 
     def seconds(size: int) -> float:
-        tensor = torch.empty(size, dtype=torch.uint8, device=pair[0])
-        found = []
-        for _ in range(10):
-            synchronize(pair)
-            begin = time.perf_counter()
-            tensor.to(pair[1])
-            synchronize(pair)
-            found.append(time.perf_counter() - begin)
-        return statistics.median(found)
+        source = torch.empty(size, dtype=torch.uint8, device=here, pin_memory=pinned and there.type != "cpu")
+        target = torch.empty(size, dtype=torch.uint8, device=there)
+        return statistics.median(timed(lambda: target.copy_(source), (here, there), 10))
 
     latency = seconds(small)
     return latency, max(0.0, seconds(large) - latency) / (large - small)
 
 
-def timed(model: nn.Module, run: Callable[[], Any], devices: Sequence[torch.device], steps: int) -> list[float]:
+def timed(
+    run: Callable[[], Any], devices: Sequence[torch.device], steps: int, model: nn.Module | None = None
+) -> list[float]:
     """Return the seconds of each of so many steps.
 
     Args:
-        model: the pipeline, which keeps no gradients
         run: runs a step
         devices: the devices
         steps: the number of steps
+        model: the pipeline that runs, if it is one; it keeps no gradients
     """
     found = []
     for _ in range(steps):
@@ -340,7 +328,8 @@ def timed(model: nn.Module, run: Callable[[], Any], devices: Sequence[torch.devi
         run()
         synchronize(devices)
         found.append(time.perf_counter() - begin)
-        model.zero_grad()
+        if model is not None:
+            model.zero_grad()
     return found
 
 

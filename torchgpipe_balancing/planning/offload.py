@@ -12,9 +12,8 @@ offload, which is recorded. A plan for n devices is simulated under 'LayerMajor'
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise, product, takewhile
 from itertools import count as count_from
@@ -29,8 +28,11 @@ from torchgpipe.schedule import Action, program
 from torchgpipe.schedule.residency import residency, streamed
 from torchgpipe.timeline.recorder import record
 from torchgpipe_balancing.partition import partition
+from torchgpipe_balancing.planning.alternatives import rows_of
+from torchgpipe_balancing.planning.costs import Costs, in_proportion
 from torchgpipe_balancing.planning.counting import counted
-from torchgpipe_balancing.planning.measure import bytes_owned
+from torchgpipe_balancing.planning.measure import costs_of, seconds_of_copies
+from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, PartitionCost, Problem
 from torchgpipe_balancing.planning.subject import Subject, Way, apply, subject_of
 
 __all__ = ["OffloadPlan", "planned_offload"]
@@ -105,36 +107,12 @@ class OffloadPlan:
         )
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer. Seconds are of a micro-batch: some for each row, and some besides; backward has the recomputation.
-
-    Attributes:
-        kept, input: the bytes that it keeps for each row for backward, and those of its input
-    """
-
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    weights: int
-    trained: int
-    buffers: int
-    kept: float
-    input: float
-
-    def seconds(self, rows: float, *, recomputes: bool) -> dict[str, float]:
-        """Return the seconds of F and B."""
-        forward, backward = (max(0.0, a * rows + b) for a, b in (self.forward, self.backward))
-        return {"F": forward, "B": backward if recomputes else max(0.0, backward - forward)}
-
-
 def planned_offload(
     model: nn.Module,
     sample: Any,
-    *,
-    batch: int,
-    devices: Sequence[torch.device],
-    memory: Sequence[float],
     target: Any,
+    batch: int,
+    planned: Sequence[Device],
     chunks: Sequence[int],
     recompute: Sequence[bool],
     bandwidth: float | None,
@@ -145,44 +123,54 @@ def planned_offload(
     Returns:
         the quickest plan that fits, and the bytes of memory that the one with the least needs on a device
     """
+    devices = [torch.device(device.name) for device in planned]
     subject = subject_of(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
-    sizes = sorted({math.ceil(batch / count) for count in (max(chunks), min(chunks))})
-    layers, speed, n = _measured(subject, devices, sizes), bandwidth or _bandwidth(devices[0]), len(devices)
-    names = tuple(map(tuple, subject.layers))
+    costs = _measured(subject, devices, sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))}))
+    del subject
+    _, per_byte = (0.0, 1 / bandwidth) if bandwidth else seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
+    speed = bandwidth or 1 / max(1e-15, per_byte)
     ids = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim() == 2]
     tokens = next((one.shape[1] for one in ids if not one.is_floating_point()), 1)
-    del subject
-    best, least = None, math.inf
-    for partitions, count, again in product(_numbers(n, len(layers)), chunks, recompute):
-        balance = partition([1 + layer.weights for layer in layers], partitions)
-        parts = [layers[a:b] for a, b in pairwise([0, *accumulate(balance)])]
-        weights = [sum([one.weights for one in own]) for own in parts]
-        actions, rows = program("LayerMajor", count, [j % n for j in range(partitions)]), math.ceil(batch / count)
-        costs = [_sums([one.seconds(rows, recomputes=again) for one in own]) for own in parts]
+    places = tuple([replace(device, slowness=1.0) for device in planned])  # Each layer was measured on its own.
+    best, least, n, size = None, math.inf, len(devices), len(costs.layers)
+    for partitions, count, recomputes in product(_numbers(n, size), chunks, recompute):
+        balance = partition([1 + layer.parameters for layer in costs.layers], partitions)
+        spans = list(pairwise(accumulate(balance, initial=0)))
+        weights, trained = (
+            [sum([getattr(one, name) for one in costs.layers[a:b]]) for a, b in spans]
+            for name in ("parameters", "trained")
+        )
+        rows, turns = rows_of(batch, count), [j % n for j in range(partitions)]
+        layers, actions = costs.layers_at(rows, count, states=0.0), program("LayerMajor", count, turns)
+        problem, again = Problem(layers, places, tuple(turns), actions), range(size if recomputes else 0)
+        took = [problem.partition_cost(j, *span, again) for j, span in enumerate(spans)]
         for slots in _SLOTS[: max(1, partitions // n - 1)]:
-            held = [_held(parts[k::n], rows, count, slots, recomputes=again) for k in range(n)]
+            held = [
+                _held(took[k::n], weights[k::n], trained[k::n], count, slots, recomputes=recomputes) for k in range(n)
+            ]
             least = min(least, max(held))
-            if any(one > limit for one, limit in zip(held, memory)):
+            if any(one > device.memory for one, device in zip(held, planned)):
                 continue
-            ran = streamed(actions, slots, partial(_cost, costs), partial(_upload, weights, speed))
+            ran = streamed(actions, slots, partial(_cost, took), partial(_upload, weights, speed))
             # Fewer partitions, micro-batches and slots come first.
             if best is None or ran.seconds < 0.99 * best.seconds:
-                stays, whole = residency(actions, slots), _sums([one.seconds(rows, recomputes=again) for one in layers])
+                stays = residency(actions, slots)
+                whole = [sum([one.seconds[kind] for one in took]) for kind in "FB"]
                 best = OffloadPlan(
                     tuple(balance),
                     tuple(devices),
                     count,
                     slots,
-                    again,
+                    recomputes,
                     ran.seconds,
                     tuple(held),
                     stays.bytes_up(weights),
-                    stays.bytes_down([sum([one.trained for one in own]) for own in parts]),
+                    stays.bytes_down(trained),
                     ran.uploading - ran.waited,
                     ran.waited,
                     speed,
-                    tuple([sum(weights) / speed * rows * n / (whole[kind] or math.inf) for kind in "FB"]),
-                    names,
+                    tuple([sum(weights) / speed * rows * n / (own or math.inf) for own in whole]),
+                    tuple([layer.modules for layer in costs.layers]),
                     tokens,
                     sample,
                     options,
@@ -196,77 +184,60 @@ def _numbers(n: int, layers: int) -> list[int]:
     return sorted({*numbers, layers})
 
 
-def _sums(of_layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {kind: sum([one[kind] for one in of_layers]) for kind in "FB"}
-
-
-def _cost(costs: Sequence[Mapping[str, float]], action: Action) -> float:
-    return costs[action.j][action.kind]
+def _cost(took: Sequence[PartitionCost], action: Action) -> float:
+    return took[action.j].seconds[action.kind]
 
 
 def _upload(weights: Sequence[int], speed: float, j: int) -> float:
     return weights[j] / speed
 
 
-def _held(parts: Sequence[Sequence[_Layer]], rows: int, m: int, slots: int, *, recomputes: bool) -> float:
+def _held(
+    own: Sequence[PartitionCost],
+    weights: Sequence[int],
+    trained: Sequence[int],
+    m: int,
+    slots: int,
+    *,
+    recomputes: bool,
+) -> float:
     """Return the bytes of a device with these partitions."""
-    layers = [one for own in parts for one in own]
-    largest = sorted([sum([one.weights for one in own]) for own in parts], reverse=True)[:slots]
-    trained = max([sum([one.trained for one in own]) for own in parts], default=0)
-    state = sum(largest) + 3 * trained + sum([one.buffers for one in layers])
+    in_host_memory = sorted(weights, reverse=True)[slots:]
+    state = sum([one.state for one in own]) - sum(in_host_memory) + 3 * max(trained, default=0)
+    kept = [one.kept for one in own]
     if not recomputes:
-        return state + rows * m * sum([one.kept for one in layers])
-    inputs = max([sum([one.input for one in own]) for own in parts], default=0.0)
-    return state + rows * (max([one.kept for one in layers], default=0.0) + 4 * inputs)
+        return state + m * sum(kept)
+    return state + max([one.room for one in own], default=0.0) + 4 * max(kept, default=0.0)
 
 
-def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence[int]) -> list[_Layer]:
+def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence[int]) -> Costs:
     """Measure each layer as a partition of a pipeline with weights in host memory, in micro-batches of these sizes."""
-    owned, rows = subject.owned(), sizes[0]
-    if any(tensor.is_meta for own in owned for tensor in own):
+    if any(tensor.is_meta for own in subject.owned() for tensor in own):
         raise ValueError("a plan with offload=True measures, so the model needs weights; load it on the CPU")
-    count = len(owned)
-    held = counted(subject, partial(subject.plain, rows))
-    places = [devices[j % len(devices)] for j in range(count)]
-    pipeline, step = subject.pipeline(Way([1] * count, places, _CHUNKS, "LayerMajor", range(count)))
-    seen: list[list[list[float]]] = []
-    for size in sizes:
-        step(_CHUNKS * size)
+    # No partition has memory from another one: what it keeps again is its own, and so is its input.
+    counts = counted(subject, partial(subject.plain, sizes[0]))
+    held = [
+        replace(one, kept=one.kept + one.again, again=0.0, input=max(one.input, before.crossing))
+        for before, one in zip([Layer(), *counts], counts)
+    ]
+    layers = range(len(held))
+    places = [devices[j % len(devices)] for j in layers]
+    pipeline, step = subject.pipeline(Way([1] * len(held), places, _CHUNKS, "LayerMajor", layers))
+    samples = []
+    for rows in sizes:
+        step(_CHUNKS * rows)
         with record(pipeline, steps=_STEPS) as timeline:
             for _ in range(_STEPS):
-                step(_CHUNKS * size)
-        took = [[0.0, 0.0] for _ in owned]
+                step(_CHUNKS * rows)
+        forward, backward = [0.0 for _ in layers], [0.0 for _ in layers]
         for span in timeline.spans:
             if span.computes:
-                took[span.partition][span.kind != "forward"] += span.seconds / (_STEPS * _CHUNKS)
-        seen.append(took)
-    return [
-        _Layer(
-            _line(sizes, [of_size[j][0] for of_size in seen]),
-            _line(sizes, [of_size[j][1] for of_size in seen]),
-            *bytes_owned(own),
-            kept=(held[j].kept + held[j].again) / rows,
-            input=max(held[j].input, held[j - 1].crossing if j else 0) / rows,
+                took = forward if span.kind == "forward" else backward  # With the recomputation.
+                took[span.partition] += span.seconds / (_STEPS * _CHUNKS)
+        samples.append(
+            [
+                replace(Layer(**in_proportion(one, rows, sizes[0])), forward=a, backward=max(0.0, b - a))
+                for one, a, b in zip(held, forward, backward)
+            ]
         )
-        for j, own in enumerate(owned)
-    ]
-
-
-def _line(sizes: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
-    """Return the slope and the beginning of the line through the first and the last value."""
-    if len(sizes) == 1:
-        return values[0] / sizes[0], 0.0
-    slope = max(0.0, values[-1] - values[0]) / (sizes[-1] - sizes[0])
-    return slope, values[0] - slope * sizes[0]
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Return the bytes a second from pinned memory of the host to a device, the best of some copies."""
-    pinned = device.type != "cpu"
-    host, found = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=pinned), []
-    there = torch.empty_like(host, device=device, pin_memory=False)
-    for _ in range(4):
-        begin = time.perf_counter()
-        there.copy_(host)
-        found.append(time.perf_counter() - begin)
-    return host.nbytes / min(found)
+    return costs_of(subject, samples, sizes, [CellCosts()] * len(sizes))

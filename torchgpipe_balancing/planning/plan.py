@@ -138,18 +138,15 @@ def plan(
     decided = {"balance", "partitions"} & {*options}
     if decided:
         raise TypeError(f"a plan decides on {' and '.join(sorted(decided))}, which cannot be given")
-    sizes_of_devices = None if memory is None else _bytes_of_each(memory)
-    places = _devices(devices, sizes_of_devices)
-    planned = _with_memory(places, sizes_of_devices, speeds, margin)
+    planned = _planned_devices(devices, memory, speeds, margin)
+    places = [torch.device(device.name) for device in planned]
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
     if offload:
-        limits = [device.memory for device in planned]
-        asked: dict[str, Any] = {"batch": batch, "devices": places, "memory": limits, "target": target}
-        asked |= {"chunks": counts, "recompute": (True, False) if checkpoint else (False,), "bandwidth": bandwidth}
+        again = (True, False) if checkpoint else (False,)
         with undisturbed(places):
-            found, least = planned_offload(model, sample, **asked, options=options)
+            found, least = planned_offload(model, sample, target, batch, planned, counts, again, bandwidth, options)
         released(places)
         if found is None:
             more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
@@ -194,6 +191,43 @@ def plan(
     )
 
 
+def _planned_devices(
+    devices: Iterable[Device] | None,
+    memory: Sequence[float | str] | None,
+    speeds: Sequence[float] | None,
+    margin: float,
+) -> tuple[PlannedDevice, ...]:
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"devices must be a list of devices, but got {devices!r}")
+    sizes = None if memory is None else _bytes_of_each(memory)
+    if devices is not None:
+        places = [canonical_device(device) for device in devices]
+    else:
+        places = working_devices()
+        if sizes is not None and len(sizes) > len(places) and places[0].type == "cpu":
+            places = [torch.device("cpu", k) for k in range(len(sizes))]
+        places = places[: None if sizes is None else len(sizes)]
+    n, names = len(places), [*map(str, places)]
+    if not n or (sizes is not None and len(sizes) != n):
+        raise ValueError(
+            f"memory has {len(sizes or ())} numbers, one for each device, but there are {n} devices: {names}"
+        )
+    if len(set(places)) < n:
+        raise ValueError(f"each device must be there once, but got {names}")
+    speeds = [1.0] * n if speeds is None else speeds
+    if len(speeds) != n or not all(speed > 0 for speed in speeds):
+        raise ValueError(f"speeds must have a positive number for each of {n} devices, but got {speeds!r}")
+    if sizes is None:
+        sizes = [
+            math.inf if place.type == "cpu" else float(torch.accelerator.get_memory_info(place)[1]) for place in places
+        ]
+    if not all(size > 0 for size in sizes):
+        raise ValueError(f"memory must have positive numbers of bytes, but got {sizes}")
+    return tuple(
+        PlannedDevice(name, size * (1 - margin), max(speeds) / speed) for name, size, speed in zip(names, sizes, speeds)
+    )
+
+
 def _bytes_of_each(memory: Any) -> list[float]:
     try:
         if not isinstance(memory, str):
@@ -205,54 +239,15 @@ def _bytes_of_each(memory: Any) -> list[float]:
     )
 
 
-def _devices(devices: Iterable[Device] | None, memory: Sequence[float] | None) -> list[torch.device]:
-    if isinstance(devices, (str, int, torch.device)):
-        raise TypeError(f"devices must be a list of devices, but got {devices!r}")
-    if devices is not None:
-        places = [canonical_device(device) for device in devices]
-    else:
-        places = working_devices()
-        if memory is not None and len(memory) > len(places) and places[0].type == "cpu":
-            places = [torch.device("cpu", k) for k in range(len(memory))]
-        places = places[: None if memory is None else len(memory)]
-    if not places or (memory is not None and len(memory) != len(places)):
-        raise ValueError(
-            f"memory has {len(memory or ())} numbers, one for each device, but there are {len(places)} devices: "
-            f"{[*map(str, places)]}"
-        )
-    if len(set(places)) < len(places):
-        raise ValueError(f"each device must be there once, but got {[*map(str, places)]}")
-    return places
-
-
-def _with_memory(
-    places: Sequence[torch.device], memory: Sequence[float] | None, speeds: Sequence[float] | None, margin: float
-) -> tuple[PlannedDevice, ...]:
-    if memory is None:
-        memory = [
-            math.inf if device.type == "cpu" else float(torch.accelerator.get_memory_info(device)[1])
-            for device in places
-        ]
-    speeds = [1.0] * len(places) if speeds is None else speeds
-    if len(speeds) != len(places) or not all(speed > 0 for speed in speeds):
-        raise ValueError(f"speeds must have a positive number for each of {len(places)} devices, but got {speeds!r}")
-    if not all(size > 0 for size in memory):
-        raise ValueError(f"memory must have positive numbers of bytes, but got {list(memory)}")
-    return tuple(
-        PlannedDevice(str(device), size * (1 - margin), max(speeds) / speed)
-        for device, size, speed in zip(places, memory, speeds)
-    )
-
-
 def _schedules(schedule: str | Collection[str]) -> tuple[ScheduleName, ...]:
-    names = [schedule] if isinstance(schedule, str) else list(schedule)
+    names: list[Any] = [schedule] if isinstance(schedule, str) else list(schedule)
     if not names:
         raise ValueError(f"schedule must name at least one of {', '.join(NAMES)}")
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"a plan tries schedules by name, of {', '.join(NAMES)}, but got {name!r}")
         verify_name(cast(Any, name))
-    return cast(tuple[ScheduleName, ...], tuple(names))
+    return tuple(names)
 
 
 def _chunks(chunks: int | Collection[int] | None, batch: int, n: int, model: nn.Module) -> tuple[int, ...]:

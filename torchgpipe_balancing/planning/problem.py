@@ -22,22 +22,25 @@ All of it is plain data: no tensor, no device of PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchgpipe.schedule import Action, Program, ScheduleName, Simulation, simulate
+from torchgpipe.schedule import Program, ScheduleName, Simulation, simulate
 
-__all__ = ["Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
+__all__ = ["NAMES", "CellCosts", "Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
+
+
+#: The kinds of actions, and what their seconds are called.
+NAMES = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer takes of one micro-batch: seconds and bytes.
+    """What a layer takes of one micro-batch: seconds and bytes. Where some are not known, or do not matter, they are 0.
 
     Attributes:
-        name: its name
         forward: seconds of forward
         backward: seconds of backward, in one piece
         inputs: seconds of the first half of a split backward
@@ -49,19 +52,41 @@ class Layer:
         waiting: bytes of the gradients that wait for the second half of backward
         crossing: bytes that go to the next layer if that is on another device
         state: bytes that it holds all the time: parameters, gradients, states of the optimizer, buffers
+        first: seconds that the first backward of a step takes longer, in which gradients get their memory
     """
 
-    name: str
-    forward: float
-    backward: float
-    inputs: float
-    weights: float
-    kept: float
+    forward: float = 0.0
+    backward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    kept: float = 0.0
     again: float = 0.0
     input: float = 0.0
     waiting: float = 0.0
     crossing: float = 0.0
     state: float = 0.0
+    first: float = 0.0
+
+
+@dataclass(frozen=True)
+class CellCosts:
+    """What a cell takes beside its layers, in seconds, and a step beside its cells.
+
+    Attributes:
+        forward: F
+        backward: B
+        inputs: I
+        weights: W
+        step: what a step takes beside its cells
+        factor: a measured step over its simulation: waking up, and cores that are shared
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    step: float = 0.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,8 @@ class Device:
     slowness: float = 1.0
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """A decision.
 
     Attributes:
@@ -139,32 +165,28 @@ class Problem:
         devices: the devices
         places: the index of the device of each partition
         program: the actions of each device, which can run
-        cell: seconds that a cell takes for each kind of action, beside its layers
+        cell: what cells and a step take besides
         latency: seconds that any transfer between devices takes
         per_byte: seconds that a transfer takes for each byte besides
         recomputes: whether layers may be recomputed; not in a program that splits backward
         schedule: the name of the schedule that the program is of
         chunks: the number of micro-batches that were asked for; there may be fewer
-        factor: a step over its simulation
-        step: seconds that a step takes besides
     """
 
     layers: tuple[Layer, ...]
     devices: tuple[Device, ...]
     places: tuple[int, ...]
     program: Program
-    cell: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys("FBIW", 0.0))
+    cell: CellCosts = CellCosts()
     latency: float = 0.0
     per_byte: float = 0.0
     recomputes: bool = True
     schedule: ScheduleName = "1F1B"
     chunks: int = 1
-    factor: float = 1.0
-    step: float = 0.0
 
     def predicted(self, simulated: float) -> float:
         """Return the predicted seconds of a step, given its simulated seconds."""
-        return simulated * self.factor + self.step
+        return simulated * self.cell.factor + self.cell.step
 
     @property
     def splits_backward(self) -> bool:
@@ -176,16 +198,13 @@ class Problem:
         own = self.layers[start:end]
         again = [self.layers[k] for k in recomputed if start <= k < end]
         cell, slow = self.cell, self.devices[self.places[j]].slowness
-        extra = sum([layer.forward for layer in again])
         backward = sum([layer.backward for layer in own])
         seconds = {
-            "F": cell["F"] * (1 + len(again)) + sum([layer.forward for layer in own]),
-            "B": cell["B"] * (1 + len(again)) + backward + extra,
-            "I": cell["I"] + sum([layer.inputs for layer in own]),
-            "W": cell["W"] + sum([layer.weights for layer in own]),
+            "F": cell.forward * (1 + len(again)) + sum([layer.forward for layer in own]),
+            "B": cell.backward * (1 + len(again)) + backward + sum([layer.forward for layer in again]),
+            "I": cell.inputs + sum([layer.inputs for layer in own]) if j else 0.0,
+            "W": cell.weights + sum([layer.weights for layer in own]) if j else cell.backward + backward,
         }
-        if j == 0:
-            seconds |= {"I": 0.0, "W": cell["B"] + backward}
         kept = sum([layer.kept for layer in own]) - sum([layer.kept - layer.input for layer in again])
         return PartitionCost(
             seconds={kind: one * slow for kind, one in seconds.items()},
@@ -202,26 +221,18 @@ class Problem:
         partitions = [
             self.partition_cost(j, start, end, choice.recomputed) for j, (start, end) in enumerate(pairwise(cuts))
         ]
-        simulation = self.simulated(partitions)
+        simulation = simulate(
+            self.program,
+            lambda action: partitions[action.j].seconds[action.kind],
+            [one.kept for one in partitions],
+            waiting=[one.waiting for one in partitions],
+            transfer=lambda j: self.transfer(partitions[j]),
+        )
         memory = []
         for device, peak in enumerate(simulation.peaks):
             own = [one for one, place in zip(partitions, self.places) if place == device]
             memory.append(peak + sum([one.state for one in own]) + max([one.room for one in own], default=0.0))
         return Outcome(simulation, partitions, memory)
-
-    def simulated(self, partitions: Sequence[PartitionCost]) -> Simulation:
-        """Simulate a step with partitions that take this."""
-
-        def cost(action: Action) -> float:
-            return partitions[action.j].seconds[action.kind]
-
-        return simulate(
-            self.program,
-            cost,
-            [one.kept for one in partitions],
-            waiting=[one.waiting for one in partitions],
-            transfer=lambda j: self.transfer(partitions[j]),
-        )
 
     def transfer(self, partition: PartitionCost) -> float:
         """Return the seconds of a transfer to a partition from another device."""

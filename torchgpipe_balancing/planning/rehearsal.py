@@ -1,8 +1,8 @@
 """Simulate many choices at once under one program, because a search asks for the seconds of thousands of them.
 
 `torchgpipe.schedule.simulate` does the same for one choice, action by action. The order of a program is fixed, so a
-step is as long as the longest path through a fixed graph. Actions of one depth in this graph are computed together, for
-all choices at once. A *price* of a partition is what it adds to a path:
+step is as long as the longest path through a fixed graph, which is found for all choices at once. A *price* of a
+partition is what it adds to a path:
 
     0..3   seconds of F, B, I and W
     4      seconds of the transfer at its beginning
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -21,13 +20,13 @@ import numpy.typing as npt
 from torchgpipe.schedule.action import Action, Program, in_order
 from torchgpipe.schedule.simulation import changes
 
-__all__ = ["KINDS", "Array", "Rehearsal", "rehearsal_of"]
+__all__ = ["KINDS", "PRICES", "Array", "Rehearsal", "rehearsal_of"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
 KINDS = "FBIW"
 _TRANSFER = len(KINDS)
-_PRICES = _TRANSFER + 1
+PRICES = _TRANSFER + 1
 
 
 class Rehearsal:
@@ -44,47 +43,31 @@ class Rehearsal:
     """
 
     def __init__(self, program: Program, places: tuple[int, ...]) -> None:
-        n = len(places)
-        # Row 0 stands for the beginning of the step: what has nothing before it follows this row.
+        # Row 0 stands for the beginning of the step: what has nothing before it on its device follows this row.
         row: dict[Action, int] = {}
-        last = [0] * len(program)
-        depth, before, foreign, price, boundary = [0], [0], [0], [0], [0]
+        self._last = last = [0] * len(program)
+        #: For each action the row before it on its device, that on another device or 0, and the columns of its prices.
+        self._rows: list[tuple[int, int, int, int]] = []
         for action, device, needed in in_order(program):
             # What it needs of its own device is before it there.
-            other = next((row[one] for one, is_foreign in needed if is_foreign), 0)
-            edge = next((max(one.j, action.j) for one, is_foreign in needed if is_foreign), n)
-            row[action] = len(depth)
-            depth.append(1 + max(depth[last[device]], depth[other]))
-            before.append(last[device])
-            foreign.append(other)
-            price.append(action.j * _PRICES + KINDS.index(action.kind))
-            boundary.append(edge * _PRICES + _TRANSFER)
-            last[device] = row[action]
-        order = np.argsort(depth, kind="stable")
-        moved = np.empty_like(order)
-        moved[order] = np.arange(len(order))
-        self._price, self._boundary = np.array(price)[order], np.array(boundary)[order]
-        before_moved, foreign_moved = moved[np.array(before)[order]], moved[np.array(foreign)[order]]
-        self._levels = [
-            (slice(a, b), before_moved[a:b], foreign_moved[a:b])
-            for a, b in pairwise(np.cumsum(np.bincount(depth)).tolist())
-        ]
+            foreign = next((one for one, is_foreign in needed if is_foreign), action)
+            passage = max(foreign.j, action.j) * PRICES + _TRANSFER
+            price = action.j * PRICES + KINDS.index(action.kind)
+            self._rows.append((last[device], row.get(foreign, 0), passage, price))
+            row[action] = last[device] = len(self._rows)
         self.partitions = [[j for j, place in enumerate(places) if place == device] for device in range(len(program))]
         self.held = [_held(own, partitions) for own, partitions in zip(program, self.partitions)]
 
     def seconds(self, prices: Array) -> Array:
         """Return the seconds of a step of each choice, given the prices of its partitions, [choices, n, prices]."""
-        count = len(prices)
-        # A boundary that costs nothing is behind all others.
-        flat = np.concatenate([prices.reshape(count, -1).T, np.zeros((_PRICES, count))])
-        passage, price = flat[self._boundary], flat[self._price]
-        ends = np.zeros_like(price)
-        for level, before, foreign in self._levels:
-            start = ends.take(foreign, 0)
-            start += passage[level]
-            np.maximum(start, ends.take(before, 0), out=start)
-            np.add(start, price[level], out=ends[level])
-        return np.asarray(ends.max(axis=0))
+        columns = list(np.ascontiguousarray(prices.reshape(len(prices), -1).T))
+        ends = [np.zeros(len(prices))]
+        for before, foreign, passage, price in self._rows:
+            start = ends[before]
+            if foreign:
+                start = np.maximum(start, ends[foreign] + columns[passage])
+            ends.append(start + columns[price])
+        return np.asarray(np.max([ends[k] for k in self._last], axis=0))
 
 
 @lru_cache(maxsize=64)  # Questions about more memory or other layers have the same programs.

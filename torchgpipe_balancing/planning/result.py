@@ -18,7 +18,7 @@ from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
 from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
 from torchgpipe_balancing.planning.check import Check, checked, way_of
-from torchgpipe_balancing.planning.problem import Choice, Outcome
+from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.planning.subject import apply, released, subject_of
 
 __all__ = ["Plan"]
@@ -97,9 +97,7 @@ class Plan:
             alternative: one of ``fitting`` or ``misfits`` (default: the best)
         """
         one = alternative or self.best
-        problem = problem_of(self.question, one.schedule, one.chunks)
-        assert problem is not None
-        return problem.outcome(one.choice)
+        return problem_of(self.question, one.schedule, one.chunks).outcome(one.choice)
 
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
@@ -162,7 +160,7 @@ class Plan:
             subject = subject_of(model, sample, self.target, most, self.options)
             if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
                 raise ValueError("the model has other layers than those that were planned for; plan again for it")
-            made = checked(subject, self.question, self.best, self.outcome(), steps)
+            made = checked(subject, self.question, self.best, steps)
         del subject
         released(self.devices)
         return made
@@ -221,9 +219,8 @@ class Plan:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it: with None in place of infinities, and lists in place of sets and tuples."""
-    if is_dataclass(value) or isinstance(value, Choice):
-        own = value._asdict() if isinstance(value, Choice) else vars(value)
-        return {name: _plain(one) for name, one in own.items()}
+    if is_dataclass(value):
+        return {name: _plain(one) for name, one in vars(value).items()}
     if isinstance(value, (tuple, frozenset)):
         return [*map(_plain, sorted(value) if isinstance(value, frozenset) else value)]
     return None if isinstance(value, float) and math.isinf(value) else value
@@ -235,7 +232,7 @@ def _made(kind: Any, content: Any) -> Any:
         return frozenset(content)
     if get_origin(kind) is tuple:
         return tuple(_made(inner[0 if inner[-1] is Ellipsis else k], own) for k, own in enumerate(content))
-    if kind is Choice or is_dataclass(kind):
+    if is_dataclass(kind):
         types = get_type_hints(kind)
         made: Any = cast(Any, kind)(**{name: _made(types[name], own) for name, own in content.items() if name in types})
         return made

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ import numpy as np
 from torchgpipe_balancing.partition import check_partitions, partition
 from torchgpipe_balancing.planning.fitting import Fitting, Span
 from torchgpipe_balancing.planning.problem import Choice, Outcome, Problem
-from torchgpipe_balancing.planning.rehearsal import Array, rehearsal_of
+from torchgpipe_balancing.planning.rehearsal import PRICES, Array, rehearsal_of
 
 __all__ = ["Search", "solve"]
 
@@ -69,7 +69,7 @@ class Search:
         self._rehearsal = rehearsal_of(tuple(map(tuple, problem.program)), problem.places)
         self._fitting = Fitting(problem, self._rehearsal)
         self._devices = range(len(problem.devices))
-        self._rows: dict[tuple[int, tuple[Span, ...]], list[list[float]]] = {}
+        self._priced = cache(self._prices)
         self.tried = 0
         self._cuts = self._start()
         self.excess = self._misfit(self._cuts)
@@ -191,29 +191,18 @@ class Search:
         self.tried += len(fitting)
         seconds = np.full(len(found), math.inf)
         if fitting:
-            seconds[fitting] = self._simulated([found[k] for k in fitting])
+            prices = np.zeros((len(fitting), self._n, PRICES))
+            for own, k in zip(prices, fitting):
+                for device, spans in enumerate(self._spans(found[k])):
+                    own[self._rehearsal.partitions[device]] = self._priced(device, spans)
+            seconds[fitting] = self._rehearsal.seconds(prices)
         return seconds
 
-    def _simulated(self, found: Sequence[Cuts]) -> Array:
-        prices = []
-        for cuts in found:
-            rows: list[list[float]] = [[]] * self._n
-            for device, spans in enumerate(self._spans(cuts)):
-                for j, row in zip(self._rehearsal.partitions[device], self._priced(device, spans)):
-                    rows[j] = row
-            prices.append(rows)
-        return self._rehearsal.seconds(np.array(prices))
-
-    def _priced(self, device: int, spans: tuple[Span, ...]) -> list[list[float]]:
+    def _prices(self, device: int, spans: tuple[Span, ...]) -> list[list[float]]:
         """Return the prices of the partitions of a device, with the layers recomputed that have to be."""
-        key = device, spans
-        if key not in self._rows:
-            layers, problem = self._fitting.recomputed(device, spans), self.problem
-            costs = [
-                problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)
-            ]
-            self._rows[key] = [[*one.seconds.values(), problem.transfer(one)] for one in costs]
-        return self._rows[key]
+        layers, problem = self._fitting.recomputed(device, spans), self.problem
+        costs = [problem.partition_cost(j, *span, layers) for j, span in zip(self._rehearsal.partitions[device], spans)]
+        return [[*one.seconds.values(), problem.transfer(one)] for one in costs]
 
 
 @lru_cache(maxsize=64)  # Several schedules have the same layers and devices.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import arguments_of, resized
+from torchgpipe.frames.inputs import Arguments, arguments_of, resized
 from torchgpipe.frames.outputs import own_loss
 from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
@@ -61,9 +62,17 @@ class Subject:
     layers: list[list[str]]
     rows: int
     loss: str
+    #: Returns the position of the layer that a parameter or buffer belongs to.
+    _layer_of: Callable[[str], int]
+    #: Returns the sample with so many rows.
+    _arguments: Callable[[int], Arguments]
 
-    def __init__(self, model: nn.Module, target: Any, options: Mapping[str, Any], *, has_own_loss: bool) -> None:
-        self._model, self._target = model, target
+    def __init__(
+        self, model: nn.Module, rows: int, target: Any, options: Mapping[str, Any], *, has_own_loss: bool
+    ) -> None:
+        if not rows:
+            raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
+        self._model, self.rows, self._target = model, rows, target
         self._options = {**({} if has_own_loss else {"loss_fn": _mean_of_all}), **options}
         known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
         self.loss = "loss_fn" if "loss_fn" in options else known
@@ -83,19 +92,24 @@ class Subject:
 
     def plain(self, rows: int) -> Any:
         """Run forward of the copy, without a pipeline, on so many rows, and return the loss."""
-        output, loss_fn = self._output(rows), self._options.get("loss_fn")
+        arguments = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._arguments(rows))
+        args, kwargs = self._beside(arguments)
+        with SkipTracker():
+            output = self._model(*args, **kwargs)
+        loss_fn = self._options.get("loss_fn")
         return own_loss(output) if loss_fn is None else loss_fn(output, self._beside(self._targets(rows)))
 
     def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
         """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
-        raise NotImplementedError
+        model = self._pipelined(way)
 
-    def _layer_of(self, name: str) -> int:
-        """Return the position of the layer that a parameter or buffer belongs to."""
-        raise NotImplementedError
+        def step(rows: int) -> Any:
+            args, kwargs = self._arguments(rows)
+            return model.step(*args, target=self._targets(rows), **kwargs)
 
-    def _output(self, rows: int) -> Any:
-        """Run forward of the copy on so many rows."""
+        return model, step
+
+    def _pipelined(self, way: Way) -> Any:
         raise NotImplementedError
 
     def _targets(self, rows: int) -> Any:
@@ -166,28 +180,16 @@ class Layers(Subject):
     """A Sequential, whose layers are those of GPipe."""
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
-        super().__init__(_copied(model), target, options, has_own_loss=False)
-        self._sample = sample
-        self._names = list(layers_of(model))
-        self.layers = [[name] for name in self._names]
         tensors = [one for one in pytree.tree_leaves(sample) if isinstance(one, Tensor) and one.dim()]
-        self.rows = _verified(len(tensors[0]) if tensors else 0)
+        own_rows = len(tensors[0]) if tensors else 0
+        super().__init__(_copied(model), own_rows, target, options, has_own_loss=False)
+        names = list(layers_of(model))
+        self.layers = [[name] for name in names]
+        self._layer_of = lambda name: names.index(name.partition(".")[0])
+        self._arguments = lambda rows: Arguments((resized(sample, own_rows, rows),), {})
 
-    def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
-        """See `Subject`."""
-        model: Any = apply(self._model, self.layers, way, None, self._options)
-        return model, lambda rows: model.step(self._input(rows), self._targets(rows))
-
-    def _layer_of(self, name: str) -> int:
-        return self._names.index(name.partition(".")[0])
-
-    def _output(self, rows: int) -> Any:
-        input = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, self._input(rows))
-        with SkipTracker():
-            return self._model(self._beside(input))
-
-    def _input(self, rows: int) -> Any:
-        return resized(self._sample, self.rows, rows)
+    def _pipelined(self, way: Way) -> Any:
+        return apply(self._model, self.layers, way, None, self._options)
 
 
 class AnyModule(Subject):
@@ -199,12 +201,13 @@ class AnyModule(Subject):
         # The sample runs once, before the partitions are on different devices.
         self._found = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
         has_own = "loss_fn" not in options and own_loss(self._found.traces[0].output) is not None
-        super().__init__(model, target, options, has_own_loss=has_own)
-        self._splitter = self._found.splitter
-        self.rows = _verified(self._splitter.rows)
-        self._settings = self._each_part_apart(partitions, options)
-        parts = range(len(self._settings.devices))
-        self.layers = [[name for name, k in self._settings.doors.items() if k == part] for part in parts]
+        splitter = self._found.splitter
+        super().__init__(model, splitter.rows, target, options, has_own_loss=has_own)
+        self._arguments = partial(splitter.resized, self._sample)
+        settings = self._each_part_apart(partitions, options)
+        parts = range(len(settings.devices))
+        self.layers = [[name for name, k in settings.doors.items() if k == part] for part in parts]
+        self._layer_of = settings.column_of
         self._pipeline: Any = None
 
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
@@ -222,38 +225,19 @@ class AnyModule(Subject):
         begins = [name.split("..")[0] for name in spine]
         return arranged(len(begins), {name: j for j, name in enumerate(begins) if j}, fixed=True)
 
-    def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
-        """See `Subject`."""
+    def _pipelined(self, way: Way) -> Any:
         if self._pipeline is not None:
             self._pipeline.unpipelined()
         # Without a proof, which what is only measured needs not; `Plan.apply` has it.
         options = {**self._options, "verify": False}
-        model = self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), options, self._found)
-
-        def step(rows: int) -> Any:
-            args, kwargs = self._splitter.resized(self._sample, rows)
-            return model.step(*args, target=self._targets(rows), **kwargs)
-
-        return model, step
-
-    def _layer_of(self, name: str) -> int:
-        return self._settings.column_of(name)
-
-    def _output(self, rows: int) -> Any:
-        args, kwargs = self._beside(self._splitter.resized(self._sample, rows))
-        return self._model(*args, **kwargs)
+        self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), options, self._found)
+        return self._pipeline
 
 
 def _mean_of_all(output: Any, _target: Any) -> Tensor:
     """Return a loss that depends on all of the output."""
     parts = [tensor.float().mean() for _, tensor in each(output) if tensor.is_floating_point()]
     return torch.stack(parts).sum()
-
-
-def _verified(rows: int) -> int:
-    if not rows:
-        raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
-    return rows
 
 
 def _copied(model: nn.Module) -> Any:

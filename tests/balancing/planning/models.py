@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchgpipe
 from torchgpipe_balancing import Plan
 
-__all__ = ["DEVICES", "Attention", "Residual", "mean", "mlp", "quick", "wide"]
+__all__ = ["DEVICES", "Attention", "Residual", "mean", "mlp", "quick", "state_of", "wide"]
 
 DEVICES = ["cpu:0", "cpu:1"]
 
@@ -82,3 +82,23 @@ def quick(model: nn.Module, sample: Any = None, **options: Any) -> Plan:
         **options,
     }
     return torchgpipe.plan(model, torch.randn(4, WIDTH) if sample is None else sample, **options)
+
+
+def state_of(model: nn.Module) -> Any:
+    """Return all that a run could change: identities, and copies of values."""
+
+    def of(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        return id(tensor), tensor.device, tensor.requires_grad, tensor.tolist(), tensor.data_ptr(), tensor._version
+
+    names = [
+        (name, type(one), id(one), one.training, [*vars(one)], [*one._forward_pre_hooks], [*one._forward_hooks])
+        for name, one in model.named_modules()
+    ]
+    parameters = [
+        (name, of(one), of(one.grad), [*(one._backward_hooks or ())]) for name, one in model.named_parameters()
+    ]
+    buffers = [(name, of(one)) for name, one in model.named_buffers()]
+    random = torch.get_rng_state().tolist()
+    return names, parameters, buffers, random, torch.is_grad_enabled(), torch.get_default_dtype()

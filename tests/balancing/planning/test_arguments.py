@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.balancing.planning.models import WIDTH, Residual, mlp, quick, wide
+from torchgpipe import GPipe
 from torchgpipe_balancing import DoesNotFit
 from torchgpipe_balancing.planning.alternatives import default_chunks
 
@@ -51,6 +52,7 @@ def test_a_wrong_argument_is_refused(wrong: dict[str, Any], message: str) -> Non
     ("model", "options", "message"),
     [
         (len, {}, "model must be an nn.Module, but is builtin_function_or_method"),
+        (GPipe(mlp(2), [2], devices=["cpu"]), {}, r"call unwrap\(\) first"),
         (mlp(), {"optimizer": "AdamW"}, "optimizer must be a class such as"),
         (mlp(), {"ballance": [3, 3]}, "ballance"),
         (Residual(), {"ballance": [3, 3]}, "ballance"),

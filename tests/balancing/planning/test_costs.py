@@ -10,15 +10,16 @@ import torch
 
 from tests.balancing.planning.models import WIDTH, Residual, mlp, quick
 from torchgpipe_balancing import Plan
-from torchgpipe_balancing.planning.costs import CellCosts, Costs, LayerCosts, Sample
+from torchgpipe_balancing.planning.costs import Costs, LayerCosts
+from torchgpipe_balancing.planning.problem import CellCosts, Layer
 
 
-def sample(number: float, **others: float) -> Sample:
-    values = dict.fromkeys(Sample.__dataclass_fields__, number) | others
-    return Sample(**values)
+def sample(number: float, **others: float) -> Layer:
+    values = dict.fromkeys(Layer.__dataclass_fields__, number) | others
+    return Layer(**values)
 
 
-def costs(rows: tuple[int, ...], *samples: Sample) -> Costs:
+def costs(rows: tuple[int, ...], *samples: Layer) -> Costs:
     layer = LayerCosts(("a",), parameters=100, trained=60, buffers=7, samples=samples)
     cells = tuple(CellCosts(*[float(count)] * 6) for count in rows)
     return Costs((layer,), rows, cells, 0.0, 0.0, "cpu", "loss_fn")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.balancing.planning.models import WIDTH, Attention, mlp
-from tests.layers import Apply
-from torchgpipe_balancing.planning.counting import Bytes, counted
+from tests.balancing.planning.models import WIDTH, mlp
+from torchgpipe_balancing.planning.counting import counted
+from torchgpipe_balancing.planning.problem import Layer
 from torchgpipe_balancing.planning.subject import Way, subject_of
 
 ROWS = 3
@@ -19,7 +18,7 @@ ROWS = 3
 X = ROWS * WIDTH * 4
 
 
-def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Bytes]:
+def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Layer]:
     """Return what is counted in a pipeline with a partition a layer, as plans count it; on meta, without one."""
     subject = subject_of(model, sample, None, 2, options)
     n = len(subject.layers)
@@ -30,10 +29,10 @@ def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) ->
 def test_a_linear_layer_and_a_relu() -> None:
     """ReLU keeps its output, which is the input that the next linear layer keeps."""
     assert bytes_of(mlp(3), torch.randn(2, WIDTH)) == [
-        Bytes(kept=X, again=0, input=X, waiting=X, crossing=X),
-        Bytes(kept=X, again=X, input=2 * X, waiting=X, crossing=X),
+        Layer(kept=X, again=0, input=X, waiting=X, crossing=X),
+        Layer(kept=X, again=X, input=2 * X, waiting=X, crossing=X),
         # The loss keeps nothing of the output.
-        Bytes(kept=X, again=X, input=X, waiting=X, crossing=0),
+        Layer(kept=X, again=X, input=X, waiting=X, crossing=0),
     ]
 
 
@@ -61,28 +60,6 @@ def test_convolutions() -> None:
     assert [one.waiting for one in found] == [image, image, 0, 0, ROWS * 5 * 4]
 
 
-def test_a_block_of_a_transformer_keeps_what_a_pipeline_keeps_in_all() -> None:
-    """The sum equals what autograd saves in a plain run; the mask, which all blocks use, counts once there, too."""
-    model, words, mask = Attention(), torch.randint(11, (2, 5)), torch.zeros(5, 5)
-    found = bytes_of(model, (words, mask), no_chunk=("mask",))
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
-        return tensor
-
-    # The plain run, by another count, that knows no layer.
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(words[torch.arange(ROWS) % 2], mask)
-        output["logits"].float().mean()
-    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    whole = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in owned)
-    words_bytes = ROWS * 5 * 8  # The embedding keeps the mini-batch, which is the caller's.
-    assert sum(one.kept for one in found) == whole - words_bytes
-    assert found[1].kept - mask.nbytes == found[2].kept > mask.nbytes
-    assert (found[1].again, found[2].again) == (0, mask.nbytes)
-
-
 def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
     """Each partition has a copy of its own of a skip that several layers keep."""
 
@@ -101,35 +78,3 @@ def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
     # x * scale runs at the end of the part before; in the first, x and scale are one memory.
     assert [one.kept for one in found] == [X, 2 * X, 2 * X, X]
     assert [one.again for one in found] == [0, X, X, 0]
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
-        self.register_buffer("constant", torch.ones(ROWS, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * self.constant
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        # A layer in place makes nothing new.
-        ([linear(), nn.ReLU(inplace=True), linear()], [(0, 0), (X, 0), (0, X)]),
-        # Parameters and buffers that are kept for backward are no activations.
-        ([linear(), Scale()], [(0, 0), (X, 0)]),
-        # A view counts with all of its memory.
-        ([linear(), Apply(lambda x: x[:, :1]), Apply(lambda x: x * x)], [(0, 0), (0, 0), (X, 0)]),
-        # The layer behind Identity keeps what the layer before Identity keeps, too: between them, a copy for each.
-        ([nn.Sequential(linear(), nn.ReLU()), nn.Identity(), linear()], [(X, 0), (0, X), (0, X)]),
-    ],
-    ids=["in place", "owned", "view", "nothing kept"],
-)
-def test_kept_and_kept_again(layers: list[nn.Module], expected: list[tuple[int, int]]) -> None:
-    assert [(one.kept, one.again) for one in bytes_of(nn.Sequential(*layers), torch.randn(2, WIDTH))] == expected

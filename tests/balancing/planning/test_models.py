@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,28 +11,10 @@ from torch import Tensor, nn
 
 from tests.balancing.planning.models import WIDTH, Attention, Residual, mean, mlp, quick, wide
 from tests.layers import Apply
+from tests.skip.layers import Pop, Stash
 from torchgpipe import NoChunk
-from torchgpipe.skip import pop, skippable, stash
 
 ROWS = 16
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    """Stashes its input."""
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    """Adds what was stashed."""
-
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 def arguments(rows: int) -> dict[str, Tensor]:

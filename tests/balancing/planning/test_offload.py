@@ -7,49 +7,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import torchgpipe
+from tests.balancing.planning.models import Residual, mean, mlp
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe_balancing.planning import offload
+from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.offload import OffloadPlan
 from torchgpipe_balancing.planning.plan import DoesNotFit
+from torchgpipe_balancing.planning.problem import CellCosts, Layer
 
 WIDTH, LAYERS = 16, 6
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x
-
-
 def planned(model: nn.Module, memory: Any, **options: Any) -> OffloadPlan:
-    given: dict[str, Any] = {"batch": 8, "loss_fn": functional.mse_loss, "target": torch.randn(2, WIDTH), **options}
+    options = {"batch": 8, "loss_fn": mean, "offload": True, **options}
     devices = [f"cpu:{k}" for k in range(len(memory))]
-    return torchgpipe.plan(model, torch.randn(2, WIDTH), memory=memory, devices=devices, offload=True, **given)
+    return torchgpipe.plan(model, torch.randn(2, WIDTH), memory=memory, devices=devices, **options)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("kind", ["GPipe", "pipelined"])
-def test_a_plan_fits_and_moves_what_it_says(kind: str, n: int) -> None:
-    def made() -> nn.Module:
-        return Residual() if kind == "pipelined" else nn.Sequential(*Residual().blocks)
-
-    plan = planned(made(), ["8KiB"] * n, bandwidth=1e8)
+@pytest.mark.parametrize("make", [mlp, Residual])
+def test_a_plan_fits_and_moves_what_it_says(make: Any, n: int) -> None:
+    plan = planned(make(LAYERS, WIDTH), ["8KiB"] * n, bandwidth=1e8)
     assert all(size <= 0.9 * 8 * 1024 for size in plan.memory)
-    assert sum(plan.balance) == LAYERS
-    model = plan.apply(made())
-    x = torch.randn(8, WIDTH)
-    memory = model._host_memory if kind == "GPipe" else runs_of(model).host_memory  # type: ignore[union-attr]
+    model = plan.apply(make(LAYERS, WIDTH))
+    memory = model._host_memory if make is mlp else runs_of(model).host_memory  # type: ignore[union-attr]
     before = memory.bytes_up, memory.bytes_down
-    model.step(x, target=x)
+    model.step(torch.randn(8, WIDTH))
     moved = memory.bytes_up - before[0], memory.bytes_down - before[1]
     assert (memory.slots, *moved) == (plan.slots, plan.bytes_up, plan.bytes_down)
     assert re.search(r"partitions, \d slots.*\n.*up and .* down.*\n.*hide behind computing.*\n.*rows a step", str(plan))
@@ -57,20 +43,22 @@ def test_a_plan_fits_and_moves_what_it_says(kind: str, n: int) -> None:
 
 def test_what_does_not_fit_would_with_the_memory_that_is_told() -> None:
     with pytest.raises(DoesNotFit, match=r"it would fit with (\d+\.\d) KiB on each device") as raised:
-        planned(Residual(), [1000], bandwidth=1e8)
+        planned(Residual(LAYERS, WIDTH), [1000], bandwidth=1e8)
     size = float(re.findall(r"([\d.]+) KiB", str(raised.value))[0]) + 0.1
-    assert planned(Residual(), [f"{size} KiB"], bandwidth=1e8).chunks
+    assert planned(Residual(LAYERS, WIDTH), [f"{size} KiB"], bandwidth=1e8).chunks
     with pytest.raises(ValueError, match="load it on the CPU"):
-        planned(Residual().to("meta"), [1e6])
+        planned(Residual(LAYERS, WIDTH).to("meta"), [1e6])
 
 
 def test_copies_hide_from_as_many_rows_on_as_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """With w bytes a parameter, b bytes a second and F FLOP a second: b F / 2 w forward, b F / 6 w backward."""
     parameters, flops, speed = 1000, 1e6, 1e3
-    layer = offload._Layer((2 * parameters / flops, 0.0), (6 * parameters / flops, 0.0), 2 * parameters, 0, 0, 0.1, 0.0)
-    monkeypatch.setattr(offload, "_measured", lambda *_: [layer] * LAYERS)
-    few, many = (planned(Residual(), [1e9], bandwidth=speed, batch=rows, chunks=4) for rows in (8, 8000))
-    tight = planned(Residual(), [3 * 2 * parameters], bandwidth=speed, batch=8000, chunks=4)
+    took = Layer(forward=2 * parameters / flops, backward=4 * parameters / flops, kept=0.1)  # for a row
+    layer = LayerCosts(("a",), 2 * parameters, 0, 0, (took,))
+    costs = Costs((layer,) * LAYERS, (1,), (CellCosts(),), 0.0, 0.0, "", "")
+    monkeypatch.setattr(offload, "_measured", lambda *_: costs)
+    few, many = (planned(Residual(LAYERS, WIDTH), [1e9], bandwidth=speed, batch=rows, chunks=4) for rows in (8, 8000))
+    tight = planned(Residual(LAYERS, WIDTH), [3 * 2 * parameters], bandwidth=speed, batch=8000, chunks=4)
     assert tight.recomputes
     assert tight.rows_to_hide == pytest.approx((flops / speed, flops / speed / 3))
     assert few.waited > many.waited
@@ -78,4 +66,4 @@ def test_copies_hide_from_as_many_rows_on_as_the_formula_says(monkeypatch: pytes
 
 
 def test_the_bandwidth_is_measured() -> None:
-    assert planned(Residual(), [1e9], chunks=2).bandwidth > 1e6
+    assert planned(Residual(LAYERS, WIDTH), [1e9], chunks=2).bandwidth > 1e6

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from torchgpipe_balancing.planning.optimizer import states_of
 
@@ -18,12 +18,8 @@ from torchgpipe_balancing.planning.optimizer import states_of
     [
         (None, 0),
         (1.5, 1.5),
-        (SGD, 0),
+        (AdamW, 2),  # For other classes and settings see the table of `torchgpipe.balance.balance_by_size`.
         (partial(SGD, lr=0.1, momentum=0.9), 1),
-        (AdamW, 2),
-        (partial(AdamW, amsgrad=True), 3),
-        (Adagrad, 1),
-        (partial(RMSprop, centered=True, momentum=0.9), 3),
         # A row and a column for each matrix of 256 x 256, and not a second matrix.
         (Adafactor, 2 / 256),
         # An optimizer has the settings that will train: here those of one group, which are not the defaults.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
 
 import pytest
 
+from benchmarks.plan_splits import choices
 from torchgpipe.schedule import ScheduleName, program
-from torchgpipe_balancing.planning.problem import Choice, Device, Layer, Outcome, Problem
+from torchgpipe_balancing.planning.problem import CellCosts, Choice, Device, Layer, Outcome, Problem
 from torchgpipe_balancing.planning.search import solve
 
 #: Sums are rounded in another order.
@@ -44,12 +44,11 @@ def small(seed: int) -> Problem:
     seconds, bytes = made.choice(TABLES)
     row = tuple(
         Layer(
-            str(k),
             *[seconds(made) for _ in range(4)],
             kept=bytes(made),
             **{name: made.randint(0, 2) for name in ("again", "input", "waiting", "crossing", "state")},
         )
-        for k in range(made.randint(len(places), 6 if recomputes else 9))
+        for _ in range(made.randint(len(places), 6 if recomputes else 9))
     )
     whole = sum([layer.kept + layer.state for layer in row]) or 1
     return Problem(
@@ -60,21 +59,11 @@ def small(seed: int) -> Problem:
         ),
         tuple(places),
         program(name, made.randint(1, 4), places),
-        cell={kind: made.choice([0.0, 0.1, 0.5]) for kind in "FBIW"},
+        cell=CellCosts(*[made.choice([0.0, 0.1, 0.5]) for _ in range(4)]),
         latency=made.choice([0.0, 0.1, 0.5]),
         per_byte=made.choice([0.0, 0.1, 0.5]),
         recomputes=recomputes,
     )
-
-
-def choices(problem: Problem) -> Iterator[Choice]:
-    size = len(problem.layers)
-    may = range(size - 1 if problem.recomputes and not problem.splits_backward else 0)
-    sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
-    for cuts in combinations(range(1, size), len(problem.places) - 1):
-        balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))
-        for recomputed in sets:
-            yield Choice(balance, frozenset(recomputed))
 
 
 def excess(problem: Problem, outcome: Outcome) -> float:
@@ -109,8 +98,8 @@ def test_what_fits_is_found_also_where_devices_have_two_partitions(places: list[
     for seed in range(100):
         made = random.Random(seed)
         row = tuple(
-            Layer(str(k), 1, 2, 1, 1, kept=made.randint(1, 20), again=made.randint(0, 2), state=made.randint(0, 10))
-            for k in range(9)
+            Layer(1, 2, 1, 1, kept=made.randint(1, 20), again=made.randint(0, 2), state=made.randint(0, 10))
+            for _ in range(9)
         )
         actions = program("Interleaved1F1B", 2 * n, places)
         free = Problem(row, tuple(Device(str(k)) for k in range(n)), tuple(places), actions, recomputes=False)
@@ -122,8 +111,8 @@ def test_what_fits_is_found_also_where_devices_have_two_partitions(places: list[
 def test_many_layers_fit_with_the_layers_that_have_to_be_recomputed() -> None:
     made = random.Random(0)
     row = tuple(
-        Layer(str(k), one, 2 * one, one, one, kept=100, input=10, state=50)
-        for k, one in enumerate([made.uniform(0.95, 1.05) for _ in range(100)])
+        Layer(one, 2 * one, one, one, kept=100, input=10, state=50)
+        for one in [made.uniform(0.95, 1.05) for _ in range(100)]
     )
     devices = tuple(Device(str(k), 0.7 * 10_000 + 50 * 100 / 8) for k in range(8))
     problem = Problem(row, devices, tuple(range(8)), program("1F1B", 16, range(8)))
@@ -135,7 +124,7 @@ def test_many_layers_fit_with_the_layers_that_have_to_be_recomputed() -> None:
 
 
 def test_what_is_nearest_to_fitting() -> None:
-    row = tuple(Layer(str(k), 1, 2, 1, 1, kept=10, input=4) for k in range(4))
+    row = tuple(Layer(1, 2, 1, 1, kept=10, input=4) for _ in range(4))
     devices = (Device("a", 9), Device("b", 25))
     problem = Problem(row, devices, (0, 1), program("1F1B", 2, [0, 1]))
     found = solve(problem)
@@ -148,7 +137,7 @@ def test_what_is_nearest_to_fitting() -> None:
 
 def test_layers_that_save_most_for_a_second_are_recomputed_and_no_more() -> None:
     def recomputed(memory: float, name: ScheduleName, m: int) -> frozenset[int]:
-        row = tuple(Layer(str(k), 1, 2, 1, 1, kept=kept, input=0) for k, kept in enumerate([2, 2, 4, 0]))
+        row = tuple(Layer(1, 2, 1, 1, kept=kept, input=0) for kept in [2, 2, 4, 0])
         return solve(Problem(row, (Device("a", memory),), (0,), program(name, m, [0]))).choice.recomputed
 
     assert not recomputed(8, "1F1B", 1)
@@ -158,6 +147,6 @@ def test_layers_that_save_most_for_a_second_are_recomputed_and_no_more() -> None
 
 
 def test_fewer_layers_than_partitions() -> None:
-    problem = Problem((Layer("0", 1, 2, 1, 1, kept=1),), (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1]))
+    problem = Problem((Layer(1, 2, 1, 1, kept=1),), (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1]))
     with pytest.raises(ValueError, match="1 layers cannot be split into 2 partitions"):
         solve(problem)

@@ -71,12 +71,6 @@ def test_nothing_reaches_the_graph_of_the_sample(is_sequential: bool) -> None:
     assert leaf.grad is None
 
 
-def test_a_wrapped_model_is_refused_with_the_next_move() -> None:
-    model = torchgpipe.GPipe(mlp(4), [2, 2], devices=CPUS, chunks=2)
-    with pytest.raises(TypeError, match=r"call unwrap\(\) first"):
-        subject_of(model, torch.randn(4, 3), None, 2, {})
-
-
 @pytest.mark.parametrize("layers", [2, 3])
 def test_fewer_parts_than_the_schedules_with_two_partitions_a_device_want(layers: int) -> None:
     """The plan of a model of n to 2n - 1 parts for n devices was refused, for schedules that it need not take."""

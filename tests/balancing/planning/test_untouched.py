@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.balancing.planning.models import WIDTH, Residual, mlp, quick
+from tests.balancing.planning.models import WIDTH, Residual, mlp, quick, state_of
 
 
 class Failing(nn.Module):
@@ -47,26 +46,6 @@ def prepared(model: nn.Module) -> nn.Module:
         one.training = bool(k % 2)
         one.register_forward_pre_hook(lambda *_: None)
     return model
-
-
-def state_of(model: nn.Module) -> Any:
-    """Return all that a run could change: identities, and copies of values."""
-
-    def of(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        return id(tensor), tensor.device, tensor.requires_grad, tensor.tolist(), tensor.data_ptr(), tensor._version
-
-    names = [
-        (name, type(one), id(one), one.training, [*vars(one)], [*one._forward_pre_hooks], [*one._forward_hooks])
-        for name, one in model.named_modules()
-    ]
-    parameters = [
-        (name, of(one), of(one.grad), [*(one._backward_hooks or ())]) for name, one in model.named_parameters()
-    ]
-    buffers = [(name, of(one)) for name, one in model.named_buffers()]
-    random = torch.get_rng_state().tolist()
-    return names, parameters, buffers, random, torch.is_grad_enabled(), torch.get_default_dtype()
 
 
 @pytest.mark.parametrize("make", [sequential, module])

@@ -1,0 +1,128 @@
+"""Training and evaluation in turns, layers that are frozen and thawed, and activations in the host's memory."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import torchgpipe
+from tests.conftest import Pipe
+from tests.layers import Using
+from tests.plain import assert_same, outcome, plain_outcome
+
+LAYERS = [nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh()]
+
+
+@pytest.fixture
+def module() -> nn.Sequential:
+    return copy.deepcopy(nn.Sequential(*LAYERS)).double()
+
+
+def data(rows: int) -> Tensor:
+    return torch.randn(rows, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("off", [torch.inference_mode, torch.no_grad, nullcontext])
+def test_training_and_evaluation_in_turns(
+    pipe: Pipe, checkpoint: str, off: Callable[[], Any], module: nn.Sequential
+) -> None:
+    """Training does not fail on tensors that evaluation leaves behind, above all inference tensors.
+
+    The first evaluation comes before any training.
+    """
+    model = pipe(copy.deepcopy(module), [2, 2, 1], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        for each in [module, model]:
+            each.eval()
+        with off():
+            for rows in (3, 1, 4):
+                x = data(rows)
+                torch.testing.assert_close(model(x), module(x))
+        for each in [module, model]:
+            each.train()
+        assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
+
+
+def test_layers_are_frozen_and_thawed_between_steps(pipe: Pipe, checkpoint: str) -> None:
+    """Gradual unfreezing works because the pipeline reads `requires_grad` at each call."""
+    module = nn.Sequential(*[Using(lambda linear, x: linear(x).tanh()) for _ in range(3)]).double()
+    model, x = pipe(copy.deepcopy(module), [1, 1, 1], chunks=2, checkpoint=checkpoint), data(5)
+    for thawed in [[2], [1, 2], [0, 1, 2], [0]]:
+        for layers in [module, model]:
+            for k, layer in enumerate(layers):
+                layer.requires_grad_(k in thawed)
+        assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
+
+
+def test_frozen_layers_in_front_run_once_and_are_not_differentiated(pipe: Pipe) -> None:
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
+    layers[:2].requires_grad_(False)
+    model = pipe(layers, [2, 1, 1], chunks=2, checkpoint="always")
+    runs, backwards = [0] * 4, [0] * 4
+
+    def count(k: int) -> Any:
+        def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
+            runs[k] += 1
+            if output.requires_grad:
+                output.register_hook(lambda _: backwards.__setitem__(k, backwards[k] + 1))
+
+        return hook
+
+    for k, layer in enumerate(layers):
+        layer.register_forward_hook(count(k))
+    model(data(5)).sum().backward()
+    assert runs == [2, 2, 4, 4]
+    assert backwards == [0, 0, 2, 2]
+
+
+def test_backward_within_the_block_that_saves_on_the_cpu(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
+    """`replay/test_ambient.py` has the block around the call alone."""
+    x = data(6)
+    expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
+    model = pipe(module, [3, 2], chunks=3, checkpoint=checkpoint)
+    with save_on_cpu():
+        assert_same(outcome(model, x), expected)
+
+
+def test_all_that_is_saved_goes_through_the_hooks(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
+    """Forward saves the inputs of checkpointed cells; recomputation saves the same tensors as the plain model."""
+    packed, unpacked = [], []
+    now = "forward"
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(now)
+        return tensor.to("cpu", copy=True)
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(now)
+        return tensor
+
+    model = pipe(module, [3, 2], chunks=3, checkpoint=checkpoint)
+    with saved_tensors_hooks(pack, unpack):
+        y = model(data(6))
+    now = "backward"
+    y.sum().backward()
+    checkpointed = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
+    all_of_a_micro_batch = 11
+    assert packed.count("forward") == 2 * checkpointed + all_of_a_micro_batch * (3 - checkpointed)
+    assert packed.count("backward") == all_of_a_micro_batch * checkpointed
+    assert unpacked == ["backward"] * len(packed)
+
+
+def test_the_example_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
+    from adapters import main
+
+    main(["--steps", "2", "--batch", "4", "--width", "8", "--layers", "3", "--blocks", "1", "--rank", "1"])
+    out = capsys.readouterr().out
+    assert "8 of " in out and "down.weight" in out

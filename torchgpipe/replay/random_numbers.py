@@ -1,0 +1,220 @@
+"""Random numbers of a program: each micro-batch has a seed, and its numbers follow it from device to device.
+
+So dropout is the same for any partitions, schedule, checkpoint mode and number of devices. While a cell runs, the
+generators of the CPU and of the device have the state that the micro-batch has left in its last cell; afterwards they
+get their own state back. A generator serves one cell at a time. The CPU has one for all threads, so cells that draw
+from it run one after the other.
+
+Only models that draw pay. Whether a model draws is seen when it first runs, for each set of training modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.generators import Generator, generators_of, generators_of_all, go_on_from, state_of
+from torchgpipe.replay.callers_generator import CallersGenerator
+from torchgpipe.replay.generator_locks import are_those_of_the_process, borrowed, cpu_lock, sharing
+
+__all__ = ["Draws", "RandomNumbers", "modes_of"]
+
+
+class Draws(NamedTuple):
+    """What a model draws from.
+
+    Attributes:
+        cpu: whether it draws from the generator of the CPU
+        device: whether it draws from generators of accelerators
+    """
+
+    cpu: bool
+    device: bool
+
+
+#: For a model, and the modes of all modules in it, what it draws from.
+_known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Draws]] = WeakKeyDictionary()
+
+
+class RandomNumbers:
+    """The random numbers of a mini-batch.
+
+    Args:
+        model: the model; None if nothing is to be known of it, not even afterwards
+        devices: the devices that it computes on
+
+    Attributes:
+        callers_generator: the generator of the CPU, which the caller draws from as well
+    """
+
+    def __init__(self, model: nn.Module | None, devices: Iterable[torch.device] = ()) -> None:
+        self._model, self._modes = model, () if model is None else modes_of(model)
+        self._draws = None if model is None else _known.get(model, {}).get(self._modes)
+        #: Which generators follow the micro-batches.
+        self._swaps = self._draws or Draws(True, True)
+        self._drawn = [False, False]
+        #: By micro-batch and kind of generator, the state that the micro-batch has left in its last cell.
+        self._states: dict[int, dict[bool, Tensor]] = {}
+        self._base = 0
+        #: The states of the caller's generator before and after the seeds were drawn from it.
+        self._seeded: tuple[Tensor, Tensor] | None = None
+        with _unnoticed() as before:
+            if any(self._swaps):  # The model is not known to draw nothing.
+                self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+                self._seeded = before, state_of(torch.default_generator)
+            others = [one for one in generators_of_all(devices) if not self._swaps[_is_of_a_device(one)]]
+            self._watch = _Watch(others)
+            self.callers_generator = CallersGenerator()
+
+    @property
+    def drawn(self) -> Draws:
+        """What has been drawn from so far, as far as generators have followed micro-batches."""
+        return Draws(*self._drawn)
+
+    def following(self, device: torch.device) -> list[Generator]:
+        """Return the generators of a device that follow the micro-batches."""
+        if not any(self._swaps):
+            return []
+        return [generator for generator in generators_of(device) if self._swaps[_is_of_a_device(generator)]]
+
+    def of(self, i: int, device: torch.device) -> AbstractContextManager[None]:
+        """Let the generators follow micro-batch ``i`` in a ``with`` block."""
+        generators = self.following(device)
+        return self._followed(i, generators) if generators else _nothing
+
+    @contextmanager
+    def _followed(self, i: int, generators: list[Generator]) -> Iterator[None]:
+        states = self._states.setdefault(i, {})
+        seed = _seed(self._base, i)
+        # What the generator of an accelerator has come to on one device goes on on the next.
+        with borrowed({one: states.get(_is_of_a_device(one), seed) for one in generators}) as begun:
+            try:
+                yield
+            finally:
+                for generator, before in zip(generators, begun):
+                    states[_is_of_a_device(generator)] = self._noted(generator, before)
+
+    def backward(self, device: torch.device) -> AbstractContextManager[None]:
+        """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
+        generators = self.following(device)
+        return self._watched(generators) if generators else _nothing
+
+    @contextmanager
+    def _watched(self, generators: list[Generator]) -> Iterator[None]:
+        with sharing(generators):
+            before = [state_of(generator) for generator in generators] if self._draws is None else []
+            yield
+            for generator, state in zip(generators, before):  # Hooks may draw at backward.
+                self._noted(generator, state)
+
+    def _noted(self, generator: Generator, before: Tensor) -> Tensor:
+        """Return the state of a generator, and note whether it was drawn from."""
+        state = state_of(generator)
+        self._drawn[_is_of_a_device(generator)] |= not torch.equal(state, before)
+        return state
+
+    def end(self, *, counts: bool, recomputes: bool) -> None:
+        """Note what the model draws from. If it draws nothing, the caller's generator is as if nothing had been drawn.
+
+        Args:
+            counts: whether this mini-batch tells; without rows, layers that draw have drawn nothing
+            recomputes: whether anything runs, or has run, again at backward, as far as that is known
+
+        Raises:
+            RuntimeError: the model was known to draw nothing, but has drawn; a recomputation may draw other numbers.
+        """
+        unseen = self._watch.drawn_from()
+        draws = Draws(True, True) if unseen else self._draws or self.drawn
+        if self._model is not None and (counts or unseen):
+            _known.setdefault(self._model, {})[self._modes] = draws
+        if unseen and recomputes:
+            raise RuntimeError(
+                f"random numbers were drawn from the generator of {' and '.join(unseen)} in this mini-batch, though "
+                "the model drew none before, so micro-batches have drawn in no certain order, and a recomputation may "
+                "draw others; run it again: from now on, micro-batches have seeds"
+            )
+        if self._seeded is not None and not any(draws):
+            before, after = self._seeded
+            with _unnoticed() as now:
+                if torch.equal(now, after):
+                    go_on_from(torch.default_generator, before)
+
+
+_nothing = nullcontext()
+
+
+def _is_of_a_device(generator: Generator) -> bool:
+    return generator.device.type != "cpu"
+
+
+def modes_of(model: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a model that draws from one that does not: its modules, their modes, and their dropout."""
+    return tuple([(type(child), child.training, _dropout(vars(child).get("p"))) for child in model.modules()])
+
+
+def _dropout(p: Any) -> float | None:
+    """Return 0 or 1 where dropout draws nothing, and 0.5 for all between, or each step of a ramp would be a model."""
+    if not isinstance(p, int | float):  # Not a module's dropout, and perhaps nothing that can be looked up.
+        return None
+    return p if p in (0, 1) else 0.5
+
+
+class _Watch:
+    """Notice draws from generators, but for those of other pipelines' seeds.
+
+    Args:
+        generators: the generators
+    """
+
+    def __init__(self, generators: Iterable[Generator]) -> None:
+        self._states = {generator: _state_at_rest(generator) for generator in generators}
+        if are_those_of_the_process():
+            _watches.add(self)
+
+    def drawn_from(self) -> list[str]:
+        """Return the devices whose generators were drawn from."""
+        return [str(one.device) for one, state in self._states.items() if not torch.equal(_state_at_rest(one), state)]
+
+    def follow(self, before: Tensor) -> None:
+        """Take the present state of the CPU's generator for the one to be, if that was ``before``."""
+        generator = torch.default_generator
+        if generator in self._states and torch.equal(self._states[generator], before):
+            self._states[generator] = state_of(generator)
+
+
+def _state_at_rest(generator: Generator) -> Tensor:
+    """Return the state of a generator, where no cell has borrowed it."""
+    with sharing([generator]):
+        return state_of(generator)
+
+
+#: The watches of this process, but for those inside of a block that holds the generator of the CPU.
+_watches: WeakSet[_Watch] = WeakSet()
+
+
+@contextmanager
+def _unnoticed() -> Iterator[Tensor]:
+    """Let the generator of the CPU go on in a ``with`` block, unnoticed by other pipelines, and provide its state."""
+    with cpu_lock():
+        before = state_of(torch.default_generator)
+        yield before
+        if are_those_of_the_process():
+            for watch in _watches:
+                watch.follow(before)
+
+
+def _seed(base: int, i: int) -> int:
+    """Return a seed of 32 bits, all that the generator of the CPU uses, by the mixing function of SplitMix64.
+
+    Source: G. L. Steele, D. Lea, C. H. Flood, Fast Splittable Pseudorandom Number Generators, 2014.
+    """
+    value = (base + (i + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    value ^= value >> 31
+    return (value ^ (value >> 32)) & 0xFFFFFFFF
